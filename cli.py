@@ -58,15 +58,13 @@ class LazyGroup(StageGroup):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under headings, in the order in which users need them."""
         for heading, names in GROUPS.items():
-            commands = [(name, self.get_command(ctx, name)) for name in names]
+            rows: list[tuple[str, str]] = []
+            for name in names:
+                command = self.get_command(ctx, name)
+                if command:
+                    rows.append((name, command.get_short_help_str(_WHOLE_SENTENCE)))
             with formatter.section(heading):
-                formatter.write_dl(
-                    [
-                        (name, command.get_short_help_str(_WHOLE_SENTENCE))
-                        for name, command in commands
-                        if command
-                    ]
-                )
+                formatter.write_dl(rows)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order of the help page."""

@@ -20,7 +20,6 @@ from weak to strong: defaults, a named preset, a YAML file (``--config``), ``--s
 """
 
 import difflib
-import functools
 import json
 import re
 import typing
@@ -52,12 +51,11 @@ def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
     """Turn mappings, as written in YAML, into NAME=VALUE texts, as written on the command line."""
     texts: list[Any] = []
     for item in items:
-        is_mapping = isinstance(item, Mapping)
-        texts += (
-            [f"{name}={json.dumps(value)}" for name, value in item.items()]
-            if is_mapping
-            else [item]
-        )
+        if not isinstance(item, Mapping):
+            texts.append(item)
+            continue
+        for name, value in item.items():
+            texts.append(f"{name}={json.dumps(value)}")
     return tuple(texts)
 
 
@@ -139,10 +137,11 @@ class Config(BaseModel):
         """
         if not isinstance(values, dict):
             return values
-        return {
-            name: _read_value(value, cls.model_fields[name]) if name in cls.model_fields else value
-            for name, value in values.items()
-        }
+        converted: dict[Any, Any] = {}
+        for name, value in values.items():
+            field = cls.model_fields.get(name)
+            converted[name] = value if field is None else _read_value(value, field)
+        return converted
 
     @classmethod
     def settings(cls) -> Iterator[Setting]:
@@ -179,17 +178,19 @@ class Config(BaseModel):
     @classmethod
     def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values by field. Values given by a setting's name are moved into its group."""
-        values_by_field = {
-            name: value for name, value in values.items() if name in cls.model_fields
-        }
-        if len(values_by_field) < len(values):
+        values_by_field: dict[str, Any] = {}
+        values_by_name: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in cls.model_fields:
+                values_by_field[name] = value
+            else:
+                values_by_name[name] = value
+        if values_by_name:
             keys = {setting.name: setting.key for setting in cls.settings()}
-            by_name = {
-                keys.get(name, name): value
-                for name, value in values.items()
-                if name not in values_by_field
-            }
-            for key, value in by_name.items():
+            values_by_key: dict[str, Any] = {}
+            for name, value in values_by_name.items():
+                values_by_key[keys.get(name, name)] = value
+            for key, value in values_by_key.items():
                 group, _, name_in_group = key.partition(".")
                 group_values = values_by_field.get(group)
                 if (
@@ -200,7 +201,7 @@ class Config(BaseModel):
                         f"{name_in_group} is given twice with different values, {value!r} and "
                         f"{group_values[name_in_group]!r}. Leave out one of the two."
                     )
-            values_by_field = _merge(values_by_field, nested(by_name))
+            values_by_field = _merge(values_by_field, nested(values_by_key))
         return values_by_field
 
     @classmethod
@@ -217,10 +218,11 @@ class Config(BaseModel):
         named: dict[str, Any] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
-            inner = value.named() if isinstance(value, Config) else {name: value}
-            named |= {
-                name if key == "kind" else key: inner_value for key, inner_value in inner.items()
-            }
+            if not isinstance(value, Config):
+                named[name] = value
+                continue
+            for inner_name, inner_value in value.named().items():
+                named[name if inner_name == "kind" else inner_name] = inner_value
         return named
 
     def replaced(self, **named: Any) -> Self:
@@ -311,18 +313,26 @@ def _read_value(value: Any, field: FieldInfo) -> Any:
             return {"kind": value}
         return {"kind": _default_kind(groups[0])} | value if isinstance(value, dict) else value
     if tuple in kinds and value is not None:
-        items = (
-            value.split(",")
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
-        items = [item.strip() if isinstance(item, str) else item for item in items]
-        return tuple(item for item in items if item != "")
+        return _read_items(value)
     if value == "none" and type(None) in kinds and str not in kinds:
         return None
     return str(value).lower() if isinstance(value, bool) and {int, float} & {*kinds} else value
+
+
+def _read_items(value: Any) -> tuple[Any, ...]:
+    """Read the value of a list, which flags write as one text with commas; skip empty items."""
+    if isinstance(value, str):
+        items: Iterable[Any] = value.split(",")
+    elif isinstance(value, list | tuple):
+        items = value
+    else:
+        items = [value]
+    stripped_items: list[Any] = []
+    for item in items:
+        stripped = item.strip() if isinstance(item, str) else item
+        if stripped != "":
+            stripped_items.append(stripped)
+    return tuple(stripped_items)
 
 
 def _default_kind(group: type[Config]) -> str:
@@ -338,11 +348,12 @@ def plain_types(annotation: Any) -> list[Any]:
         return [tuple]
     if origin is Annotated:
         return plain_types(typing.get_args(annotation)[0])
-    return (
-        [kind for argument in typing.get_args(annotation) for kind in plain_types(argument)]
-        if origin
-        else [annotation]
-    )
+    if not origin:
+        return [annotation]
+    types: list[Any] = []
+    for argument in typing.get_args(annotation):
+        types += plain_types(argument)
+    return types
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -437,15 +448,21 @@ def resolve(
     ]
     layers = [(source, config_class.grouped(layer)) for source, layer in layers]
     if presets:
-        chosen = [layer.pop("preset") for _, layer in layers if "preset" in layer]
-        if chosen and chosen[-1] is not None:
-            if chosen[-1] not in presets:
+        # The strongest layer that has a preset selects it. None there selects no preset.
+        preset: Any = None
+        for _, layer in layers:
+            preset = layer.pop("preset", preset)
+        if preset is not None:
+            if preset not in presets:
                 raise OptionInvalid(
-                    f"unknown preset {chosen[-1]!r} ({_hint(str(chosen[-1]), presets, 'presets')})."
+                    f"unknown preset {preset!r} ({_hint(str(preset), presets, 'presets')})."
                 )
-            layers.insert(0, (f"preset {chosen[-1]}", dict(presets[chosen[-1]])))
+            layers.insert(0, (f"preset {preset}", dict(presets[preset])))
     if earlier:
-        layers.insert(0, earlier(functools.reduce(_merge, (layer for _, layer in layers), {})))
+        values: dict[str, Any] = {}
+        for _, layer in layers:
+            values = _merge(values, layer)
+        layers.insert(0, earlier(values))
     return config_class.merged(layers, spell or option_name)
 
 
@@ -469,7 +486,7 @@ def _message(
         if item["type"] == "missing":
             missing.append(spell(name))
             continue
-        source = next((source for source, layer in reversed(layers) if _holds(layer, key)), "")
+        source = _source_of(layers, key)
         called = name if source or name not in names.values() else spell(name)
         is_unknown = item["type"] == "extra_forbidden"
         text = _unknown(config_class, name, called, kind) if is_unknown else _problem(called, item)
@@ -488,6 +505,14 @@ def _message(
         return spell(name) if name in names.values() else flag[0]
 
     return re.sub("--([a-z][a-z-]+)", spelled, f"{'; '.join(lines)}.")
+
+
+def _source_of(layers: list[tuple[str, Mapping[str, Any]]], key: str) -> str:
+    """Return the name of the strongest source that has a value for a key, or an empty text."""
+    for source, layer in layers[::-1]:
+        if _holds(layer, key):
+            return source
+    return ""
 
 
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
@@ -537,12 +562,12 @@ def _problem(name: str, item: ErrorDetails) -> str:
         return str(context["error"])
     given_value = context["tag"] if item["type"] == "union_tag_invalid" else item["input"]
     wanted = _WANTED.get(item["type"]) or _WANTED.get(item["type"].partition("_")[0]) or item["msg"]
-    words = {
-        name: f"{value:g}"
-        if isinstance(value, float)
-        else str(value).replace("'", "").replace(" or ", ", ")
-        for name, value in context.items()
-    }
+    words: dict[str, str] = {}
+    for placeholder, value in context.items():
+        if isinstance(value, float):
+            words[placeholder] = f"{value:g}"
+        else:
+            words[placeholder] = str(value).replace("'", "").replace(" or ", ", ")
     return f"{name} is {given_value!r:.80}, expected {wanted.format(**words)}"
 
 

@@ -95,9 +95,7 @@ class StoreMismatch(StoreError):
     ) -> None:
         self.changes = dict(changes)
         groups: dict[str, str] = {}
-        for key in sorted(
-            changes, key=lambda key: [not key.startswith(prefix) for prefix in self._CAUSES]
-        ):
+        for key in sorted(changes, key=self._rank):
             groups.setdefault(".".join(key.split(".")[: 1 if key.startswith("codec.") else 2]), key)
         shown = list(groups.values())[: self._MAX_SHOWN]
         listed = "; ".join(self._line(key, self._MAX_VALUE_CHARS) for key in shown)
@@ -110,11 +108,18 @@ class StoreMismatch(StoreError):
         super().__init__(f"{path} was made from other inputs ({listed}{more}).", advice)
         self.add_note("\n".join(map(self._line, self.changes)))
 
+    def _rank(self, key: str) -> list[bool]:
+        """Return a sort key that orders changes as their prefixes are ordered in ``_CAUSES``."""
+        return [not key.startswith(prefix) for prefix in self._CAUSES]
+
     def _line(self, key: str, max_chars: int | None = None) -> str:
-        old, new = (
-            text if max_chars is None or len(text) <= max_chars else f"{text[: max_chars - 1]}…"
-            for text in map(repr, self.changes[key])
-        )
+        texts: list[str] = []
+        for value in self.changes[key]:
+            text = repr(value)
+            if max_chars is not None and len(text) > max_chars:
+                text = f"{text[: max_chars - 1]}…"
+            texts.append(text)
+        old, new = texts
         return f"{key}: the store has {old}, this command has {new}"
 
 

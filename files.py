@@ -218,7 +218,10 @@ def _error_number(text: str) -> int | None:
     if (match := _ERROR_NUMBER.search(text)) is not None:
         return int(match[1] or match[2])
     lower = text.lower()
-    return next((number for words, number in _ERROR_WORDS.items() if words in lower), None)
+    for words, number in _ERROR_WORDS.items():
+        if words in lower:
+            return number
+    return None
 
 
 def machine_trouble(error: BaseException) -> StorageUnavailable | None:
@@ -479,8 +482,9 @@ def relative_name(name: object) -> str:
     """
     if not isinstance(name, str) or "\0" in name or len(name) > 1024:
         raise ValueError(f"{_shown(name)} is not a relative path")
-    if any(step in ("", ".", "..") or len(step.encode()) > 255 for step in name.split("/")):
-        raise ValueError(f"{_shown(name)} is not a relative path")
+    for step in name.split("/"):
+        if step in ("", ".", "..") or len(step.encode()) > 255:
+            raise ValueError(f"{_shown(name)} is not a relative path")
     return name
 
 

@@ -75,8 +75,11 @@ def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return False
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    for line in lines:
+        if line.startswith("flags"):
+            flags = line.partition(":")[2].split()
+            return "avx512_bf16" in flags or "amx_bf16" in flags
+    return False
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
@@ -177,7 +180,9 @@ def use_huge_pages() -> None:
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         for line in Path("/proc/self/maps").read_text().splitlines():
             addresses, permissions, _, _, inode, *name = line.split()
-            start, stop = (int(address, 16) for address in addresses.split("-"))
+            first, last = addresses.split("-")
+            start = int(first, 16)
+            stop = int(last, 16)
             if (
                 permissions == "rw-p"
                 and inode == "0"

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -252,11 +252,12 @@ def _serve_page(conversation: _Conversation, port: int) -> None:
 
 def _prompts() -> Iterator[str]:
     is_asked = sys.stdin.isatty()
-    asked: Iterator[str] = (
-        iter(partial(input, "> "), None) if is_asked else (line.rstrip("\n") for line in sys.stdin)
-    )
+    lines: Iterable[str] = iter(partial(input, "> "), None) if is_asked else sys.stdin
     with contextlib.suppress(EOFError, UnicodeDecodeError):
-        yield from (text for text in asked if text.strip())
+        for line in lines:
+            text = line if is_asked else line.rstrip("\n")
+            if text.strip():
+                yield text
     if is_asked:
         out.print()
 

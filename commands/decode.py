@@ -120,7 +120,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
             out.print(f"[{number}]", style="bold")
             out.print(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
     if shape is None:
-        tell(f"auto: {auto.describe([answer.stats for answer in drafted])}")
+        stats = [answer.stats for answer in drafted]
+        tell(f"auto: {auto.describe(stats)}")
     reference = None
     if config.compare:
         reference = generate_batch(

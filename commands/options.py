@@ -41,11 +41,14 @@ class StageCommand(click.Command):
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return
-        arguments = {
-            parameter.name for parameter in self.params if isinstance(parameter, click.Argument)
-        }
+        arguments: set[str | None] = set()
+        for parameter in self.params:
+            if isinstance(parameter, click.Argument):
+                arguments.add(parameter.name)
         sections: dict[str, list[tuple[str, str]]] = {}
+        setting_names: set[str | None] = set()
         for setting in self.config_class.settings():
+            setting_names.add(setting.name)
             group = setting.key.rpartition(".")[0] or "settings"
             heading = f"{group} ({setting.kind})" if setting.kind else group
             name = (
@@ -54,13 +57,13 @@ class StageCommand(click.Command):
                 else " ".join(filter(None, _flag(setting)))
             )
             sections.setdefault(heading, []).append((name, _help(setting)))
-        settings = {setting.name for setting in self.config_class.settings()}
-        records = [
-            parameter.get_help_record(ctx)
-            for parameter in self.get_params(ctx)
-            if parameter.name not in settings
-        ]
-        sections["other"] = [record for record in records if record]
+        sections["other"] = []
+        for parameter in self.get_params(ctx):
+            if parameter.name in setting_names:
+                continue
+            record = parameter.get_help_record(ctx)
+            if record:
+                sections["other"].append(record)
         for heading, rows in sections.items():
             with formatter.section(heading.capitalize()):
                 formatter.write_dl(rows)
@@ -114,12 +117,12 @@ def stage_command(
         def run(
             *args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any
         ) -> Any:
-            given_values = {
-                name: kwargs.pop(name) for name in (*settings, *(["preset"] if presets else []))
-            }
-            given_values = {
-                name: value for name, value in given_values.items() if value is not None
-            }
+            given_values: dict[str, Any] = {}
+            keys = [*settings, "preset"] if presets else [*settings]
+            for key in keys:
+                value = kwargs.pop(key)
+                if value is not None:
+                    given_values[key] = value
             try:
                 config = resolve(
                     config_class, given_values, config_path, assignments, presets, earlier, spell
@@ -129,14 +132,12 @@ def stage_command(
             return command(*args, config=config, **kwargs)
 
         flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
-        is_short = any(setting.is_common for setting in flags)
         # Reverse the function's own parameters, because click's decorators append them from the
         # bottom up.
         own_parameters = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
             *(parameter for parameter in own_parameters if not parameter.is_flag),
-            *(click.Argument([name], required=False, metavar=name.upper()) for name in arguments),
-            *(_option(setting, hidden=is_short and not setting.is_common) for setting in flags),
+            *_setting_parameters(arguments, flags),
             *_sources(presets),
             *(parameter for parameter in own_parameters if parameter.is_flag),
         ]
@@ -149,6 +150,22 @@ def stage_command(
         )
 
     return decorate
+
+
+def _setting_parameters(
+    arguments: Sequence[str], flags: Sequence[Setting]
+) -> list[click.Parameter]:
+    """Make the parameters of the settings: arguments, then options.
+
+    If some options are common, the help page hides the others.
+    """
+    parameters: list[click.Parameter] = []
+    for name in arguments:
+        parameters.append(click.Argument([name], required=False, metavar=name.upper()))
+    is_short = any(setting.is_common for setting in flags)
+    for setting in flags:
+        parameters.append(_option(setting, hidden=is_short and not setting.is_common))
+    return parameters
 
 
 def _sources(presets: Presets | None) -> list[click.Parameter]:

@@ -129,8 +129,12 @@ def interruption_code(error: BaseException | None) -> int | None:
         chain.append(error)
         error = error.__cause__ or error.__context__
     links = [link for link in chain if isinstance(link, KeyboardInterrupt | Interrupted)]
-    known = [signum for link in links if (signum := getattr(link, "signum", None)) is not None]
-    signum = known[0] if known else int(signal.SIGINT) if links else _State.signum
+    signum = int(signal.SIGINT) if links else _State.signum
+    for link in links:
+        known_signum = getattr(link, "signum", None)
+        if known_signum is not None:
+            signum = known_signum
+            break
     return None if signum is None else 128 + signum
 
 

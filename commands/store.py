@@ -46,9 +46,7 @@ def inspect(store: "StorePath", sequence: int | None) -> None:
             )
         tokens = reader.read(sequence, "tokens").tolist()
         mask = reader.read(sequence, "response_mask").tolist()
-        row = {
-            name: reader.sequences[name][sequence].as_py() for name in reader.sequences.column_names
-        }
+        (row,) = reader.sequences.slice(sequence, 1).to_pylist()
         out.print(sample_view(row, tokens, mask, _decoder(reader.target_path)))
 
 

@@ -29,12 +29,10 @@ def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
     A value is never broken into several lines, so that a search finds ids in the output.
     """
     width = max(map(len, pairs), default=0)
-    lines = [
-        Text.assemble(
-            (f"{name:<{width}}", "dim"), "  ", printable(" ".join(str(value).split("\n")))
-        )
-        for name, value in pairs.items()
-    ]
+    lines: list[Text] = []
+    for name, value in pairs.items():
+        text = printable(" ".join(str(value).split("\n")))
+        lines.append(Text.assemble((f"{name:<{width}}", "dim"), "  ", text))
     return Group(Text(title, style="bold cyan"), *lines)
 
 
@@ -64,17 +62,12 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         "codec": summary.codec,
         "target bundle": "target/" if summary.has_target else "missing",
     }
-    edges, counts = summary.lengths
-    first = next((index for index, count in enumerate(counts) if count), 0)
-    labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(edges)]
+    meanings = {item.spec.name: item.spec.description for item in summary.fields}
     blocks: list[RenderableType] = [
         pairs_view(str(summary.path), facts),
         fields_table(summary),
-        pairs_view(
-            "Meaning of the fields",
-            {item.spec.name: item.spec.description for item in summary.fields},
-        ),
-        Group(Text("Tokens per sequence", style="bold cyan"), bars(labels[first:], counts[first:])),
+        pairs_view("Meaning of the fields", meanings),
+        _lengths_view(*summary.lengths),
         pairs_view("Target", summary.manifest.target),
         pairs_view("Extraction", summary.manifest.extraction),
         pairs_view("Identities", summary.manifest.identities),
@@ -83,13 +76,30 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
     if summary.missing:
         blocks.insert(1, _incomplete(summary.missing))
     if summary.unfinished:
-        fields = ", ".join(
-            f"{name} (in {n} of {summary.manifest.n_parts} parts)"
-            for name, n in summary.unfinished.items()
-        )
+        unfinished: list[str] = []
+        for name, n in summary.unfinished.items():
+            unfinished.append(f"{name} (in {n} of {summary.manifest.n_parts} parts)")
+        fields = ", ".join(unfinished)
         advice = f"Being added, not readable yet: {fields}; run the same add command again."
         blocks.insert(1, Text(advice, style="yellow"))
-    return Group(*[piece for block in blocks for piece in (block, Text())][:-1])
+    spaced_blocks: list[RenderableType] = []
+    for block in blocks:
+        spaced_blocks += [block, Text()]
+    return Group(*spaced_blocks[:-1])
+
+
+def _lengths_view(edges: Sequence[int], counts: Sequence[int]) -> Group:
+    """Show a histogram of the lengths of sequences, from the first bin that is not empty."""
+    first_bin = 0
+    for index, count in enumerate(counts):
+        if count:
+            first_bin = index
+            break
+    labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(edges)]
+    return Group(
+        Text("Tokens per sequence", style="bold cyan"),
+        bars(labels[first_bin:], counts[first_bin:]),
+    )
 
 
 def _incomplete(missing: str) -> Text:
@@ -176,6 +186,7 @@ def sample_view(
 
 def run_plan_view(plan: "RunPlan") -> RenderableType:
     """Show the size, the estimated cost and the chosen settings of a training run."""
+    exports = [name for name, problems in plan.export_problems.items() if not problems]
     facts = {
         "steps": f"{plan.n_steps:,}, {plan.steps_per_epoch:,} an epoch",
         "sequences": f"{plan.n_sequences:,}",
@@ -187,10 +198,7 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
         "disk": f"{_range_text(plan.cost.disk_bytes, format_bytes)}; "
         f"free {format_bytes(plan.free_disk_bytes)}",
         "validation": _validation_text(plan),
-        "exports to": ", ".join(
-            name for name, problems in plan.export_problems.items() if not problems
-        )
-        or "-",
+        "exports to": ", ".join(exports) or "-",
     }
     for name, problems in plan.export_problems.items():
         if problems:
@@ -201,7 +209,9 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
         f"Chosen for a target of width {plan.hidden_size:,} and {plan.n_tokens_per_epoch:,} "
         "training tokens"
     )
-    chosen = {setting.name: f"{setting.value!s:<7} {setting.why}" for setting in plan.chosen}
+    chosen: dict[str, str] = {}
+    for setting in plan.chosen:
+        chosen[setting.name] = f"{setting.value!s:<7} {setting.why}"
     return Group(pairs_view("Training", facts), pairs_view(title, chosen))
 
 
@@ -231,8 +241,6 @@ def train_view(report: "TrainReport") -> RenderableType:
     width = ""
     if report.best_half_width is not None:
         width = f" ± {report.best_half_width:.2f} (95 %, {report.n_validation_sequences} sequences)"
-    # Leave out these metrics of the last steps, because speeds of the entire run are shown above.
-    speeds = ("train/tokens_per_s", "train/data_wait_share")
     facts = {
         "run": report.out,
         "drafter": str(Path(report.out) / DRAFTER),
@@ -240,13 +248,13 @@ def train_view(report: "TrainReport") -> RenderableType:
         "parameters": f"{report.n_parameters:,}",
         "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
-        **{
-            name: f"{value:.4g}"
-            for name, value in sorted(report.metrics.items())
-            if name not in speeds
-        },
-        "best expected acceptance length": "-" if best is None else f"{best:.3f}{width}",
     }
+    # Leave out these metrics of the last steps, because speeds of the entire run are shown above.
+    speeds = ("train/tokens_per_s", "train/data_wait_share")
+    for name, value in sorted(report.metrics.items()):
+        if name not in speeds:
+            facts[name] = f"{value:.4g}"
+    facts["best expected acceptance length"] = "-" if best is None else f"{best:.3f}{width}"
     return pairs_view("Trained", facts)
 
 
@@ -269,22 +277,27 @@ def decoding_view(
         table.add_column(name, justify="left" if not name else "right")
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
         stats = [generation.stats for generation in generations]
+        n_tokens = sum(answer.n_tokens for answer in stats)
         n_calls = sum(answer.n_target_calls for answer in stats)
+        n_committed = sum(sum(answer.committed_per_call) for answer in stats)
+        draft_s = sum(answer.draft_s for answer in stats)
+        verify_s = sum(answer.verify_s for answer in stats)
         table.add_row(
             name,
-            f"{sum(answer.n_tokens for answer in stats):,}",
+            f"{n_tokens:,}",
             f"{n_calls:,}",
-            f"{sum(sum(answer.committed_per_call) for answer in stats) / max(1, n_calls):.2f}",
+            f"{n_committed / max(1, n_calls):.2f}",
             f"{_tokens_per_s(generations):.1f}",
-            f"{1e3 * sum(answer.draft_s for answer in stats) / max(1, n_calls):.1f}",
-            f"{1e3 * sum(answer.verify_s for answer in stats) / max(1, n_calls):.1f}",
+            f"{1e3 * draft_s / max(1, n_calls):.1f}",
+            f"{1e3 * verify_s / max(1, n_calls):.1f}",
         )
     lines: list[RenderableType] = [table]
     if plain:
         ratio = _tokens_per_s(drafted) / _tokens_per_s(plain)
-        equal = [answer.tokens for answer in plain] == [answer.tokens for answer in drafted]
-        same = "the same tokens" if equal else "OTHER tokens than plain decoding"
-        if sampled and not equal:
+        plain_tokens = [answer.tokens for answer in plain]
+        is_equal = plain_tokens == [answer.tokens for answer in drafted]
+        same = "the same tokens" if is_equal else "OTHER tokens than plain decoding"
+        if sampled and not is_equal:
             same = "other random draws of the same distribution"
         lines.append(Text(f"{ratio:.2f} times the speed of plain decoding, {same}."))
     lines.append(

@@ -118,12 +118,10 @@ class DemoConfig(Config):
             )
         if self.model is not None:
             fields = type(self).model_fields
-            unused = [
-                name for name in _OF_TRAINED_TARGET if getattr(self, name) != fields[name].default
-            ]
-            errors += [
-                f"{name} is only for the small target that the demo trains; leave it out with "
-                "--model"
-                for name in unused
-            ]
+            for name in _OF_TRAINED_TARGET:
+                if getattr(self, name) != fields[name].default:
+                    errors.append(
+                        f"{name} is only for the small target that the demo trains; leave it out "
+                        "with --model"
+                    )
         return errors

@@ -90,9 +90,11 @@ FRIENDS = ("turtle", "sparrow", "hedgehog", "frog", "squirrel", "donkey", "bee",
 
 def _chat(*turns: str) -> Chat:
     """Turn texts into messages that alternate between user and assistant."""
-    return [
-        {"role": "assistant" if i % 2 else "user", "content": turn} for i, turn in enumerate(turns)
-    ]
+    messages: Chat = []
+    for i, turn in enumerate(turns):
+        role = "assistant" if i % 2 else "user"
+        messages.append({"role": role, "content": turn})
+    return messages
 
 
 def _join(words: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ settings, and the duration and results of each finished phase.
 
 import importlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -54,27 +55,32 @@ class DemoReport:
 
     def describe(self) -> str:
         """Return the report as text for the terminal."""
-        store, measured, served = (self.phases[phase] for phase in ("extract", "eval", "serve"))
+        store = self.phases["extract"]
+        measured = self.phases["eval"]
+        served = self.phases["serve"]
         same = "SOME ANSWERS DIFFER from plain decoding"
         if measured["n_exact"] == measured["n_answers"] and served["is_equal"]:
             same = "every answer is identical to plain greedy decoding"
-        times = ", ".join(
-            f"{phase} {facts['seconds']:.0f} s" for phase, facts in self.phases.items()
-        )
+        times: list[str] = []
+        for phase, facts in self.phases.items():
+            times.append(f"{phase} {facts['seconds']:.0f} s")
         reused = f" (reused: {', '.join(self.reused)})" if self.reused else ""
         total_s = sum(facts["seconds"] for facts in self.phases.values())
         pictures = ", ".join(str(path) for path in sorted(self.folder.rglob("*.png")))
+        break_even: list[str] = []
+        for line in measured.get("break_even", ()):
+            break_even.append(f"             {line[2:]}")
         return "\n".join((
             *self._choices(),
             f"acceptance   {measured['acceptance_length']:.2f} tokens per target call, bonus token "
             f"included; {same}",
             f"speed        {measured['ratio']:.2f} x plain decoding on this machine",
-            *(f"             {line[2:]}" for line in measured.get("break_even", ())),
+            *break_even,
             f"network cut  {served['n_alone']} tokens written alone, {served['n_rolled_back']} "
             "taken back when it returned",
             f"store        {store['bytes_per_token']:,.0f} bytes per token, {store['ratio']:.3f} "
             "of raw",
-            f"time         {total_s:.0f} s: {times}{reused}",
+            f"time         {total_s:.0f} s: {', '.join(times)}{reused}",
             f"pictures     {pictures}",
         ))  # fmt: skip
 
@@ -149,10 +155,9 @@ def _with_estimate(
     if not finished and model == SMOLLM2:
         note += f", in all about {format_hours(sum(MODEL_SECONDS.values()))} on two idle cores"
     elif finished and number < len(names):
-        slowness = sum(facts["seconds"] for facts in finished.values()) / sum(
-            MODEL_SECONDS[done] for done in finished
-        )
-        rest_s = slowness * sum(MODEL_SECONDS[later] for later in names[number:])
+        finished_s = sum(facts["seconds"] for facts in finished.values())
+        slowness = finished_s / sum(MODEL_SECONDS[done] for done in finished)
+        rest_s = slowness * sum(list(MODEL_SECONDS.values())[number:])
         note += f", then about {format_hours(rest_s)} more"
     return lambda done, total, message: progress(done, total, f"{message} [{note}]")
 
@@ -175,9 +180,7 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
-        is_free = not folder.exists() or (
-            folder.is_dir() and not {entry.name for entry in folder.iterdir()} - _OURS
-        )
+        is_free = not folder.exists() or (folder.is_dir() and set(os.listdir(folder)) <= _OURS)
         if not is_free:
             raise OptionInvalid(
                 f"{folder} exists, but holds no demo ({STATE_FILE} is missing). Choose another "
@@ -193,11 +196,10 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
         raise OptionInvalid(
             f"{file} cannot be read ({error}). Delete {folder}, or choose another --out."
         ) from error
-    changed = [
-        f"{name} is {now!r}, was {before.get(name)!r}"
-        for name, now in settings.items()
-        if now != before.get(name)
-    ]
+    changed: list[str] = []
+    for name, now in settings.items():
+        if now != before.get(name):
+            changed.append(f"{name} is {now!r}, was {before.get(name)!r}")
     if changed:
         raise OptionInvalid(
             f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another "
@@ -246,9 +248,10 @@ def _own_corpus(
     rows = [*read_jsonl(answers.path)]
     held_out = rows[: config.n_held_out]
     questions = {opening(row["messages"]).casefold() for row in held_out}
-    train = [
-        row for row in rows[len(held_out) :] if opening(row["messages"]).casefold() not in questions
-    ]
+    train: list[dict[str, Any]] = []
+    for row in rows[len(held_out) :]:
+        if opening(row["messages"]).casefold() not in questions:
+            train.append(row)
     write_jsonl(held_out, _held_out(folder))
     write_jsonl(train, folder / "corpus" / "train.jsonl")
     return {
@@ -351,9 +354,12 @@ def _evaluate(
     )
     report = evaluate(settings, progress=progress, provenance=provenance)
     chain = report.method("chain")
-    names = ("ratio", "calls_saved", "n_exact", "n_answers")
-    facts = {"acceptance_length": chain.acceptance_length or 0.0} | {
-        name: getattr(chain, name) for name in names
+    facts: dict[str, Any] = {
+        "acceptance_length": chain.acceptance_length or 0.0,
+        "ratio": chain.ratio,
+        "calls_saved": chain.calls_saved,
+        "n_exact": chain.n_exact,
+        "n_answers": chain.n_answers,
     }
     if config.model is not None:
         facts["break_even"] = break_even_lines(report)

@@ -186,12 +186,11 @@ def answer_through_a_cut(
     """
     live = Target.load(model, device="cpu")
     live.prepare()
-    references = [
-        plain_generate(
-            live, prompt_tokens(live.template, messages), max_new_tokens=max_new_tokens
-        ).tokens
-        for messages in prompts
-    ]
+    references: list[list[int]] = []
+    for prompt in prompts:
+        tokens = prompt_tokens(live.template, prompt)
+        answer_alone = plain_generate(live, tokens, max_new_tokens=max_new_tokens)
+        references.append(answer_alone.tokens)
     # Choose the prompt with the longest answer, so that the answer lasts longer than the cut.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (

@@ -141,9 +141,11 @@ def train_target(
     """
     if (folder / MARKER).is_file():
         return dict(json.loads((folder / MARKER).read_text(encoding="utf-8")))
-    tokenizer = train_tokenizer(
-        [m["content"] for row in train for m in row["messages"]], config.vocab_size
-    )
+    texts: list[str] = []
+    for row in train:
+        for message in row["messages"]:
+            texts.append(message["content"])
+    tokenizer = train_tokenizer(texts, config.vocab_size)
     model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
     facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
@@ -196,6 +198,24 @@ def _batches(
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
+def _build_optimizer(model: Any, config: DemoConfig) -> Muon:
+    """Build the optimizer: Muon for the matrices of the decoder layers, AdamW for all others."""
+    in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []  # Embeddings, norms and the LM head.
+    for parameter in model.parameters():
+        if id(parameter) in in_layers:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    return Muon(
+        matrices,
+        others,
+        lr=config.target_matrix_learning_rate,
+        others_lr=config.target_learning_rate,
+    )
+
+
 def _fit(
     model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None
 ) -> tuple[int, float]:
@@ -206,15 +226,7 @@ def _fit(
     """
     rng = np.random.default_rng(config.seed)
     n_steps = config.target_steps
-    # Muon trains the matrices of the decoder layers. AdamW trains embeddings, norms and the LM
-    # head.
-    in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
-    optimizer = Muon(
-        [p for p in model.parameters() if id(p) in in_layers],
-        [p for p in model.parameters() if id(p) not in in_layers],
-        lr=config.target_matrix_learning_rate,
-        others_lr=config.target_learning_rate,
-    )
+    optimizer = _build_optimizer(model, config)
     warmup = min(WARMUP_STEPS, max(1, n_steps // 5))
 
     def rate(step: int) -> float:
@@ -230,10 +242,11 @@ def _fit(
     model.train()
     for step in range(1, n_steps + 1):
         pending = pending or _batches(train, config.target_batch_tokens, rng)
-        columns = zip(*(train[i] for i in pending.pop()), strict=True)
+        batch_ids, batch_weights = zip(*[train[i] for i in pending.pop()], strict=True)
         # Pad on the right. Attention is causal, so no token attends to the padding and no mask is
         # needed. The loss weight is zero at the padding and at the last token of each chat.
-        ids, weights = (pad_sequence(list(column), batch_first=True) for column in columns)
+        ids = pad_sequence(list(batch_ids), batch_first=True)
+        weights = pad_sequence(list(batch_weights), batch_first=True)
         # [B, T, V]: B chats, T tokens of the longest chat, V tokens of the vocabulary.
         logits = model(input_ids=ids, use_cache=False).logits
         losses = functional.cross_entropy(

@@ -116,8 +116,10 @@ class EvalConfig(DecodingConfig):
                 "because it is the baseline"
             )
         if self.needs_drafters and not self.drafter:
-            user = next(
-                (f"method {name}" for name in self.method if name in DRAFTING), "disconnect"
-            )
+            user = "disconnect"
+            for method in self.method:
+                if method in DRAFTING:
+                    user = f"method {method}"
+                    break
             problems.append(f"{user} needs a drafter: give --drafter RUN, or --method plain")
         return problems

@@ -89,14 +89,15 @@ class Conformance:
         rounds = counted(self.n_rounds, "round")
         if self.partings:
             first = self.partings[0]
+            largest_gap = max(parting.gap for parting in self.partings)
             lines += [
                 f"differs      in {len(self.partings)} of {rounds}; first after token "
                 f"{first.n_tokens} of prompt {first.prompt + 1}, in draft {first.draft + 1}: "
                 f"token {first.here} here, token {first.there} there (the logits of differing "
-                f"tokens are at most {max(parting.gap for parting in self.partings):.2g} apart)"
+                f"tokens are at most {largest_gap:.2g} apart)"
             ]
-            known = self.causes or ["not found: none of the known ones explains all rounds"]
-            lines += [f"cause        {cause}" for cause in known]
+            for cause in self.causes or ["not found: none of the known ones explains all rounds"]:
+                lines.append(f"cause        {cause}")
         else:
             lines.append(
                 f"equal        all drafts of {rounds} after {counted(self.n_prompts, 'prompt')}"
@@ -153,16 +154,13 @@ def conform(
             f"kind {loaded.kind}; choose another engine."
         )
     layout, method = FORMATS[engine][loaded.kind]
-    chats: list[Any] = [[{"role": "user", "content": text}] for text in QUESTIONS]
-    if prompts:
-        chats = [prompt.turns[0] for prompt in load_prompts(prompts).prompts]
-    texts = [prompt_tokens(target.template, list(chat)) for chat in chats[:n_prompts]]
+    texts = _encode_chats(target, prompts, n_prompts)
     max_drafts = loaded.config.max_depth or n_drafts
     with tempfile.TemporaryDirectory(prefix="moa-data-conform-") as folder:
         drafter_folder = Path(drafter).expanduser()
-        if any(
-            (drafter_folder / name).is_file() for name in (CONFIG_FILE, f"drafter/{CONFIG_FILE}")
-        ):
+        config_file = drafter_folder / CONFIG_FILE
+        nested_config_file = drafter_folder / f"drafter/{CONFIG_FILE}"
+        if config_file.is_file() or nested_config_file.is_file():
             drafter_folder = Path(folder) / "drafter"
             write_layout(
                 loaded, LAYOUTS[layout], drafter_folder, target.model.dtype, pieces_of(target)
@@ -181,6 +179,18 @@ def conform(
             "(--max-new-tokens), or give other prompts (--prompts)."
         )
     return compare(loaded, target, texts, answers, max_new_tokens, progress)
+
+
+def _encode_chats(target: Target, prompts: str | None, n_prompts: int) -> list[list[int]]:
+    """Encode the first chats of a file, or of :data:`QUESTIONS` if ``prompts`` is None."""
+    chats: list[Any] = []
+    if prompts:
+        for prompt in load_prompts(prompts).prompts:
+            chats.append(list(prompt.turns[0]))
+    else:
+        for question in QUESTIONS:
+            chats.append([{"role": "user", "content": question}])
+    return [prompt_tokens(target.template, chat) for chat in chats[:n_prompts]]
 
 
 def pieces_of(target: Target) -> dict[str, Any]:
@@ -225,10 +235,9 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
                 "its environment with --python."
             ) from error
     if code or not written.is_file():
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = log.read_text(errors="replace").strip().splitlines() or [""]
         raise OptionInvalid(
-            f"{job['engine']} failed in {python} (exit status {code}): "
-            f"{(lines or [''])[-1].strip()[:300]}"
+            f"{job['engine']} failed in {python} (exit status {code}): {lines[-1].strip()[:300]}"
         )
     return list(json.loads(written.read_text()))
 
@@ -242,7 +251,9 @@ def compare(
     progress: Progress | None = None,
 ) -> Conformance:
     """Compare an engine's rounds with ours, and look for wrong choices that explain differences."""
-    texts = [[*prompt, *answer["tokens"]] for prompt, answer in zip(prompts, answers, strict=True)]
+    texts: list[list[int]] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        texts.append([*prompt, *answer["tokens"]])
     outputs = [_outputs(target, text) for text in texts]
     frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
 
@@ -253,23 +264,20 @@ def compare(
             differences = _partings(
                 reading, text, answers[index]["rounds"], reading.states(outputs[index])
             )
-            yield from (Parting(index, *difference) for difference in differences)
+            for difference in differences:
+                yield Parting(index, *difference)
 
     def count(change: Choice, most: int) -> int:
         try:
-            return sum(1 for _ in islice(partings(change), most))
+            return len(list(islice(partings(change), most)))
         # These errors mean that the choice does not apply to this drafter.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
-    plain = [
-        plain_generate(target, prompt, max_new_tokens=max_new_tokens).tokens for prompt in prompts
-    ]
-    result = Conformance(
-        sum(len(answer["rounds"]) for answer in answers), len(prompts),
-        [*partings(lambda reading: None)],
-        [index for index, answer in enumerate(answers) if answer["tokens"] != plain[index]],
-    )  # fmt: skip
+    other_answers = _other_answers(target, prompts, answers, max_new_tokens)
+    n_rounds = sum(len(answer["rounds"]) for answer in answers)
+    all_partings = [*partings(lambda reading: None)]
+    result = Conformance(n_rounds, len(prompts), all_partings, other_answers)
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
@@ -278,10 +286,28 @@ def compare(
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")
     if not result.causes:
-        left = {name: count(change, len(result.partings)) for name, change in CHOICES.items()}
-        nearest = min(left, key=lambda name: left[name])
-        result.nearest = (nearest, left[nearest]) if left[nearest] < len(result.partings) else None
+        fewest = len(result.partings)
+        for name, change in CHOICES.items():
+            n_left = count(change, len(result.partings))
+            if n_left < fewest:
+                fewest = n_left
+                result.nearest = (name, n_left)
     return result
+
+
+def _other_answers(
+    target: Target,
+    prompts: Sequence[list[int]],
+    answers: Sequence[Mapping[str, Any]],
+    max_new_tokens: int,
+) -> list[int]:
+    """Return the indices of prompts whose answers differ from those of our plain decoding."""
+    differing: list[int] = []
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        plain = plain_generate(target, prompt, max_new_tokens=max_new_tokens)
+        if answer["tokens"] != plain.tokens:
+            differing.append(index)
+    return differing
 
 
 @torch.inference_mode()

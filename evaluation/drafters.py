@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,7 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
         "store": {},  # facts that identify the store: sequences, tokens, hashes, codec
         "settings": {},
     }
-    run = next(
-        (
-            run
-            for run in (folder, folder.parent)
-            if all((run / name).is_file() for name in _RUN_FILES)
-        ),
-        None,
-    )
+    run = _training_run(folder)
     if run is not None:
         report = _read(run / "report.json")
         store = run / "store.json"
@@ -63,6 +57,14 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
     return facts
 
 
+def _training_run(folder: Path) -> Path | None:
+    """Find the training run of a drafter: its folder or the parent folder; None without a run."""
+    for run in (folder, folder.parent):
+        if all((run / name).is_file() for name in _RUN_FILES):
+            return run
+    return None
+
+
 def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """List the differences between the training runs of drafters, one line per difference.
 
@@ -70,19 +72,24 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     """
     if len(drafters) < 2:
         return []
-    differences = [
-        f"{name}: its folder holds no training run, so nothing says how it was trained"
-        for name, facts in drafters.items()
-        if not facts["settings"]
-    ]
-    known = {name: _compared(facts) for name, facts in drafters.items() if facts["settings"]}
-    for key in dict.fromkeys(key for values in known.values() for key in values):
-        # Compare only the runs that recorded the value.
-        by_run = {name: values[key] for name, values in known.items() if key in values}
-        if len(set(map(str, by_run.values()))) > 1:
+    differences: list[str] = []
+    compared: dict[str, dict[str, Any]] = {}
+    for name, facts in drafters.items():
+        if facts["settings"]:
+            compared[name] = _compared(facts)
+        else:
             differences.append(
-                f"{key}: " + ", ".join(f"{name} {_short(value)}" for name, value in by_run.items())
+                f"{name}: its folder holds no training run, so nothing says how it was trained"
             )
+    for key in dict.fromkeys(chain.from_iterable(compared.values())):
+        # Compare only the runs that recorded the value.
+        by_run: dict[str, Any] = {}
+        for name, values in compared.items():
+            if key in values:
+                by_run[name] = values[key]
+        if len(set(map(str, by_run.values()))) > 1:
+            recorded = [f"{name} {_short(value)}" for name, value in by_run.items()]
+            differences.append(f"{key}: {', '.join(recorded)}")
     return differences
 
 
@@ -92,8 +99,12 @@ def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
     The keys are the first words of the line that reports a difference in this fact.
     """
     recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
-    recorded |= {f"stores differ in {key}": value for key, value in facts["store"].items()}
-    compared = {key: value for key, value in recorded.items() if value is not None}
+    for key, value in facts["store"].items():
+        recorded[f"stores differ in {key}"] = value
+    compared: dict[str, Any] = {}
+    for line_start, fact in recorded.items():
+        if fact is not None:
+            compared[line_start] = fact
     for name, value in facts["settings"].items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
             # The other drafter settings belong to one kind of drafter, so they may differ.

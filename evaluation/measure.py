@@ -16,9 +16,10 @@ Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 import importlib
 import math
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,22 +144,23 @@ def measure(
             batch = first[start : start + batch_size]
             generate(batch, [seed] * len(batch))
     for start in range(0, len(prompts), batch_size):
-        chats = [
-            _Chat(prompt, seed + index)
-            for index, prompt in enumerate(prompts[start : start + batch_size], start)
-        ]
-        for turn in range(max(len(chat.prompt.turns) for chat in chats)):
-            if answered := [
-                chat for chat in chats if chat.begin_turn(target, turn, result.skipped)
-            ]:
-                # Each method comes first equally often, because the first method of a batch runs
-                # with cold caches and on an idle machine.
-                shift = n_batches % len(methods)
-                order = [*methods][shift:] + [*methods][:shift]
-                result.rows += _measure_batch(
-                    target, methods, order, answered, turn, repeats, sampling
-                )
-                n_batches += 1
+        chats: list[_Chat] = []
+        for index, prompt in enumerate(prompts[start : start + batch_size], start):
+            chats.append(_Chat(prompt, seed + index))
+        n_turns = max(len(chat.prompt.turns) for chat in chats)
+        for turn in range(n_turns):
+            answered: list[_Chat] = []
+            for chat in chats:
+                if chat.begin_turn(target, turn, result.skipped):
+                    answered.append(chat)
+            if not answered:
+                continue
+            # Each method comes first equally often, because the first method of a batch runs with
+            # cold caches and on an idle machine.
+            shift = n_batches % len(methods)
+            order = [*methods][shift:] + [*methods][:shift]
+            result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
+            n_batches += 1
         if progress is not None:
             last = chats[-1].prompt
             progress(start + len(chats), len(prompts), f"evaluate {last.category} {last.prompt_id}")
@@ -170,13 +172,16 @@ def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]
     # Check the texts of all turns first, so that none is rejected in the middle of a measurement.
     for prompt in prompts:
         try:
-            target.template.check_prompt(
-                [message for turn in prompt.turns for message in turn], prompt.tools
-            )
+            messages = list(chain.from_iterable(prompt.turns))
+            target.template.check_prompt(messages, prompt.tools)
         except PromptUnusable as error:
             raise DatasetError(f"prompt {prompt.prompt_id}: {error}") from error
-    openings = [_tokens(target, prompt, list(prompt.turns[0])) for prompt in prompts]
-    return [tokens for tokens in openings if len(tokens) < target.max_positions]
+    openings: list[list[int]] = []
+    for prompt in prompts:
+        tokens = _tokens(target, prompt, list(prompt.turns[0]))
+        if len(tokens) < target.max_positions:
+            openings.append(tokens)
+    return openings
 
 
 class _Chat:
@@ -203,10 +208,8 @@ class _Chat:
         except PromptUnusable:
             self.tokens = []
         if not self.tokens or len(self.tokens) >= target.max_positions:
-            turns = range(turn, len(self.prompt.turns))
-            skipped += [
-                SkippedTurn(self.prompt.prompt_id, number, len(self.tokens)) for number in turns
-            ]
+            for number in range(turn, len(self.prompt.turns)):
+                skipped.append(SkippedTurn(self.prompt.prompt_id, number, len(self.tokens)))
             self._ended = True
         return not self._ended
 
@@ -222,23 +225,18 @@ def _measure_batch(
 ) -> list[PromptRow]:
     prompts = [chat.tokens for chat in batch]
     seeds = [chat.seed for chat in batch]
-    generations: dict[str, list[list[Generation]]] = {name: [] for name in methods}
+    generations = defaultdict[str, list[list[Generation]]](list)
     for _ in range(repeats):
         for name in order:
             generations[name].append(methods[name](prompts, seeds))
+    baseline = next(iter(methods))
     rows = []
     for index, chat in enumerate(batch):
-        of_baseline = next(iter(generations.values()))[0][index]
-        runs = {
-            name: _compare(
-                target,
-                chat.tokens,
-                of_baseline,
-                [repeat[index] for repeat in generations[name]],
-                sampling,
-            )
-            for name in methods
-        }
+        of_baseline = generations[baseline][0][index]
+        runs: dict[str, MethodRun] = {}
+        for name in methods:
+            of_method = [repeat[index] for repeat in generations[name]]
+            runs[name] = _compare(target, chat.tokens, of_baseline, of_method, sampling)
         prompt = chat.prompt
         rows.append(
             PromptRow(prompt.prompt_id, prompt.category, turn, len(chat.tokens), tuple(order), runs)
@@ -253,8 +251,10 @@ def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | Non
 
     If one sequence is a prefix of the other, the result is the length of the shorter one.
     """
-    pairs = enumerate(zip_longest(baseline, other))
-    return next((index for index, (left, right) in pairs if left != right), None)
+    for index, (left, right) in enumerate(zip_longest(baseline, other)):
+        if left != right:
+            return index
+    return None
 
 
 @torch.inference_mode()
@@ -312,7 +312,10 @@ class Continuation:
     @property
     def n_common(self) -> int:
         """The number of tokens before the first difference from the target's continuation."""
-        return next((index for index, same in enumerate(self.agrees) if not same), len(self.agrees))
+        for index, is_same in enumerate(self.agrees):
+            if not is_same:
+                return index
+        return len(self.agrees)
 
 
 @dataclass(frozen=True)
@@ -349,8 +352,12 @@ def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
 
     A short answer has fewer than ``n_cuts`` cuts.
     """
-    points = {round(n_answer_tokens * (number + 1) / (n_cuts + 1)) for number in range(n_cuts)}
-    return sorted(point for point in points if 0 < point < n_answer_tokens)
+    points = set[int]()
+    for number in range(1, n_cuts + 1):
+        point = round(n_answer_tokens * number / (n_cuts + 1))
+        if 0 < point < n_answer_tokens:
+            points.add(point)
+    return sorted(points)
 
 
 def measure_disconnections(
@@ -380,7 +387,10 @@ def measure_disconnections(
         scorer: scores the answers; None for no score.
         progress: receives the number of finished answers, then the number of finished cuts.
     """
-    usable = [(prompt, tokens) for prompt in prompts for tokens in opening_tokens(target, [prompt])]
+    usable: list[tuple[Prompt, list[int]]] = []
+    for prompt in prompts:
+        for tokens in opening_tokens(target, [prompt]):
+            usable.append((prompt, tokens))
     cuts: list[_Cut] = []
     for start in range(0, len(usable), batch_size):
         batch = usable[start : start + batch_size]
@@ -415,22 +425,31 @@ def _continue_batch(
 
     Each continuation is stored in ``CutRow.by_writer`` of its answer's cut.
     """
+    observed: list[list[int]] = []
+    roots: list[int] = []
+    for cut in cuts:
+        observed.append(cut.committed[:-1])
+        roots.append(cut.committed[-1])
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
         if name == TARGET:
-            prefill(target, cache, [cut.committed[:-1] for cut in cuts])
+            prefill(target, cache, observed)
             continuations = [cut.reference for cut in cuts]
         else:
             continuations = _draft(target, drafters[name], cuts, cache, n_tokens)
-        all_log_probs = continuation_log_probs(
-            target, cache, [cut.committed[-1] for cut in cuts], continuations
-        )
+        all_log_probs = continuation_log_probs(target, cache, roots, continuations)
         for cut, tokens, log_probs in zip(cuts, continuations, all_log_probs, strict=True):
-            agrees = tuple(ours == theirs for ours, theirs in zip_longest(tokens, cut.reference))[
-                : len(cut.reference)
-            ]
+            agrees = _agreement(tokens, cut.reference)
             score = None if scorer is None else _score(target, scorer, cut, tokens)
             cut.row.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
+
+
+def _agreement(tokens: Sequence[int], reference: Sequence[int]) -> tuple[bool, ...]:
+    """Tell for each token of the reference whether ``tokens`` has the same at this position."""
+    agrees: list[bool] = []
+    for index, token in enumerate(reference):
+        agrees.append(index < len(tokens) and tokens[index] == token)
+    return tuple(agrees)
 
 
 def _draft(
@@ -448,15 +467,24 @@ def _draft(
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)
     # Some drafters, such as block drafters, draft at most ``max_depth`` levels.
     depth = min(n_tokens, drafter.config.max_depth or n_tokens)
-    room = [min(depth, target.max_positions - len(cut.committed)) for cut in cuts]
-    drafts = proposer.propose([cut.committed for cut in cuts], TreeShape(max(room)))
-    chains = []
+    committed: list[list[int]] = []
+    room: list[int] = []
+    for cut in cuts:
+        committed.append(cut.committed)
+        room.append(min(depth, target.max_positions - len(cut.committed)))
+    drafts = proposer.propose(committed, TreeShape(max(room)))
+    chains: list[list[int]] = []
     for tokens, limit in zip(drafts.tokens.tolist(), room, strict=True):
-        ends = [
-            index + 1 for index, token in enumerate(tokens[:limit]) if token in target.eos_token_ids
-        ]
-        chains.append(tokens[: min(ends, default=limit)])
+        chains.append(_up_to_end(tokens[:limit], target.eos_token_ids))
     return chains
+
+
+def _up_to_end(tokens: list[int], eos_token_ids: Container[int]) -> list[int]:
+    """Return the tokens up to and including the first end-of-sequence token."""
+    for index, token in enumerate(tokens):
+        if token in eos_token_ids:
+            return tokens[: index + 1]
+    return tokens
 
 
 def continuation_log_probs(
@@ -473,7 +501,9 @@ def continuation_log_probs(
         continuations: for each row, the tokens of the continuation.
     """
     # The last token of a continuation is not fed, because its prediction is not needed.
-    fed = [[root, *tokens[:-1]] for root, tokens in zip(roots, continuations, strict=True)]
+    fed: list[list[int]] = []
+    for root, tokens in zip(roots, continuations, strict=True):
+        fed.append([root, *tokens[:-1]])
     hidden = target.forward(padded(fed, target.device), cache)  # [B, n, E]
     log_probs = []
     for row, tokens in enumerate(continuations):

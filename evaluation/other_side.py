@@ -145,15 +145,20 @@ def _chains_of_eagle3(
     drafted = model(
         hidden[:, :-1], text[:, 1:], document_ids=text.new_zeros(1, n_slots), ttt_steps=n_drafts,
     )  # fmt: skip
-    steps = [step[0] if model.d2t is None else step[0] + model.d2t[step[0]] for step in drafted]
+    steps: list[Any] = []
+    for step in drafted:
+        draft_ids = step[0]
+        steps.append(draft_ids if model.d2t is None else draft_ids + model.d2t[draft_ids])
     tokens = text[0].tolist()
     rounds = []
     for n in range(first, len(tokens)):
         chain = [int(step[n - 2]) for step in steps]
-        right = next(
-            (k for k, draft in enumerate(chain) if tokens[n + k : n + k + 1] != [draft]), n_drafts
-        )
-        rounds.append((n, chain[: right + 1]))
+        n_right = n_drafts
+        for k, draft in enumerate(chain):
+            if tokens[n + k : n + k + 1] != [draft]:
+                n_right = k
+                break
+        rounds.append((n, chain[: n_right + 1]))
     return rounds
 
 
@@ -188,7 +193,10 @@ def _chains_of_blocks(
         drafts = scores.argmax(-1)
         tokens[:, k] = drafts if model.d2t is None else drafts + model.d2t[drafts]
         before[:, first_slot + k + 1 : first_slot + k + 2] = tokens[:, k : k + 1]
-    return [(int(a) + 1, row[:n_drafts]) for a, row in zip(anchors, tokens.tolist(), strict=True)]
+    rounds: list[tuple[int, list[int]]] = []
+    for anchor, block in zip(anchors, tokens.tolist(), strict=True):
+        rounds.append((int(anchor) + 1, block[:n_drafts]))
+    return rounds
 
 
 ENGINES: dict[str, Callable[[dict[str, Any]], Answers]] = {

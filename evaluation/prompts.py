@@ -110,9 +110,12 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
             f"{where}: no message comes before the assistant's message; correct the line."
         )
     names = ("question_id",) if chat.asks_each else ("prompt_id", "id")
-    prompt_id = printable(
-        str(next((row[name] for name in names if row.get(name) is not None), number))
-    )
+    identifier: Any = number
+    for name in names:
+        if row.get(name) is not None:
+            identifier = row[name]
+            break
+    prompt_id = printable(str(identifier))
     category = printable(str(row.get("category") or "all"))
     tools = None if chat.tools is None else tuple(chat.tools)
     return SPEC_BENCH if chat.asks_each else CHATS, Prompt(prompt_id, category, turns, tools)
@@ -124,9 +127,9 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
-    in_turn = [
-        prompt
-        for prompt in chain.from_iterable(zip_longest(*by_category.values()))
-        if prompt is not None
-    ]
+    in_turn: list[Prompt] = []
+    # Categories with fewer prompts are filled up with None.
+    for candidate in chain.from_iterable(zip_longest(*by_category.values())):
+        if candidate is not None:
+            in_turn.append(candidate)
     return in_turn[:n_prompts] if n_prompts < len(prompts) else prompts

@@ -150,7 +150,10 @@ class Disconnection:
     def of(cls, rows: Sequence[CutRow], n_prompts: int) -> "Disconnection":
         """Summarize the continuations of cut answers; ``n_prompts`` prompts were answered."""
         n_cut_prompts = len({row.prompt_id for row in rows})
-        writers = [summarize_writer(name, rows) for name in rows[0].by_writer] if rows else []
+        writers: list[WriterSummary] = []
+        if rows:
+            for name in rows[0].by_writer:
+                writers.append(summarize_writer(name, rows))
         return cls(len(rows), n_cut_prompts, n_prompts - n_cut_prompts, writers, list(rows))
 
 
@@ -177,9 +180,13 @@ class EvaluationReport:
     @cached_property
     def categories(self) -> dict[str, list[MethodSummary]]:
         """Category -> one summary per method over the rows of the category."""
-        rows = self.measurement.rows
-        names = dict.fromkeys(row.category for row in rows)
-        return {name: summarize([row for row in rows if row.category == name]) for name in names}
+        rows_by_category: dict[str, list[PromptRow]] = {}
+        for row in self.measurement.rows:
+            rows_by_category.setdefault(row.category, []).append(row)
+        summaries: dict[str, list[MethodSummary]] = {}
+        for category, rows in rows_by_category.items():
+            summaries[category] = summarize(rows)
+        return summaries
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -210,13 +217,13 @@ class EvaluationReport:
                     "seconds": run_values.pop("total_s"),
                     "exact_match": run.first_divergence is None,
                 }
+        categories: dict[str, list[dict[str, Any]]] = {}
+        for category, summaries in self.categories.items():
+            categories[category] = list(map(dataclasses.asdict, summaries))
         head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "conventions": CONVENTIONS}
         sums = {
             "methods": list(map(dataclasses.asdict, self.methods)),
-            "categories": {
-                name: list(map(dataclasses.asdict, summaries))
-                for name, summaries in self.categories.items()
-            },
+            "categories": categories,
             "warnings": self.warnings,
             "pairs": self.pairs,
         }
@@ -226,42 +233,64 @@ class EvaluationReport:
 def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
     """Summarize the rows by method, in the methods' order. The first method is the baseline."""
     names = list(rows[0].runs)
-    base = [row.runs[names[0]] for row in rows]
-    return [_summarize_method(name, rows, base) for name in names]
+    return [_summarize_method(name, names[0], rows) for name in names]
 
 
-def _summarize_method(
-    name: str, rows: Sequence[PromptRow], base: Sequence[MethodRun]
-) -> MethodSummary:
+def _summarize_method(name: str, baseline: str, rows: Sequence[PromptRow]) -> MethodSummary:
     runs = [row.runs[name] for row in rows]
-    committed = [count for run in runs for count in run.committed_per_call]
-    summed = ("n_tokens", "n_drafted", "prefill_s", "draft_s", "verify_s")
-    sums: dict[str, Any] = {part: sum(getattr(run, part) for run in runs) for part in summed}
-    seconds = sum(run.total_s for run in runs)
-    rate = sums["n_tokens"] / seconds
-    base_calls = sum(run.n_target_calls for run in base)
-    base_rate = sum(run.n_tokens for run in base) / sum(run.total_s for run in base)
+    base = [row.runs[baseline] for row in rows]
+    committed: list[int] = []
+    for run in runs:
+        committed += run.committed_per_call
+    accepted_drafts: tuple[int, ...] = ()
+    if committed:
+        accepted_drafts = tuple(np.bincount(np.asarray(committed) - 1).tolist())
+    n_tokens = _total(runs, "n_tokens")
+    seconds = _total(runs, "total_s")
+    rate = n_tokens / seconds
+    base_calls = _total(base, "n_target_calls")
+    base_rate = _total(base, "n_tokens") / _total(base, "total_s")
     prompt_ids = [row.prompt_id for row in rows]
     length, length_interval = ratio_with_interval(prompt_ids, [run.calls for run in runs])
-    paired = [(*run.speed, *other.speed) for run, other in zip(runs, base, strict=True)]
+    speeds = _paired_figures(rows, name, baseline, "speed")
     return MethodSummary(
         method=name,
         n_answers=len(runs),
+        n_tokens=n_tokens,
         n_target_calls=len(committed),
+        n_drafted=_total(runs, "n_drafted"),
         seconds=seconds,
-        **sums,
+        prefill_s=_total(runs, "prefill_s"),
+        draft_s=_total(runs, "draft_s"),
+        verify_s=_total(runs, "verify_s"),
         tokens_per_s=rate,
         acceptance_length=length,
         acceptance_length_interval=length_interval,
-        accepted_drafts=tuple(np.bincount([count - 1 for count in committed]).tolist())
-        if committed
-        else (),
+        accepted_drafts=accepted_drafts,
         accepted_by_position=accepted_by_position(committed),
         n_exact=sum(run.first_divergence is None for run in runs),
         calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
         ratio=rate / base_rate,
-        ratio_interval=ratio_with_interval(prompt_ids, paired)[1],
+        ratio_interval=ratio_with_interval(prompt_ids, speeds)[1],
     )
+
+
+def _total(runs: Sequence[MethodRun], attribute: str) -> Any:
+    """Sum an attribute over runs."""
+    return sum(getattr(run, attribute) for run in runs)
+
+
+def _paired_figures(
+    rows: Sequence[PromptRow], method: str, other: str, figure: str
+) -> list[tuple[float, ...]]:
+    """Join the figures of two methods for each row, in the form that ratio_with_interval expects.
+
+    ``figure`` is ``calls`` or ``speed``, a property of :class:`MethodRun`.
+    """
+    paired: list[tuple[float, ...]] = []
+    for row in rows:
+        paired.append((*getattr(row.runs[method], figure), *getattr(row.runs[other], figure)))
+    return paired
 
 
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
@@ -279,11 +308,8 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
             if method_name not in rows[0].runs or first_name not in rows[0].runs:
                 continue
             pair: dict[str, Any] = {"method": method, "drafter": drafter, "over": drafters[0]}
-            for name, sides in (("acceptance_length", "calls"), ("speed", "speed")):
-                values = [
-                    (*getattr(row.runs[method_name], sides), *getattr(row.runs[first_name], sides))
-                    for row in rows
-                ]
+            for name, figure in (("acceptance_length", "calls"), ("speed", "speed")):
+                values = _paired_figures(rows, method_name, first_name, figure)
                 pair[name], pair[f"{name}_interval"] = ratio_with_interval(prompt_ids, values)
             pairs.append(pair)
     return pairs
@@ -292,38 +318,49 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
 def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
     """Summarize the continuations of one writer."""
     prompt_ids = [row.prompt_id for row in rows]
-    written = [row.by_writer[name] for row in rows]
-    longest = max(
-        max(len(continuation.tokens), len(continuation.agrees)) for continuation in written
-    )
-
-    def figure(values: Sequence[Sequence[float]]) -> Figure:
-        mean, interval = ratio_with_interval(
-            prompt_ids, [(sum(part), len(part)) for part in values]
-        )
-        return Figure(mean, interval, sum(map(len, values)))
-
+    lengths: list[int] = []
+    prefixes: list[tuple[int]] = []
+    agrees: list[tuple[bool, ...]] = []
+    log_probs: list[tuple[float, ...]] = []
+    scores: list[tuple[float, ...]] = []
+    for row in rows:
+        continuation = row.by_writer[name]
+        lengths.append(max(len(continuation.tokens), len(continuation.agrees)))
+        prefixes.append((continuation.n_common,))
+        agrees.append(continuation.agrees)
+        log_probs.append(continuation.log_probs)
+        scores.append(() if continuation.score is None else (continuation.score,))
+    longest = max(lengths)
     return WriterSummary(
         writer=name,
         n_cuts=len(rows),
-        common_prefix=figure([(continuation.n_common,) for continuation in written]),
-        agreement=figure([continuation.agrees for continuation in written]),
-        log_prob=figure([continuation.log_probs for continuation in written]),
-        score=figure(
-            [
-                () if continuation.score is None else (continuation.score,)
-                for continuation in written
-            ]
-        ),
-        agreement_by_offset=tuple(
-            figure([continuation.agrees[i : i + 1] for continuation in written])
-            for i in range(longest)
-        ),
-        log_prob_by_offset=tuple(
-            figure([continuation.log_probs[i : i + 1] for continuation in written])
-            for i in range(longest)
-        ),
+        common_prefix=_figure(prompt_ids, prefixes),
+        agreement=_figure(prompt_ids, agrees),
+        log_prob=_figure(prompt_ids, log_probs),
+        score=_figure(prompt_ids, scores),
+        agreement_by_offset=_figures_by_offset(prompt_ids, agrees, longest),
+        log_prob_by_offset=_figures_by_offset(prompt_ids, log_probs, longest),
     )
+
+
+def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Figure:
+    """Compute the mean over the values of all rows, given the values of each row."""
+    sums: list[tuple[float, int]] = []
+    for row_values in values:
+        sums.append((sum(row_values), len(row_values)))
+    mean, interval = ratio_with_interval(prompt_ids, sums)
+    return Figure(mean, interval, sum(map(len, values)))
+
+
+def _figures_by_offset(
+    prompt_ids: Sequence[str], values: Sequence[Sequence[float]], longest: int
+) -> tuple[Figure, ...]:
+    """Compute for each index below ``longest`` the mean over the rows that have a value there."""
+    figures: list[Figure] = []
+    for index in range(longest):
+        column = [row_values[index : index + 1] for row_values in values]
+        figures.append(_figure(prompt_ids, column))
+    return tuple(figures)
 
 
 def ratio_with_interval(
@@ -378,7 +415,10 @@ def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]
     if not committed_per_call:
         return ()
     accepted = np.asarray(committed_per_call) - 1
-    return tuple(float((accepted > position).mean()) for position in range(int(accepted.max())))
+    shares: list[float] = []
+    for position in range(int(accepted.max())):
+        shares.append(float((accepted > position).mean()))
+    return tuple(shares)
 
 
 def check_output(path: str | Path) -> Path:

@@ -58,10 +58,9 @@ def evaluate(
     target.prepare(config.cuda_graphs)
     folders = config.drafter if config.needs_drafters else ()
     drafters = ready_drafters(target, folders, config.template_kwargs, config.model)
-    facts = [
-        drafter_facts(folder, drafter)
-        for folder, drafter in zip(folders, drafters.values(), strict=True)
-    ]
+    facts: dict[str, dict[str, Any]] = {}
+    for folder, (name, drafter) in zip(folders, drafters.items(), strict=True):
+        facts[name] = drafter_facts(folder, drafter)
     disconnection = None
     if disconnection_settings.disconnect:
         cuts = measure_disconnections(
@@ -81,6 +80,9 @@ def evaluate(
             f"none of the {len(file.prompts)} prompts leaves room for an answer in the target's "
             "context; give shorter prompts."
         )
+    auto: dict[str, str] = {}
+    for name, policy in policies.items():
+        auto[name] = policy.describe([row.runs[name] for row in measurement.rows])
     counts = {
         "n_in_file": file.n_in_file,
         "n_used": len(file.prompts),
@@ -94,11 +96,8 @@ def evaluate(
         prompts={"file": config.prompts, "kind": file.kind}
         | counts
         | {"n_skipped_turns": len(measurement.skipped)},
-        auto={
-            name: auto.describe([row.runs[name] for row in measurement.rows])
-            for name, auto in policies.items()
-        },
-        drafters=dict(zip(drafters, facts, strict=True)),
+        auto=auto,
+        drafters=facts,
         disconnection=disconnection,
     )
     markdown = markdown_report(report)
@@ -130,7 +129,10 @@ def build_methods(
     def add(
         name: str, proposer: Proposer | None = None, shape: TreeShape | ShapePolicy | None = None
     ) -> None:
-        number = 1 + sum(known.split("#")[0] == name for known in methods)
+        number = 1
+        for known in methods:
+            if known.split("#")[0] == name:
+                number += 1
         name = name if number == 1 else f"{name}#{number}"
         methods[name] = lambda prompts, seeds: decode(
             prompts, proposer=proposer, tree=shape, seed=seeds
@@ -217,17 +219,7 @@ def generate(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     try:
-        items: list[Any] = list(prompt) if not isinstance(prompt, bytes) else [prompt]
-        messages = [dict(item) for item in items if isinstance(item, Mapping)]
-        tokens = [index(token) for token in items if not isinstance(token, Mapping)]
-        if messages and (
-            tokens
-            or not all(
-                "role" in message and {"content", "tool_calls"} & message.keys()
-                for message in messages
-            )
-        ):
-            raise ValueError("no chat")
+        messages, tokens = _messages_or_tokens(prompt)
     except (TypeError, ValueError) as error:
         raise DrafterError(
             f"the argument prompt is {prompt!r:.60}, expected a text, messages with role and "
@@ -244,3 +236,27 @@ def generate(
         seed=seed, tree=tree or AutoPolicy(sampling.temperature > 0, proposer.max_depth),
         on_tokens=on_tokens,
     )[0]  # fmt: skip
+
+
+def _messages_or_tokens(
+    prompt: Sequence[Mapping[str, Any]] | Sequence[int],
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the messages of a chat, or else token ids. The other list of the two is empty.
+
+    Raises:
+        TypeError, ValueError: the prompt is neither a chat nor token ids.
+    """
+    items: list[Any] = list(prompt) if not isinstance(prompt, bytes) else [prompt]
+    messages: list[dict[str, Any]] = []
+    tokens: list[int] = []
+    for item in items:
+        if isinstance(item, Mapping):
+            messages.append(dict(item))
+        else:
+            tokens.append(index(item))
+    if messages and tokens:
+        raise ValueError("no chat")
+    for message in messages:
+        if "role" not in message or not {"content", "tool_calls"} & message.keys():
+            raise ValueError("no chat")
+    return messages, tokens

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from ..text import counted
 from .config import DRAFTING
-from .measure import TARGET
+from .measure import TARGET, SkippedTurn
 from .report import TITLE, Disconnection, EvaluationReport, Interval, MethodSummary, WriterSummary
 from .report import Figure as Mean
 
@@ -40,25 +40,13 @@ def markdown_report(report: EvaluationReport) -> str:
         "prompts.",
         *_drafter_table(report),
         *_pair_table(report),
-        *(f"\n{name}: {text}." for name, text in report.auto.items()),
+        *_auto_lines(report),
         *_cost_table(report),
         *_break_even_part(report),
         *_category_table(report),
         *_divergence_lines(report),
+        *_skipped_lines(report.measurement.skipped),
     ]
-    skipped = report.measurement.skipped
-    if n_turns := sum(turn.n_prompt_tokens > 0 for turn in skipped):
-        lines += [
-            "",
-            f"{n_turns} turns were skipped, because they, or turns before them, are longer than "
-            "the target's context.",
-        ]
-    if n_turns := sum(turn.n_prompt_tokens == 0 for turn in skipped):
-        lines += [
-            "",
-            f"{n_turns} turns were skipped: an answer before them contains a control token of the "
-            "target.",
-        ]
     if report.disconnection is not None:
         lines += _disconnection_lines(report.disconnection, config["disconnect"])
     return "\n".join(lines) + "\n"
@@ -66,29 +54,60 @@ def markdown_report(report: EvaluationReport) -> str:
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Format a Markdown table, with an empty line before it."""
-    return [
-        "",
-        *("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *rows)),
-    ]
+    lines = [""]
+    for cells in (titles, ["---"] * len(titles), *rows):
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _auto_lines(report: EvaluationReport) -> list[str]:
+    """Write how often each ``auto`` method drafted."""
+    lines: list[str] = []
+    for name, text in report.auto.items():
+        lines.append(f"\n{name}: {text}.")
+    return lines
+
+
+def _skipped_lines(skipped: Sequence[SkippedTurn]) -> list[str]:
+    """Write how many turns were skipped for each of the two reasons."""
+    n_too_long = sum(turn.n_prompt_tokens > 0 for turn in skipped)
+    n_after_control_token = len(skipped) - n_too_long
+    lines: list[str] = []
+    if n_too_long:
+        lines += [
+            "",
+            f"{n_too_long} turns were skipped, because they, or turns before them, are longer than "
+            "the target's context.",
+        ]
+    if n_after_control_token:
+        lines += [
+            "",
+            f"{n_after_control_token} turns were skipped: an answer before them contains a control "
+            "token of the target.",
+        ]
+    return lines
 
 
 def _settings(report: EvaluationReport) -> str:
     config = report.config
     methods = set(report.config["method"])
+    parts: list[str] = []
+    if {"chain", "prompt-lookup"} & methods:
+        parts.append(f"drafts of {config['draft_length']} tokens")
+    if "tree" in methods:
+        parts.append(f"trees {config['tree']}")
+    parts.append(f"temperature {config['temperature']}" if config["temperature"] else "greedy")
     usual = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
-    parts = {
-        f"drafts of {config['draft_length']} tokens": {"chain", "prompt-lookup"} & methods,
-        f"trees {config['tree']}": "tree" in methods,
-        f"temperature {config['temperature']}" if config["temperature"] else "greedy": True,
-        **{
-            f"{name.replace('_', '-')} {config[name]}": config[name] != value
-            for name, value in usual.items()
-        },
-        "without CUDA graphs": not config["cuda_graphs"],
-        f"{config['batch_size']} prompts at once": config["batch_size"] > 1,
-        f"median of {config['repeats']} repeats": config["repeats"] > 1,
-    }
-    return ", ".join(text for text, is_said in parts.items() if is_said)
+    for name, value in usual.items():
+        if config[name] != value:
+            parts.append(f"{name.replace('_', '-')} {config[name]}")
+    if not config["cuda_graphs"]:
+        parts.append("without CUDA graphs")
+    if config["batch_size"] > 1:
+        parts.append(f"{config['batch_size']} prompts at once")
+    if config["repeats"] > 1:
+        parts.append(f"median of {config['repeats']} repeats")
+    return ", ".join(parts)
 
 
 def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
@@ -143,14 +162,12 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
     several = len(report.drafters) > 1
     methods = [method for method in DRAFTING if method in report.config["method"]]
     titles = ["drafter", "kind", "weights", "steps", "training tokens", "read from the store"]
-    titles += [
-        f"{method}: {column}" for method in methods for column in ("acceptance length", "ratio")
-    ]
+    for method in methods:
+        titles += [f"{method}: acceptance length", f"{method}: ratio"]
     rows = []
     for name, facts in report.drafters.items():
-        steps, tokens = (
-            "-" if facts[key] is None else f"{facts[key]:,}" for key in ("n_steps", "n_tokens")
-        )
+        steps = _count_text(facts["n_steps"])
+        tokens = _count_text(facts["n_tokens"])
         read = "-" if facts["n_bytes_read"] is None else f"{facts['n_bytes_read'] / 1e6:,.0f} MB"
         cells = [name, facts["kind"], f"{facts['n_parameters']:,}", steps, tokens, read]
         for method in methods:
@@ -164,26 +181,28 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
             "them:",
             "",
         ]
-        lines += [f"- {warning}" for warning in report.warnings]
+        for warning in report.warnings:
+            lines.append(f"- {warning}")
     elif several:
         lines += ["", "All were trained alike: one store, equal steps, tokens and settings."]
     return lines
 
 
+def _count_text(count: int | None) -> str:
+    """Format a count; a dash without a count."""
+    return "-" if count is None else f"{count:,}"
+
+
 def _pair_table(report: EvaluationReport) -> list[str]:
-    rows = [
-        [f"{pair['method']} {pair['drafter']}"]
-        + [
-            figure_text(pair[name], pair[f"{name}_interval"])
-            for name in ("acceptance_length", "speed")
-        ]
-        for pair in report.pairs
-    ]
-    return (
-        _table([f"over {report.pairs[0]['over']}", "acceptance length", "tokens/s"], rows)
-        if rows
-        else []
-    )
+    if not report.pairs:
+        return []
+    rows: list[list[str]] = []
+    for pair in report.pairs:
+        length = figure_text(pair["acceptance_length"], pair["acceptance_length_interval"])
+        speed = figure_text(pair["speed"], pair["speed_interval"])
+        rows.append([f"{pair['method']} {pair['drafter']}", length, speed])
+    titles = [f"over {report.pairs[0]['over']}", "acceptance length", "tokens/s"]
+    return _table(titles, rows)
 
 
 def _cost_table(report: EvaluationReport) -> list[str]:
@@ -192,14 +211,11 @@ def _cost_table(report: EvaluationReport) -> list[str]:
     for summary in report.methods:
         rest = summary.seconds - summary.prefill_s - summary.draft_s - summary.verify_s
         sums = (1e3 * summary.draft_s, 1e3 * summary.verify_s, 1e3 * rest, summary.n_drafted)
-        positions = ", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-"
-        rows.append(
-            [
-                summary.method,
-                *(f"{total / max(1, summary.n_target_calls):.1f}" for total in sums),
-                positions,
-            ]
-        )
+        cells = [summary.method]
+        for total in sums:
+            cells.append(f"{total / max(1, summary.n_target_calls):.1f}")
+        cells.append(", ".join(f"{share:.0%}" for share in summary.accepted_by_position) or "-")
+        rows.append(cells)
     return _table([*titles, "draft accepted at position 1, 2, ..."], rows)
 
 
@@ -244,45 +260,37 @@ def _category_table(report: EvaluationReport) -> list[str]:
     if len(report.categories) < 2:
         return []
     first = 1 if len(report.methods) > 1 else 0
-    titles = [
-        f"{s.method} {column}"
-        for s in report.methods[first:]
-        for column in ("acceptance length", "ratio")
-    ]
+    titles = ["category", "answers"]
+    for summary in report.methods[first:]:
+        titles += [f"{summary.method} acceptance length", f"{summary.method} ratio"]
     rows = []
     for name, summaries in [*report.categories.items(), ("**all**", report.methods)]:
-        cells = [text for summary in summaries[first:] for text in _length_and_ratio(summary)]
-        rows.append([name, str(summaries[0].n_answers), *cells])
-    return _table(["category", "answers", *titles], rows)
+        cells = [name, str(summaries[0].n_answers)]
+        for summary in summaries[first:]:
+            cells += _length_and_ratio(summary)
+        rows.append(cells)
+    return _table(titles, rows)
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
     """List where greedy answers differ from the baseline's. The list is empty for sampling."""
     if report.config["temperature"]:
         return []
-    divergences = [
-        f"- {name}, prompt {row.prompt_id} turn {row.turn}: token {run.first_divergence}, "
-        f"top-2 gap {run.top2_gap:.2e}"
-        for row in report.measurement.rows
-        for name, run in row.runs.items()
-        if run.first_divergence is not None
-    ]
-    more = (
-        [f"- and {len(divergences) - _MAX_DIVERGENCES} more, see the JSON"]
-        if len(divergences) > _MAX_DIVERGENCES
-        else []
-    )
-    return (
-        [
-            "",
-            "First token that differs from the baseline's:",
-            "",
-            *divergences[:_MAX_DIVERGENCES],
-            *more,
-        ]
-        if divergences
-        else []
-    )
+    divergences: list[str] = []
+    for row in report.measurement.rows:
+        for name, run in row.runs.items():
+            if run.first_divergence is not None:
+                divergences.append(
+                    f"- {name}, prompt {row.prompt_id} turn {row.turn}: token "
+                    f"{run.first_divergence}, top-2 gap {run.top2_gap:.2e}"
+                )
+    if not divergences:
+        return []
+    lines = ["", "First token that differs from the baseline's:", ""]
+    lines += divergences[:_MAX_DIVERGENCES]
+    if len(divergences) > _MAX_DIVERGENCES:
+        lines.append(f"- and {len(divergences) - _MAX_DIVERGENCES} more, see the JSON")
+    return lines
 
 
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
@@ -343,11 +351,10 @@ def _offset_table(
     rows = []
     for summary in summaries:
         figures: tuple[Mean, ...] = getattr(summary, name)
-        cells = [
-            _mean(figures[offset - 1], form) if offset <= len(figures) else "-"
-            for offset in offsets
-        ]
-        rows.append([summary.writer, *cells])
+        cells = [summary.writer]
+        for offset in offsets:
+            cells.append(_mean(figures[offset - 1], form) if offset <= len(figures) else "-")
+        rows.append(cells)
     return _table([f"{title} at token", *map(str, offsets)], rows)
 
 
@@ -372,11 +379,7 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     figure = Figure(figsize=(_WIDTH, 1.1 + 0.38 * len(summaries)), layout="constrained")
     axes = figure.subplots()
     for y, summary in enumerate(reversed(summaries)):
-        # Methods with the same drafter have the same colour.
-        color = next(
-            (n for n, name in enumerate(drafters, start=1) if summary.method.endswith(f" {name}")),
-            0,
-        )
+        color = _color_number(summary.method, drafters)
         # matplotlib expects the distances from the value to both bounds.
         bounds = summary.ratio_interval
         arms = bounds and [
@@ -400,6 +403,14 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     _save(figure, path)
 
 
+def _color_number(method: str, drafters: Sequence[str]) -> int:
+    """Choose the colour of a method's bar. Methods with the same drafter have the same colour."""
+    for number, name in enumerate(drafters, start=1):
+        if method.endswith(f" {name}"):
+            return number
+    return 0
+
+
 def disconnection_figure(found: Disconnection, path: Path) -> None:
     """Draw how well each drafter agrees with the target in its continuations of cut answers.
 
@@ -407,16 +418,27 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
     """
     figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
-    for index, summary in enumerate(item for item in found.writers if item.writer != TARGET):
-        # Leave out numbers of tokens since the cut that only a single continuation reaches.
-        shown = [
-            (n, item) for n, item in enumerate(summary.agreement_by_offset, start=1) if item.n > 1
-        ]
-        axes.plot([n for n, _ in shown], [item.mean or 0.0 for _, item in shown], "o-",
+    drafters = [summary for summary in found.writers if summary.writer != TARGET]
+    for index, summary in enumerate(drafters):
+        offsets: list[int] = []
+        means: list[float] = []
+        bounded_offsets: list[int] = []
+        lows: list[float] = []
+        highs: list[float] = []
+        for offset, agreement in enumerate(summary.agreement_by_offset, start=1):
+            # Leave out numbers of tokens since the cut that only a single continuation reaches.
+            if agreement.n <= 1:
+                continue
+            offsets.append(offset)
+            means.append(agreement.mean or 0.0)
+            if agreement.interval is not None:
+                low, high = agreement.interval
+                bounded_offsets.append(offset)
+                lows.append(low)
+                highs.append(high)
+        axes.plot(offsets, means, "o-",
                   color=f"C{index}", markersize=3, label=summary.writer)  # fmt: skip
-        bounded = [(n, *item.interval) for n, item in shown if item.interval is not None]
-        offsets, low, high = zip(*bounded, strict=True) if bounded else ((), (), ())
-        axes.fill_between(offsets, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+        axes.fill_between(bounded_offsets, lows, highs, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set_ylim(0, 1)
     axes.set_xlabel("tokens since the target was last reached")
     axes.set_ylabel("agreement with the target")

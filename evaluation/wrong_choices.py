@@ -66,11 +66,13 @@ def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
         *path, name = part.split(".")
         owners: list[Any] = [r.drafter]
         for step in path:
-            owners = [
-                item
-                for owner in owners
-                for item in (owner if step == "*" else [getattr(owner, step)])
-            ]
+            parts: list[Any] = []
+            for owner in owners:
+                if step == "*":
+                    parts.extend(owner)
+                else:
+                    parts.append(getattr(owner, step))
+            owners = parts
         for owner in owners:
             setattr(owner, name, change(owner, getattr(owner, name)))
 

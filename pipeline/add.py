@@ -192,9 +192,8 @@ def _write_fields(
     if pending := addition.pending_parts():
         rows = {key: row for row, key in enumerate(reader.sequences["sequence_id"].to_pylist())}
         first = next(batches(writer.part_sequences(pending[0]), forward.batch_tokens))
-        agreement = _compare(
-            plan, reader, target, [rows[key] for key in first["sequence_id"].to_pylist()]
-        )
+        first_rows = [rows[key] for key in first["sequence_id"].to_pylist()]
+        agreement = _compare(plan, reader, target, first_rows)
         # Use the same batches as the extraction. With the same device, libraries and number of
         # threads, the new fields then equal, bit for bit, the fields that a single extraction of
         # all fields would store. Otherwise, their last bits may differ.
@@ -253,12 +252,10 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
     ).fields[HIDDEN_LAST]
-    computed = np.concatenate(
-        [
-            values[: len(text)].numpy()
-            for values, text in zip(live.float().cpu(), tokens, strict=True)
-        ]
-    )
+    unpadded: list[np.ndarray] = []
+    for values, text in zip(live.float().cpu(), tokens, strict=True):
+        unpadded.append(values[: len(text)].numpy())
+    computed = np.concatenate(unpadded)
     stored = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), dtype) for row in rows])
     relative = float(np.linalg.norm(stored - computed)) / max(
         float(np.linalg.norm(computed)), 1e-15
@@ -382,19 +379,20 @@ def refuse_addition(plan: ExtractPlan) -> None:
         new = plan.manifest
     except StoreError:
         return  # The store is damaged. It is repaired or refused later, when opened for writing.
-    n_old, n_new = (manifest.extraction.get("target_layers", -1) for manifest in (old, new))
+    n_old = old.extraction.get("target_layers", -1)
+    n_new = new.extraction.get("target_layers", -1)
     lacking = [spec.name for spec in new.fields if spec not in old.fields]
     if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):
         return
-    settings = dict(new.extraction) | {
-        key: old.extraction.get(key) for key in ("activations", "target_layers")
-    }
+    settings = dict(new.extraction)
+    for key in ("activations", "target_layers"):
+        settings[key] = old.extraction.get(key)
     # Compare only the identities that the plan has. A dry run does not hash the target's weights.
-    identities = {key: value for key, value in old.identities.items() if key in new.identities}
+    has_same_inputs = new.identities.items() <= old.identities.items()
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities
     )
-    if same != old or identities != new.identities or old.codec["name"] != new.codec["name"]:
+    if same != old or not has_same_inputs or old.codec["name"] != new.codec["name"]:
         return
     missing = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
     command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)

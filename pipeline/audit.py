@@ -90,18 +90,22 @@ class AuditReport:
         lines = [
             f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"
         ]
-        lines += [
-            f"{name:16} {'ok' if row.ok else 'DIFFERS':8} relative error {row.relative_error:.2e} "
-            f"(allowed {row.tolerance:.0e}), largest difference {row.max_error:.2e}  {row.detail}"
-            for name, row in self.worst().items()
-        ]
-        lines += [
-            f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by a relative "
-            f"error of {row.relative_error:.2e}"
-            for row in self.rows
-            if not row.ok
-        ]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        for name, row in self.worst().items():
+            verdict = "ok" if row.ok else "DIFFERS"
+            lines.append(
+                f"{name:16} {verdict:8} relative error {row.relative_error:.2e} "
+                f"(allowed {row.tolerance:.0e}), largest difference {row.max_error:.2e}  "
+                f"{row.detail}"
+            )
+        for row in self.rows:
+            if not row.ok:
+                lines.append(
+                    f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by a "
+                    f"relative error of {row.relative_error:.2e}"
+                )
+        for note in self.notes:
+            lines.append(f"note: {note}")
+        return "\n".join(lines)
 
 
 def audit(
@@ -207,9 +211,8 @@ def _text_rows(
     stored: ActivationStore, index: int, chats: Mapping[int, TokenizedChat]
 ) -> list[AuditRow]:
     values = {name: stored.read(index, name) for name in TEXT_FIELDS}
-    sequence_id, source_row = (
-        stored.sequences[name][index].as_py() for name in ("sequence_id", "source_row")
-    )
+    sequence_id = stored.sequences["sequence_id"][index].as_py()
+    source_row = stored.sequences["source_row"][index].as_py()
     is_intact = content_id(values["tokens"], values["response_mask"]) == sequence_id
     detail = "content hash" if is_intact else "content hash differs"
     rows = []
@@ -238,10 +241,12 @@ def _activation_rows(
     live = capture(target.model, [stored.read(index, "tokens")], spec, torch.float32).fields
     sequence_id = stored.sequences["sequence_id"][index].as_py()
     rows = []
-    for name in (name for name in stored.fields if name not in TEXT_FIELDS):
-        dtype = stored.fields[name].dtype
+    for name, field_spec in stored.fields.items():
+        if name in TEXT_FIELDS:
+            continue
+        dtype = field_spec.dtype
         values = torch.from_numpy(to_float32(stored.read(index, name), dtype))
-        comparisons = {name: _compare(values, live[name][0].cpu(), stored.fields[name])}
+        comparisons = {name: _compare(values, live[name][0].cpu(), field_spec)}
         if name == HIDDEN_LAST:
             comparisons["logits"] = _compare_logits(values, live[name][0], target, frozen)
         for compared, (max_error, relative, detail) in comparisons.items():

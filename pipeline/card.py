@@ -4,7 +4,7 @@ The card contains no times and no machine names, so that equal inputs give equal
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec, below
 
 # Boundaries between the Hub's size categories: 1K, 10K, ...
-_SIZES = [*(f"{n}{unit}" for unit in "KMB" for n in (1, 10, 100)), "1T"]
+_SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 Licences = tuple[
     str | None, str | None
 ]  # Licences of the target and the dataset, as the Hub names them. None if not given.
@@ -143,27 +143,17 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
     """Return the text of a store's dataset card."""
     summary = summarize_store(store)
     target = summary.manifest.target
-    sizes = (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide"))
-    # The card's example of reading with plain Zarr needs a field that is stored uncoded, as one
-    # array with the field's name. A lossy codec stores codes, in arrays with other names.
-    plain = _smallest(
-        field
-        for field in summary.fields
-        if [array.name for array in field.arrays] == [field.spec.name]
-    )
+    plain = _smallest(_uncoded(summary.fields))
     is_bfloat16 = plain is not None and plain.dtype == "bfloat16"
-    fields = [
-        (f"`{spec.name}`", spec.dtype, f"[{', '.join(['token', *map(str, spec.token_shape)])}]", spec.description,
-         _mb(n_bytes))
-        for spec, n_bytes in ((field.spec, field.stored_bytes) for field in summary.fields)
-    ]  # fmt: skip
-    settings = sorted({**summary.manifest.extraction, **summary.manifest.identities}.items())
-    licence_rows = zip(
-        ("target", "dataset"),
-        (model, dataset),
-        (name or "**fill in**" for name in licences),
-        strict=True,
+    target_licence, dataset_licence = licences
+    licence_rows = (
+        ("target", model, target_licence or "**fill in**"),
+        ("dataset", dataset, dataset_licence or "**fill in**"),
     )
+    settings = {**summary.manifest.extraction, **summary.manifest.identities}
+    settings_rows: list[tuple[str, str]] = []
+    for key, value in sorted(settings.items()):
+        settings_rows.append((key, f"`{value}`"))
     return _CARD.format(
         model=model,
         dataset=dataset,
@@ -174,15 +164,15 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         tags="\n".join(f"- {tag}" for tag in _TAGS),
         size=size_category(summary.n_sequences),
         architecture=target.get("architecture", "transformer"),
-        sizes=", ".join(f"{target[key]} {text}" for key, text in sizes if key in target),
-        fields=_table(("Field", "Values", "Shape", "What", "On disk"), fields),
+        sizes=", ".join(_sizes_of(target)),
+        fields=_table(("Field", "Values", "Shape", "What", "On disk"), _field_rows(summary.fields)),
         stored=_mb(summary.stored_bytes),
         example=(_smallest(summary.fields) or summary.manifest.fields[0]).name,
         note="" if plain else _CODES,
         plain=plain.name if plain else "tokens",
         values=_FROM_BFLOAT16 if is_bfloat16 else "bits",
         conventions=_table(("What", "Meaning"), summary.manifest.conventions.items()),
-        settings=_table(("What", "Value"), [(key, f"`{value}`") for key, value in settings]),
+        settings=_table(("What", "Value"), settings_rows),
         licences=_table(("Of the", "Name", "Licence"), licence_rows),
     )
 
@@ -201,11 +191,10 @@ def size_category(n_sequences: int) -> str:
     """Return the Hub's size category for a number of sequences, e.g. ``"1K<n<10K"``."""
     # Index of the category: 1 for thousands, 2 for tens of thousands, and so on.
     power = len(str(n_sequences)) - 3
-    names = [
-        f"n<{_SIZES[0]}",
-        *(f"{low}<n<{high}" for low, high in pairwise(_SIZES)),
-        f"n>{_SIZES[-1]}",
-    ]
+    names = [f"n<{_SIZES[0]}"]
+    for low, high in pairwise(_SIZES):
+        names.append(f"{low}<n<{high}")
+    names.append(f"n>{_SIZES[-1]}")
     return names[min(max(power, 0), len(names) - 1)]
 
 
@@ -217,6 +206,40 @@ def _licence(one: str | None, other: str | None) -> str:
     return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"
 
 
+def _uncoded(fields: Iterable[FieldSummary]) -> list[FieldSummary]:
+    """Return the fields that are stored uncoded, as one array with the field's name.
+
+    The card's example of reading with plain Zarr needs such a field. A lossy codec stores codes, in
+    arrays with other names.
+    """
+    uncoded: list[FieldSummary] = []
+    for field in fields:
+        array_names = [array.name for array in field.arrays]
+        if array_names == [field.spec.name]:
+            uncoded.append(field)
+    return uncoded
+
+
+def _sizes_of(target: Mapping[str, Any]) -> list[str]:
+    """Return the sizes of a target as texts, as far as the manifest has them."""
+    sizes: list[str] = []
+    for key, text in (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide")):
+        if key in target:
+            sizes.append(f"{target[key]} {text}")
+    return sizes
+
+
+def _field_rows(fields: Iterable[FieldSummary]) -> list[tuple[str, ...]]:
+    """Return the rows of the card's table of fields."""
+    rows: list[tuple[str, ...]] = []
+    for field in fields:
+        spec = field.spec
+        shape = ", ".join(["token", *map(str, spec.token_shape)])
+        size = _mb(field.stored_bytes)
+        rows.append((f"`{spec.name}`", spec.dtype, f"[{shape}]", spec.description, size))
+    return rows
+
+
 def _smallest(fields: Iterable[FieldSummary]) -> FieldSpec | None:
     activations = [field for field in fields if field.spec.token_shape]
     smallest = min(activations, key=lambda field: (field.raw_bytes, field.spec.name), default=None)
@@ -226,11 +249,8 @@ def _smallest(fields: Iterable[FieldSummary]) -> FieldSpec | None:
 def _table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
-        lines.append(
-            "| "
-            + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
-            + " |"
-        )
+        cells = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -67,9 +67,9 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """Return the results as lines of text."""
-        totals = [
-            f"{name} {differences.total.relative:.1%}" for name, differences in self.errors.items()
-        ]
+        totals: list[str] = []
+        for name, differences in self.errors.items():
+            totals.append(f"{name} {differences.total.relative:.1%}")
         if self.teacher is not None:
             totals.append(f"logits {self.teacher.relative:.1%}")
         lines = [
@@ -79,11 +79,9 @@ class Comparison:
             "smaller than the raw values",
             f"errors       {', '.join(totals)}",
         ]
-        lines += [
-            f"{name:12} {differences.describe()}"
-            for name, differences in self.errors.items()
-            if differences.by_layer
-        ]
+        for name, differences in self.errors.items():
+            if differences.by_layer:
+                lines.append(f"{name:12} {differences.describe()}")
         if self.teacher is not None:
             lines.append(
                 f"teacher      {self.teacher.describe()} positions, from the stored hidden/last"
@@ -135,9 +133,10 @@ def compare(
         teacher = Divergence()
         continued = Divergence()
         for done, (i, j) in enumerate(pairs):
-            values = {name: (_read(exact, i, name), _read(coded, j, name)) for name in fields}
-            for name, (exact_values, coded_values) in values.items():
-                add_errors(errors, exact.fields[name], exact_values, coded_values)
+            values: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+            for name in fields:
+                values[name] = _read(exact, i, name), _read(coded, j, name)
+                add_errors(errors, exact.fields[name], *values[name])
             if frozen is not None:
                 compare_teachers(
                     frozen, *values[HIDDEN_LAST], -(-_TEACHER_POSITIONS // len(pairs)), teacher
@@ -163,18 +162,15 @@ def compare(
 
 def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     """List the activations that both stores have. Refuse stores of different targets."""
-    first, second = (
-        opened.manifest.identities.get("target.weights_sha256") for opened in (exact, coded)
-    )
+    first = exact.manifest.identities.get("target.weights_sha256")
+    second = coded.manifest.identities.get("target.weights_sha256")
     if first != second:
         raise OptionInvalid(
             f"{exact.path} and {coded.path} hold activations of different targets "
             f"(target.weights_sha256 is {first} and {second}). Compare stores of the same target."
         )
     names = [name for name in exact.fields if name not in TEXT_FIELDS]
-    common = [
-        name for name in names if name in coded.fields and coded.fields[name] == exact.fields[name]
-    ]
+    common = [name for name in names if coded.fields.get(name) == exact.fields[name]]
     if not common:
         raise OptionInvalid(
             f"{exact.path} has the activations {', '.join(names)}, but {coded.path} has none of "
@@ -189,7 +185,10 @@ def _common_sequences(
     """Draw sequences that both stores have, as pairs (index in ``exact``, index in ``coded``)."""
     coded_index = {key: i for i, key in enumerate(coded.sequences["sequence_id"].to_pylist())}
     ids = exact.sequences["sequence_id"].to_pylist()
-    common = [(i, coded_index[key]) for i, key in enumerate(ids) if key in coded_index]
+    common: list[tuple[int, int]] = []
+    for i, key in enumerate(ids):
+        if key in coded_index:
+            common.append((i, coded_index[key]))
     if not common:
         raise OptionInvalid(
             f"{exact.path} with {counted(len(exact), 'sequence')} and {coded.path} with "
@@ -260,12 +259,14 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     folder = plan.find_target(model, plan.recorded_sources(exact.manifest.extraction))
     plan.check_identities(exact.path, exact.manifest.identities, plan.weight_identities(folder))
     target = Target.load(str(folder), device=device)
-    cached = {layer for group in kv_groups(target.config) for layer in group.layers}
-    specs = (exact.fields[name] for name in fields)
-    stored = {
-        layer for spec in specs if spec.layer_axis is not None for layer in spec.layer_numbers
-    }
-    if target.has_states or cached - stored:
+    lacking_layers = set[int]()
+    for group in kv_groups(target.config):
+        lacking_layers.update(group.layers)
+    for name in fields:
+        spec = exact.fields[name]
+        if spec.layer_axis is not None:
+            lacking_layers.difference_update(spec.layer_numbers)
+    if target.has_states or lacking_layers:
         raise OptionInvalid(
             f"{exact.path} does not hold the entire cache (keys, values and recurrent states) of "
             f"{model}, so the target cannot continue from it. Leave out --model."
@@ -304,15 +305,10 @@ def compare_continued(
         values: for each field, its values in the reference store and in the other store.
         divergence: receives the differences.
     """
-    states = [
-        continued_states(
-            target,
-            tokens,
-            layer_caches(fields, {name: both[side] for name, both in values.items()}),
-            len(tokens) // 2,
-        )
-        for side in (0, 1)
-    ]
+    states: list[Tensor] = []
+    for side in (0, 1):
+        caches = layer_caches(fields, {name: pair[side] for name, pair in values.items()})
+        states.append(continued_states(target, tokens, caches, len(tokens) // 2))
     divergence.add_states(states[0], states[1], target.logits, target.logits)
 
 
@@ -331,11 +327,11 @@ def continued_states(
     later_tokens = torch.from_numpy(tokens[n_cached:].astype(np.int64))[None].to(target.device)
     cache: Any = new_cache()
     for layer, (keys, values) in sorted(caches.items()):
-        first = (
-            part[None, :, :n_cached].to(target.device, target.model.dtype)
-            for part in (keys, values)
+        cache.update(
+            keys[None, :, :n_cached].to(target.device, target.model.dtype),
+            values[None, :, :n_cached].to(target.device, target.model.dtype),
+            layer,
         )
-        cache.update(*first, layer)
     hidden: Tensor = target.body(
         input_ids=later_tokens, past_key_values=cache, use_cache=True
     ).last_hidden_state[0]

@@ -157,11 +157,13 @@ class ScaleSettings(Config):
                 "submit`"
             ]
         ray_settings = {"address": self.address, "gpus_per_worker": self.gpus_per_worker}
-        return [
-            f"{name} has an effect only with Ray; add --engine ray, or leave {name} out"
-            for name, value in ray_settings.items()
-            if value is not None
-        ]
+        problems: list[str] = []
+        for name, value in ray_settings.items():
+            if value is not None:
+                problems.append(
+                    f"{name} has an effect only with Ray; add --engine ray, or leave {name} out"
+                )
+        return problems
 
     @property
     def is_alone(self) -> bool:
@@ -360,12 +362,12 @@ class RegenerateConfig(Config):
         local = {
             "drafter": self.drafter, "tree": self.tree, "revision": self.revision, "self_prompted": self.self_prompted,
         }  # fmt: skip
-        unusable = [name for name, value in local.items() if value is not None]
-        if unusable:
-            return [
-                f"{unusable[0]} has an effect only on a target that this command loads itself; "
-                "leave it out with --server"
-            ]
+        for name, value in local.items():
+            if value is not None:
+                return [
+                    f"{name} has an effect only on a target that this command loads itself; "
+                    "leave it out with --server"
+                ]
         if not self.server.startswith(("http://", "https://")):
             return [f"--server is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
         return []
@@ -468,14 +470,11 @@ def parse_fields(fields: Iterable[str]) -> ActivationSpec:
         OptionInvalid: `extract` writes no field of that name.
     """
     names = [name for name in fields if name not in TEXT_FIELDS]
-    if unknown := [
-        name
-        for name in names
-        if not re.fullmatch(r"kv(/\w+)?|hidden/last|hidden/layer_\d{1,9}", name)
-    ]:
-        raise OptionInvalid(
-            f"Field {unknown[0]!r} is not an activation that `extract` writes. Expected kv, "
-            "hidden/last or hidden/layer_<k>."
-        )
+    for name in names:
+        if not re.fullmatch(r"kv(/\w+)?|hidden/last|hidden/layer_\d{1,9}", name):
+            raise OptionInvalid(
+                f"Field {name!r} is not an activation that `extract` writes. Expected kv, "
+                "hidden/last or hidden/layer_<k>."
+            )
     kv_fields = tuple(name for name in names if activation_name(name) == KV)
     return parse_activations(map(activation_name, names), 0, 10**9, kv_fields or (KV,))

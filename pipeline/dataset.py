@@ -132,8 +132,10 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     splits = Counter(name for name in split_of_file.values() if name is not None)
     wanted = split or DEFAULT_SPLIT
     chosen = [file for file, name in split_of_file.items() if name == wanted]
-    chosen = chosen or [file for file in split_of_file if _is_named(file.relative_to(path), wanted)]
-    if chosen and len({split_of_file[file] for file in chosen} - {None}) < 2:
+    if not chosen:
+        chosen = [file for file in split_of_file if _is_named(file.relative_to(path), wanted)]
+    chosen_splits = {split_of_file[file] for file in chosen} - {None}
+    if chosen and len(chosen_splits) < 2:
         return chosen, wanted, len(split_of_file) - len(chosen)
     n_without = len(split_of_file) - splits.total()
     if not splits or (split is None and len(splits) == 1 and not n_without):
@@ -347,8 +349,11 @@ def _count_rows(path: Path) -> int:
             return 0
     if path.suffix.lower() != ".jsonl":
         return 0
+    n_rows = 0
     with path.open("rb") as stream:
-        return sum(block.count(b"\n") for block in iter(lambda: stream.read(_HASH_BYTES), b""))
+        while block := stream.read(_HASH_BYTES):
+            n_rows += block.count(b"\n")
+    return n_rows
 
 
 def _read_file(path: Path) -> Iterator[Any]:
@@ -375,9 +380,12 @@ def _read_file(path: Path) -> Iterator[Any]:
 def _read_parquet(path: Path) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
         for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-            columns = [group.column(index) for index in range(group.num_columns)]
-            n_bytes = sum(column.total_uncompressed_size for column in columns)
-            n_stored = sum(column.total_compressed_size for column in columns)
+            n_bytes = 0
+            n_stored = 0
+            for index in range(group.num_columns):
+                column = group.column(index)
+                n_bytes += column.total_uncompressed_size
+                n_stored += column.total_compressed_size
             # Refuse a decompression bomb: a few kilobytes that expand to gigabytes.
             if n_bytes > min(
                 MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)
@@ -433,16 +441,15 @@ def _without_nulls(row: Any) -> Any:
     row lacks.
     """
     # Clean every column, because any column may hold the chat or a piece of it (see ``Columns``).
-    return {
-        name: _drop_nulls(value) if isinstance(value, (list, Mapping)) else value
-        for name, value in row.items()
-    }
+    return {name: _drop_nulls(value) for name, value in row.items()}
 
 
 def _drop_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
-    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_drop_nulls(item) for item in value]
+    return value
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -552,7 +559,10 @@ class Columns:
         """
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
-        for text in [part for item in texts for part in FORMATS.get(item, (item,))]:
+        assignments: list[str] = []  # the texts, with the name of a format replaced by its texts
+        for text in texts:
+            assignments.extend(FORMATS.get(text, (text,)))
+        for text in assignments:
             role, equals, names = text.partition("=")
             role = ROLES.get(role.strip(), role.strip())
             columns = tuple(name.strip() for name in names.split("+"))
@@ -592,25 +602,30 @@ class Columns:
         The dict is empty if the rows are chats already.
         """
         # A role may occur twice, so the key includes the message's position in the chat.
-        turns = {
-            f"{index}.{role}": "+".join(columns) for index, (role, columns) in enumerate(self.turns)
-        }
-        return turns | dict(self.renamed)
+        columns_of_turn: dict[str, str] = {}
+        for index, (role, columns) in enumerate(self.turns):
+            columns_of_turn[f"{index}.{role}"] = "+".join(columns)
+        return columns_of_turn | dict(self.renamed)
 
     @property
     def _wanted(self) -> list[str]:
-        turns = [name for _, columns in self.turns for name in columns]
-        return turns + [name for _, name in self.renamed]
+        wanted: list[str] = []
+        for _, columns in self.turns:
+            wanted.extend(columns)
+        for _, column in self.renamed:
+            wanted.append(column)
+        return wanted
 
     def left_out(self, row: Mapping[str, Any]) -> list[str]:
         """Return the filled columns of a row that :meth:`apply` replaces by other columns.
 
         For example, if the messages are read from other columns, ``messages`` itself is left out.
         """
-        if not self._wanted:
+        wanted = self._wanted
+        if not wanted:
             return []
-        replaced = {"messages", "conversations", *(name for name, _ in self.renamed)}
-        return [name for name in row if name in replaced - {*self._wanted} and row[name]]
+        replaced = {"messages", "conversations", *dict(self.renamed)}.difference(wanted)
+        return [name for name in row if name in replaced and row[name]]
 
     def apply(self, row: Any) -> Any | Rejection:
         """Return the chat that a row contains.
@@ -620,22 +635,26 @@ class Columns:
         """
         if not (self.turns or self.renamed) or not isinstance(row, Mapping):
             return row
-        if missing := [name for name in self._wanted if name not in row]:
-            return Rejection(
-                RejectReason.NO_COLUMN,
-                f"{missing[0]}; its columns: " + ", ".join(map(str, list(row)[:8])),
-            )
+        wanted = self._wanted
+        for name in wanted:
+            if name not in row:
+                return Rejection(
+                    RejectReason.NO_COLUMN,
+                    f"{name}; its columns: " + ", ".join(map(str, list(row)[:8])),
+                )
         # In KTO's format, false marks a completion that a model should not write.
         if self.turns and row.get("label") is False:
             return Rejection(RejectReason.MARKED_UNTRAINED, "label False")
-        chat = {
-            key: value
-            for key, value in row.items()
-            if key not in ("messages", "conversations", *self._wanted)
-        }
-        chat |= {name: row[column] for name, column in self.renamed}
+        chat = dict(row)
+        for name in ("messages", "conversations", *wanted):
+            chat.pop(name, None)
+        for name, column in self.renamed:
+            chat[name] = row[column]
         if self.turns:
-            chat["messages"] = [message for turn in self.turns for message in _messages(*turn, row)]
+            messages: list[Any] = []
+            for role, columns in self.turns:
+                messages += _messages(role, columns, row)
+            chat["messages"] = messages
         return chat
 
 
@@ -651,5 +670,5 @@ def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list
             isinstance(item, Mapping) for item in values[0]
         )
         return list(values[0]) if is_chat else [{"role": role, "content": values[0]}]
-    texts = [value if isinstance(value, str) else None for value in values]
-    return [{"role": role, "content": None if None in texts else "\n\n".join(map(str, texts))}]
+    are_texts = all(isinstance(value, str) for value in values)
+    return [{"role": role, "content": "\n\n".join(values) if are_texts else None}]

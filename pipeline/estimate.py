@@ -97,13 +97,15 @@ def field_specs(
         else []
     )
     if spec.kv and spec.kv_fields != (KV,):
-        kv = [
-            kv_group_field(group.field, group.layers, *group.shape, dtype)
-            for group in groups
-            if group.field in spec.kv_fields
-        ]
-    states = [name.removeprefix("hidden/") for name in spec.fields if activation_name(name) != KV]
-    hidden = [hidden_field(name, sizes["hidden_size"], dtype) for name in states]
+        kv = []
+        for group in groups:
+            if group.field in spec.kv_fields:
+                kv.append(kv_group_field(group.field, group.layers, *group.shape, dtype))
+    hidden: list[FieldSpec] = []
+    for name in spec.fields:
+        if activation_name(name) != KV:
+            state = name.removeprefix("hidden/")
+            hidden.append(hidden_field(state, sizes["hidden_size"], dtype))
     return (tokens_field(), response_mask_field(), *kv, *hidden)
 
 
@@ -204,12 +206,11 @@ class ForwardPlan:
         # A codec is fitted to one piece (keys or values) of one group of layers at a time. Three
         # float32 copies are then in memory: the values as read, the values without their means, and
         # the components.
-        widths = [
-            len(group) * codec.layer_width
-            for codec in self.codec.learned.values()
-            for group in codec.groups
-        ]
-        most_bytes += 3 * 4 * SAMPLE_TOKENS * max(widths, default=0)
+        most_width = 0
+        for codec in self.codec.learned.values():
+            for group in codec.groups:
+                most_width = max(most_width, len(group) * codec.layer_width)
+        most_bytes += 3 * 4 * SAMPLE_TOKENS * most_width
         # If there are several workers, the command itself is one more process.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
@@ -309,9 +310,7 @@ class WritePlan:
     @property
     def raw_bytes(self) -> int:
         """Size of all fields before compression, in bytes."""
-        return self.n_tokens * sum(
-            codec.spec.token_bytes for codec in self.forward.codec.fields.values()
-        )
+        return self.n_tokens * self.forward.kept_bytes
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
@@ -333,23 +332,23 @@ class WritePlan:
             )
             ranges["target/"] = least, least + 3 * tokenizer_bytes + _RECORD_BYTES
         if codec.learned:
-            ranges["codec/"] = (
-                0,
-                sum(
-                    _most_basis_bytes(field_codec, config) for field_codec in codec.learned.values()
-                ),
-            )
+            basis_bytes = 0
+            for learned_codec in codec.learned.values():
+                basis_bytes += _most_basis_bytes(learned_codec, config)
+            ranges["codec/"] = 0, basis_bytes
         n_bytes = _TEXT_BYTES * self.n_tokens + _ROW_BYTES * len(self.table) + _RECORD_BYTES
         ranges["other files"] = 0, n_bytes
         return ranges
 
     def describe_disk(self) -> str:
         """Return a text about the expected size of the store on disk."""
-        least = sum(low for low, _ in self.disk_ranges.values())
-        parts = [
-            f"{name} {format_range(*pair, format_bytes)}" for name, pair in self.disk_ranges.items()
-        ]
-        return f"{format_range(least, self.stored_bytes, format_bytes)}: {', '.join(parts)}"
+        least_bytes = 0
+        components: list[str] = []
+        for name, (low, high) in self.disk_ranges.items():
+            least_bytes += low
+            components.append(f"{name} {format_range(low, high, format_bytes)}")
+        total = format_range(least_bytes, self.stored_bytes, format_bytes)
+        return f"{total}: {', '.join(components)}"
 
     @property
     def stored_bytes(self) -> int:
@@ -393,9 +392,11 @@ class WritePlan:
             fields = capture(
                 model, [tokens], forward.spec, getattr(torch, forward.dtype), forward.uses_cache
             ).fields
-            return {name: values[0].float().cpu().numpy() for name, values in fields.items()} | {
-                TOKENS: tokens
-            }
+            arrays: dict[str, np.ndarray] = {}
+            for name, values in fields.items():
+                arrays[name] = values[0].float().cpu().numpy()
+            arrays[TOKENS] = tokens
+            return arrays
 
         lm_head = model.get_output_embeddings().weight
         embeddings = model.get_input_embeddings().get_parameter("weight")
@@ -440,14 +441,14 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     forward = plan.forward
     batched = batches_of(plan.table, plan.forward.batch_tokens)
     batched.sort(key=lambda batch: int(numbers(batch, "n_tokens").max()))
-    model = _random_target(
-        forward, max(int(numbers(batch, "n_tokens").sum()) for batch in batched) + 1
-    )
+    most_tokens = max(int(numbers(batch, "n_tokens").sum()) for batch in batched)
+    model = _random_target(forward, most_tokens + 1)
     n_layers = int(model.config.num_hidden_layers)
     groups = families.kv_groups(model.config)
+    layers = {min(layer, n_layers - 1) for layer in forward.spec.layers}
     spec = replace(
         forward.spec,
-        layers=tuple(sorted({min(layer, n_layers - 1) for layer in forward.spec.layers})),
+        layers=tuple(sorted(layers)),
         kv_fields=tuple(group.field for group in groups),
     )
     # A codec that must be fitted cannot encode yet. Time the lossless codec in its place, which is
@@ -523,12 +524,13 @@ def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, n
     """
     lengths = numbers(table, "n_tokens")
     ends = np.cumsum(lengths) % (n_tokens - int(lengths.max()) + 1) + lengths
-    return {
-        key: (np.arange(end - n, end, dtype=np.int32), np.zeros(n, np.uint8))
-        for key, n, end in zip(
-            table["sequence_id"].to_pylist(), lengths.tolist(), ends.tolist(), strict=True
-        )
-    }
+    texts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for key, length, end in zip(
+        table["sequence_id"].to_pylist(), lengths.tolist(), ends.tolist(), strict=True
+    ):
+        tokens = np.arange(end - length, end, dtype=np.int32)
+        texts[key] = tokens, np.zeros(length, np.uint8)
+    return texts
 
 
 def _padded_tokens(batch: pa.Table) -> int:
@@ -542,12 +544,12 @@ def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
     Components that get no bits are left out. If the codec weighs errors with a matrix, it stores
     two matrices of axes: one for encoding and one for decoding.
     """
-    widths = [len(group) * codec.layer_width for group in codec.groups] * codec.n_parts
     n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)
-    table = int(config.vocab_size * min(config.hidden_size, MAX_FEATURES)) * codec.needs_tokens
-    return 2 * (
-        table + sum(width * (2 * min(width, MAX_COMPONENTS) + n_features) for width in widths)
-    )
+    n_values = int(config.vocab_size * min(config.hidden_size, MAX_FEATURES)) * codec.needs_tokens
+    for group in codec.groups:
+        width = len(group) * codec.layer_width
+        n_values += codec.n_parts * width * (2 * min(width, MAX_COMPONENTS) + n_features)
+    return 2 * n_values
 
 
 def _stored_itemsize(config: Any) -> int:
@@ -559,8 +561,10 @@ def _stored_itemsize(config: Any) -> int:
 def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
     """Return all batches of a plan, in the order in which the target runs them."""
     bounds = np.flatnonzero(np.diff(numbers(table, "part"), prepend=-1, append=-1)).tolist()
-    parts = [table.slice(start, stop - start) for start, stop in pairwise(bounds)]
-    return [batch for part in parts for batch in batches(part, batch_tokens)]
+    batched: list[pa.Table] = []
+    for start, stop in pairwise(bounds):
+        batched.extend(batches(table.slice(start, stop - start), batch_tokens))
+    return batched
 
 
 def _embedding_weights(config: Any) -> int:
@@ -628,7 +632,7 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     # Initialise the buffers, which must not be random. The buffers of the rotary embedding, for
     # example, are computed from the config.
     for module in model.modules():
-        if any(True for _ in module.buffers(recurse=False)):
+        if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)
     return model
 

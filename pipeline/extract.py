@@ -137,15 +137,15 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
     counts = plan.sequences
     # Settings, counts and examples of rejected rows may differ between runs that produce equal
     # data, so record them in the run's JSON file rather than in store.json.
-    details = {
+    details: dict[str, Any] = {
         "config": plan.config.named(),
         ANSWERS_BY: writer_of_answers(plan.config.dataset),
         "rejection_examples": counts.examples,
         "plan": {"expected_bytes": plan.stored_bytes},
-        **{
-            name: getattr(counts, name)
-            for name in ("rejections", "n_rows", "n_duplicates", "n_truncated")
-        },
+        "rejections": counts.rejections,
+        "n_rows": counts.n_rows,
+        "n_duplicates": counts.n_duplicates,
+        "n_truncated": counts.n_truncated,
     }
     store.record_run({**record, **details})
     store.sweep()
@@ -325,10 +325,9 @@ def _run_workers(
     devices = (
         [device] * scale.workers if scale.engine == "ray" else worker_devices(device, scale.workers)
     )
-    workers = [
-        Worker(single.replaced(device=device), index, scale.workers)
-        for index, device in enumerate(devices)
-    ]
+    workers: list[Worker] = []
+    for index, worker_device in enumerate(devices):
+        workers.append(Worker(single.replaced(device=worker_device), index, scale.workers))
     if scale.engine == "ray":
         return run_on_ray(workers, store, scale, counter)
     return run_processes(workers, store, counter)
@@ -357,11 +356,9 @@ def worker_devices(device: str, n_workers: int) -> list[str]:
             f"Each of the {n_workers} workers needs its own device, but this machine has only "
             f"{n_devices} of the kind {device}. Lower --workers, or leave out --device."
         )
-    return (
-        [device]
-        if kind.index is not None
-        else [f"{kind.type}:{index}" for index in range(n_workers)]
-    )
+    if kind.index is not None:
+        return [device]
+    return [f"{kind.type}:{index}" for index in range(n_workers)]
 
 
 def _report(

@@ -67,7 +67,9 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         # The Hub's client compares every file with every pattern. Use one pattern per folder, so
         # that there are few patterns.
         tops = {name.split("/")[0] for name in files} - {entry, CARD_NAME}
-        first = [*tops, *(f"{top}/*" for top in tops)]
+        first = list(tops)
+        for top in tops:
+            first.append(f"{top}/*")
         if CARD_NAME not in files:
             card = drafter_card(json.loads((folder / entry).read_text(encoding="utf-8"))).encode()
             api.upload_file(
@@ -138,15 +140,11 @@ def pull(
             )
         location: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
         api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **location)
-        damaged = [
-            Path(mismatch["path"])
-            for mismatch in api.verify_repo_checksums(repo, **location).mismatches
-        ]
-    for path in damaged:
-        (folder / path).unlink()
-        raise _damaged(
-            f"{folder / path} differed from the file on the Hub, and was deleted. {_AGAIN}"
-        )
+        mismatches = api.verify_repo_checksums(repo, **location).mismatches
+    if mismatches:
+        damaged = folder / mismatches[0]["path"]
+        damaged.unlink()
+        raise _damaged(f"{damaged} differed from the file on the Hub, and was deleted. {_AGAIN}")
     if kind == "store":
         report = verify_store(folder, progress=progress, values=False)
         if not report.ok or report.n_pending_parts:
@@ -167,19 +165,18 @@ def drafter_card(facts: dict[str, Any]) -> str:
         facts: content of ``drafter.json``.
     """
     target = facts.get("target") or {}
-    sizes = {
-        key: value
-        for key, value in facts.items()
-        if key != "target" and isinstance(value, int | float | str)
-    }
+    target_lines = [f"- {key}: `{value}`" for key, value in target.items()]
+    size_lines: list[str] = []
+    for key, value in facts.items():
+        if key != "target" and isinstance(value, int | float | str):
+            size_lines.append(f"- {key}: {value}")
     lines = [
         "---", "library_name: moa-data", "pipeline_tag: text-generation", "tags:", "- speculative-decoding",
         "- drafter", "- moa-data", "---", "", f"# A drafter of kind {facts.get('kind', 'unknown')}", "",
         "It proposes tokens to one target, which verifies them; it cannot write text alone. Use it "
         "with moa-data:", "",
         "```bash", "moa-data pull REPO drafter", 'moa-data generate --model TARGET --drafter drafter --prompt "Hi"',
-        "```", "", "## Target", "", *(f"- {key}: `{value}`" for key, value in target.items()), "", "## Sizes", "",
-        *(f"- {key}: {value}" for key, value in sizes.items()), "",
+        "```", "", "## Target", "", *target_lines, "", "## Sizes", "", *size_lines, "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -245,11 +242,11 @@ def _remote_files(
     api: HfApi, repo: str, repo_type: str, revision: str | None = None
 ) -> dict[str, RepoFile]:
     entries = api.list_repo_tree(repo, recursive=True, repo_type=repo_type, revision=revision)
-    return {
-        entry.path: entry
-        for entry in entries
-        if isinstance(entry, RepoFile) and entry.path not in _NOT_OURS
-    }
+    files: dict[str, RepoFile] = {}
+    for entry in entries:
+        if isinstance(entry, RepoFile) and entry.path not in _NOT_OURS:
+            files[entry.path] = entry
+    return files
 
 
 def _connect() -> HfApi:

@@ -118,11 +118,10 @@ class ExtractPlan(WritePlan):
         codec = self.forward.codec
         n_response = int(numbers(self.table, "n_response_tokens").sum())
         lengths = np.sort(numbers(self.table, "n_tokens"))
-        bits = ", ".join(
-            f"{name} {field_codec.expected_bits:.1f}"
-            for name, field_codec in codec.fields.items()
-            if field_codec.spec.token_shape
-        )
+        bits: list[str] = []
+        for name, field_codec in codec.fields.items():
+            if field_codec.spec.token_shape:
+                bits.append(f"{name} {field_codec.expected_bits:.1f}")
         cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
         model_config = self.forward.model_config
         if not any(families.kv_shapes(model_config)):
@@ -141,26 +140,29 @@ class ExtractPlan(WritePlan):
             f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} "
             "bytes per token)",
             f"on disk      {self.describe_disk()}",
-            f"bits         per value in the parts, at most: {bits}",
+            f"bits         per value in the parts, at most: {', '.join(bits)}",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
             *self.room(),
         ]
         if codec.learned:
-            n_sample = self.n_learned_tokens
-            # During calibration, the disk holds each value of the sample in float32 (4 bytes), and
-            # each component computed from the values in 16 bits (2 bytes).
-            values = sum(
-                math.prod(field_codec.spec.token_shape) for field_codec in codec.learned.values()
-            )
-            lines.append(
-                f"learn        the target runs over {n_sample:,} tokens before the first part, to "
-                f"fit the codec; this needs about {format_bytes(6 * n_sample * values)} of "
-                f"temporary disk space at {self.disk}"
-            )
+            lines.append(self._learn_line())
         folder = self.forward.folder
         if problem := families.quantisation_problem(read_config(folder), folder):
             lines.append(f"refused      by `extract`: {problem}")
         return "\n".join(lines)
+
+    def _learn_line(self) -> str:
+        """Return a line of text about fitting the codec to a sample of the sequences."""
+        n_sample = self.n_learned_tokens
+        learned = self.forward.codec.learned.values()
+        # During calibration, the disk holds each value of the sample in float32 (4 bytes), and each
+        # component computed from the values in 16 bits (2 bytes).
+        n_values = sum(math.prod(codec.spec.token_shape) for codec in learned)
+        return (
+            f"learn        the target runs over {n_sample:,} tokens before the first part, to fit "
+            f"the codec; this needs about {format_bytes(6 * n_sample * n_values)} of temporary "
+            f"disk space at {self.disk}"
+        )
 
     def advice(self) -> list[Advice]:
         """Return advice on the drafters and settings that suit the target and the chats."""
@@ -223,9 +225,10 @@ def build_plan(
     counts = plan_counts(table)
     if with_weights:
         identities |= weight_identities(folder, progress)
-    extraction = _extraction(config, forward, engine) | {
-        name: value for name, value in texts.items() if value
-    }
+    extraction = _extraction(config, forward, engine)
+    for name, value in texts.items():
+        if value:
+            extraction[name] = value
     if sequences.asked_the_time:
         extraction["template_time"] = TEMPLATE_TIME.isoformat()
     manifest = StoreManifest(
@@ -431,14 +434,19 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
 
     Malformed entries are left out.
     """
+    sources: dict[str, Mapping[str, str]] = {}
     recorded = extraction.get("sources")
-    entries = recorded.items() if isinstance(recorded, Mapping) else ()
-    return {
-        kind: entry
-        for kind, entry in entries
-        if isinstance(entry, Mapping)
-        and all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
-    }
+    if not isinstance(recorded, Mapping):
+        return sources
+    for kind, entry in recorded.items():
+        if isinstance(entry, Mapping) and _names_commit(entry):
+            sources[kind] = entry
+    return sources
+
+
+def _names_commit(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of ``sources`` has its three texts."""
+    return all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
@@ -528,13 +536,12 @@ def sources_record(
         current["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
     if before is None:
         return {"sources": current} if current else {}
-    entries = {kind: dict(entry) for kind, entry in before.items()}
-    changed = {
-        kind: new
-        for kind, new in current.items()
-        if kind in entries and entries[kind]["commit"] != new["commit"]
-    }
-    return {"sources": entries | changed} if entries else {}
+    entries: dict[str, dict[str, str]] = {}
+    for kind, entry in before.items():
+        entries[kind] = dict(entry)
+        if kind in current and current[kind]["commit"] != entry["commit"]:
+            entries[kind] = current[kind]
+    return {"sources": entries} if entries else {}
 
 
 def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:
@@ -566,11 +573,10 @@ def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping
     Raises:
         StoreMismatch: a hash differs.
     """
-    changes = {
-        f"identities.{key}": (stored[key], value)
-        for key, value in found.items()
-        if stored.get(key, value) != value
-    }
+    changes: dict[str, tuple[str, str]] = {}
+    for key, value in found.items():
+        if stored.get(key, value) != value:
+            changes[f"identities.{key}"] = stored[key], value
     if changes:
         raise StoreMismatch(str(store), changes, "Give the --model that the store was made with.")
 
@@ -582,14 +588,13 @@ def recorded_config(store: StorePath) -> ExtractConfig:
         WorkerError: the store has no readable record of an extraction.
     """
     runs = store / RUNS_NAME
-    names = {setting.name for setting in ExtractConfig.settings()}
+    setting_names = {setting.name for setting in ExtractConfig.settings()}
     records = [name for name in names_in(runs) if name.endswith(".json")]
-    for path in (runs / name for name in sorted(records, reverse=True)):
+    for record in sorted(records, reverse=True):
         try:
-            settings = parse_object(read_file(path))["config"]
-            return ExtractConfig.of(
-                **{name: value for name, value in settings.items() if name in names}
-            )
+            settings = parse_object(read_file(runs / record))["config"]
+            known = {name: value for name, value in settings.items() if name in setting_names}
+            return ExtractConfig.of(**known)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     raise WorkerError(

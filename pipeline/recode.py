@@ -178,11 +178,11 @@ def _learned_codec(
         return before
 
     def read(row: int) -> dict[str, np.ndarray]:
-        values = {
-            field: to_float32(source.read(row, field), source.fields[field].dtype)
-            for field in codec.learned
-        }
-        return values | {TOKENS: source.read(row, TOKENS)}
+        values: dict[str, np.ndarray] = {}
+        for field in codec.learned:
+            values[field] = to_float32(source.read(row, field), source.fields[field].dtype)
+        values[TOKENS] = source.read(row, TOKENS)
+        return values
 
     if kv_metrics is not None and isinstance(kv, TransformCodec):
         kv.rope = target_rope(load_target_config(source.target_path))
@@ -224,9 +224,11 @@ def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
 
 
 def _encoded(source: ActivationStore, i: int, codec: StoreCodec) -> dict[str, Any]:
-    values = {name: source.read(i, name) for name in source.fields}
-    lossy = [name for name in values if not codec.fields[name].is_identity]
-    exact = {name: to_float32(values[name], source.fields[name].dtype) for name in lossy}
+    values = source[i]
+    exact: dict[str, np.ndarray] = {}
+    for name in values:
+        if not codec.fields[name].is_identity:
+            exact[name] = to_float32(values[name], source.fields[name].dtype)
     return {**values, **codec.encode(exact, values[TOKENS])}
 
 

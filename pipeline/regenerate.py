@@ -113,9 +113,7 @@ class Row:
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
         # Reject chats with tools. The target might call other tools than the dataset's assistant,
         # and the results of its calls are unknown.
-        if chat.tools or any(
-            message["role"] == "tool" or "tool_calls" in message for message in chat.messages
-        ):
+        if chat.tools or _uses_tools(chat.messages):
             return cls(row, reason=LossReason.TOOLS.value)
         try:
             json.dumps(chat.messages, ensure_ascii=False).encode()
@@ -167,6 +165,15 @@ class Row:
             if is_cut and self.turns:
                 self.end(LossReason.NO_END)
 
+    def json_line(self) -> str:
+        """Return the line of the output file that holds this chat."""
+        line = {
+            "row": self.row,
+            "messages": self.messages,
+            "finish_reason": "length" if self.is_cut else "stop",
+        }
+        return json.dumps(line, ensure_ascii=False) + "\n"
+
     def end(self, reason: str, detail: str = "") -> None:
         """End the chat. The current turn is not answered.
 
@@ -176,6 +183,11 @@ class Row:
         """
         self.reason = str(reason)
         self.detail = printable(detail)
+
+
+def _uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether any message calls tools or has a tool's result."""
+    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
 def _as_one_line(messages: Sequence[Message]) -> str:
@@ -220,10 +232,10 @@ class RowCounts(BaseModel):
             counts: reason -> number of rows.
             start: text at the start of each line.
         """
-        return [
-            f"{start}{n:,}  {reason} (first: {self.examples[reason]})"
-            for reason, n in counts.most_common()
-        ]
+        lines: list[str] = []
+        for reason, n in counts.most_common():
+            lines.append(f"{start}{n:,}  {reason} (first: {self.examples[reason]})")
+        return lines
 
 
 class Work(NamedTuple):
@@ -398,10 +410,8 @@ class Answers:
         # The questions in the file of chats. The set stays empty if a dataset has the questions.
         self.asked = set[str]()
         if self._keeps_questions:
-            self.asked = {
-                _as_one_line(json.loads(line)["messages"])
-                for line in self.path.read_bytes().splitlines()
-            }
+            for line in self.path.read_bytes().splitlines():
+                self.asked.add(_as_one_line(json.loads(line)["messages"]))
         self._n_tokens_before = self.counts.n_tokens
         self._began_s = time.monotonic()
         self._check_rejected()  # An earlier run may already have rejected too many rows.
@@ -434,18 +444,16 @@ class Answers:
             recorded = _Record.model_validate_json(self.record.read_bytes())
         current = self._record.settings
         earlier = recorded.settings
-        changed = [
-            name for name in {**earlier, **current} if earlier.get(name) != current.get(name)
-        ]
+        changes: list[str] = []
+        for name in {**earlier, **current}:
+            if earlier.get(name) != current.get(name):
+                changes.append(f"{name} was {earlier.get(name)} and is now {current.get(name)}")
         # If no row is counted, nothing was answered with the earlier settings, and new settings are
         # allowed.
-        if changed and recorded.rows.n_rows:
-            listed = ", ".join(
-                f"{name} was {earlier.get(name)} and is now {current.get(name)}" for name in changed
-            )
+        if changes and recorded.rows.n_rows:
             raise OutputOccupied(
-                f"{self.path} was started with other settings: {listed}. Give the earlier settings "
-                "again, or choose another --out."
+                f"{self.path} was started with other settings: {', '.join(changes)}. Give the "
+                "earlier settings again, or choose another --out."
             )
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
             raise OutputOccupied(
@@ -453,7 +461,7 @@ class Answers:
                 f"another --out, or delete this file and {self.record}."
             )
         self.file.truncate(recorded.n_bytes)
-        if changed:
+        if changes:
             self._save()
         else:
             self._record = recorded
@@ -461,15 +469,7 @@ class Answers:
     def append(self, rows: Sequence[Row]) -> None:
         """Append a batch of rows to the file of chats, and sync the file to the disk."""
         answered = [row for row in rows if row.messages]
-        lines = [
-            {
-                "row": row.row,
-                "messages": row.messages,
-                "finish_reason": "length" if row.is_cut else "stop",
-            }
-            for row in answered
-        ]
-        data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+        data = "".join(row.json_line() for row in answered).encode()
         with disk_full_guard(self.path, _WHEN_FULL):
             self.file.write(data)
             self.file.flush()
@@ -481,7 +481,8 @@ class Answers:
                 self.counts.add(row)
             self._save()
         if self._keeps_questions:
-            self.asked.update(_as_one_line(row.messages) for row in answered)
+            for row in answered:
+                self.asked.add(_as_one_line(row.messages))
         if self.progress:
             tokens_per_s = (self.counts.n_tokens - self._n_tokens_before) / (
                 time.monotonic() - self._began_s
@@ -530,7 +531,10 @@ class Answers:
             f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
             f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; "
             f"{counts.n_at_limit:,} of the answers were cut at their token limit",
-            *(f"  dropped    {n:,}  {reason}" for reason, n in counts.dropped.most_common()),
+        ]
+        for reason, n in counts.dropped.most_common():
+            lines.append(f"  dropped    {n:,}  {reason}")
+        lines += [
             *counts.lines(counts.rejected, "  rejected   "),
             *counts.lines(counts.cut, "  cut short  "),
             f"chats        {self.path}",
@@ -588,7 +592,11 @@ class LocalTarget:
                 self._ask(batch, answers)
             active = batch
             while active := [row for row in active if row.begin_turn()]:
-                self._generate([(row, tokens) for row in active if (tokens := self._prompt(row))])
+                prompts: list[tuple[Row, list[int]]] = []
+                for row in active:
+                    if tokens := self._prompt(row):
+                        prompts.append((row, tokens))
+                self._generate(prompts)
             answers.append([self._checked(row) for row in batch])
 
     def estimate(self, most_tokens: float) -> str:
@@ -633,7 +641,8 @@ class LocalTarget:
                 sampling=SamplingConfig(settings.question_temperature, settings.question_top_p),
                 seed=first_seed + n_before, stop_token_ids=[self._user_end],
             )  # fmt: skip
-            for *tokens, last in (generation.tokens for generation in generations):
+            for generation in generations:
+                *tokens, last = generation.tokens
                 turn = [{"role": "user", "content": self._target.tokenizer.decode(tokens).strip()}]
                 line = _as_one_line(turn)
                 if last not in ends:
@@ -667,11 +676,12 @@ class LocalTarget:
     def _generate(self, prompts: Sequence[tuple[Row, list[int]]]) -> None:
         # The shortest prompt leaves the most room for an answer. Use this room as the limit of the
         # whole batch. Longer prompts have less room, so their answers are truncated afterwards.
-        room = self._max_tokens - min((len(tokens) for _, tokens in prompts), default=0)
+        token_lists = [tokens for _, tokens in prompts]
+        room = self._max_tokens - min(map(len, token_lists), default=0)
+        seeds = [self._config.sampling.seed + row.row for row, _ in prompts]
         generations = self._decode(
-            [tokens for _, tokens in prompts], max_new_tokens=min(self._config.max_new_tokens, room),
-            seed=[self._config.sampling.seed + row.row for row, _ in prompts],
-        )  # fmt: skip
+            token_lists, max_new_tokens=min(self._config.max_new_tokens, room), seed=seeds
+        )
         for (row, prompt), generation in zip(prompts, generations, strict=True):
             tokens = generation.tokens[: self._max_tokens - len(prompt)]
             text = self._target.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -818,9 +828,8 @@ class Server:
             message = choice["message"]
             ended = choice["finish_reason"]
             usage = document.get("usage") or {}
-            n_tokens, n_prompt = (
-                int(usage.get(f"{part}_tokens") or 0) for part in ("completion", "prompt")
-            )
+            n_tokens = int(usage.get("completion_tokens") or 0)
+            n_prompt = int(usage.get("prompt_tokens") or 0)
             text = message.get("content") or ""
         # Refuse a server that returns reasoning separately from the answer. A drafter would learn
         # to draft answers without the reasoning that the target writes before them.

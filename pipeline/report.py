@@ -65,10 +65,13 @@ class Timings:
 
     def __add__(self, other: "Timings") -> "Timings":
         """Add two workers' timings. Of ``extract_s`` and ``wall_s``, keep the larger value."""
-        first = asdict(self)
-        second = asdict(other)
-        longest = {name: max(first[name], second[name]) for name in ("extract_s", "wall_s")}
-        return Timings(**({name: first[name] + second[name] for name in first} | longest))
+        total = asdict(self)
+        for name, value in asdict(other).items():
+            if name in ("extract_s", "wall_s"):
+                total[name] = max(total[name], value)
+            else:
+                total[name] += value
+        return Timings(**total)
 
     def record(self) -> dict[str, float]:
         """Return the values for the run's JSON file in runs/."""

@@ -155,11 +155,10 @@ class Sequences:
 
     def rejection_lines(self) -> list[str]:
         """Return a line with an example row for each rejection reason, most frequent first."""
-        counts = self.rejections.most_common()
-        return [
-            f"               {count:,}  {reason} (first: {self.examples[reason]})"
-            for reason, count in counts
-        ]
+        lines: list[str] = []
+        for reason, count in self.rejections.most_common():
+            lines.append(f"               {count:,}  {reason} (first: {self.examples[reason]})")
+        return lines
 
     def table(self) -> pa.Table:
         """Return a table with one row per sequence, from which the parts of a store are planned.
@@ -210,13 +209,15 @@ class Sequences:
         mask = table["response_mask"].chunk(0)
         if not tokens.offsets.equals(mask.offsets):
             raise ValueError("tokens and masks differ in length")
+        for name in ("rejections", "beside"):
+            counts[name] = Counter(counts[name])
         return cls(
             ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
             source_rows=array("q", numbers(table, "source_row").tobytes()),
             offsets=array("q", np.from_dlpack(tokens.offsets).tobytes()),
             _tokens=np.from_dlpack(tokens.values),
             _mask=np.from_dlpack(mask.values),
-            **counts | {name: Counter(counts[name]) for name in ("rejections", "beside")},
+            **counts,
         )
 
 
@@ -392,10 +393,11 @@ def tokenize_row(
     if isinstance(tokenized, Rejection):
         return tokenized
     beside = names_beside_chat(row, template.text)
-    if tools := [name for name in MESSAGE_TOOLS if name in beside]:
-        return Rejection(
-            RejectReason.CONTENT_NOT_READ, f"{tools[0]}, which the chat template does not read"
-        )
+    for name in MESSAGE_TOOLS:
+        if name in beside:
+            return Rejection(
+                RejectReason.CONTENT_NOT_READ, f"{name}, which the chat template does not read"
+            )
     if columns is not None:
         beside += [f"column {name}" for name in columns.left_out(content)]
     return replace(tokenized, beside=tuple(beside))
@@ -427,9 +429,10 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
             f"Dataset {source.name} has no rows. Point --dataset at a file or folder with chats."
         )
     rejections = sequences.rejections
-    reasons = "; ".join(
-        f"{n:,} x {reason} ({sequences.examples[reason]})" for reason, n in rejections.most_common()
-    )
+    counted_reasons: list[str] = []
+    for reason, n in rejections.most_common():
+        counted_reasons.append(f"{n:,} x {reason} ({sequences.examples[reason]})")
+    reasons = "; ".join(counted_reasons)
     if len(sequences) == 0:
         hint = "Choose another --dataset, or correct this one."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:

@@ -177,12 +177,9 @@ class WorkerProcess:
             # The timings are the last line, because libraries may print lines before it.
             return code, output.splitlines()[-1]
         log = self._folder / LOG_NAME
-        lines = [
-            line
-            for line in log.read_text(encoding="utf-8", errors="replace").split("\n")
-            if line.strip()
-        ]
-        reason = lines[-1].strip() if lines else f"exit code {code}"
+        text = log.read_text(encoding="utf-8", errors="replace").strip()
+        last_line = text.split("\n")[-1].strip()
+        reason = last_line or f"exit code {code}"
         if code == WorkerError.exit_code:
             return code, reason
         if code < 0:
@@ -358,8 +355,8 @@ def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:
         code, text = ray.get(reference)
     # Ray raises a RayError if the task was lost, for example with its machine.
     except ray.exceptions.RayError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return lines[-1] if lines else type(error).__name__
+        lines = str(error).strip().splitlines()
+        return lines[-1].strip() if lines else type(error).__name__
     return outcome_of(code, text)
 
 
@@ -393,9 +390,8 @@ def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float])
         resources: the CPUs and GPUs of the machine.
         needs: the CPUs and GPUs that each worker needs.
     """
-    return max(
-        1, int(min(resources.get(name, 0.0) // need for name, need in needs.items() if need))
-    )
+    counts = [resources.get(name, 0.0) // need for name, need in needs.items() if need]
+    return max(1, int(min(counts)))
 
 
 @contextmanager

@@ -58,16 +58,18 @@ _STUCK_S = 1.0
 def read_tokens(path: str | Path) -> list[str]:
     """Read a file of tokens, one per line; empty lines and lines that start with # are skipped."""
     try:
-        lines = [
-            line.strip()
-            for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-        ]
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestInvalid(
             f"the token file {path} cannot be read: {error}. Give a text file with one token per "
             "line as --token-file."
         ) from error
-    if tokens := [line for line in lines if line and not line.startswith("#")]:
+    tokens: list[str] = []
+    for line in text.splitlines():
+        token = line.strip()
+        if token and not token.startswith("#"):
+            tokens.append(token)
+    if tokens:
         return tokens
     raise RequestInvalid(
         f"{path} contains no token. Write one token per line, or leave out --token-file to use no "
@@ -177,33 +179,32 @@ class Guard:
         )
 
     def _refusal_of_page(self, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
-        hosts, origins, types = (
-            [value.decode("latin-1").lower() for name, value in headers if name == wanted]
-            for wanted in (b"host", b"origin", b"content-type")
-        )
-        foreign = [host for host in hosts if self._checks_hosts and not self._is_own(host)]
-        if foreign:
-            message = (
-                f"{foreign[0][:120]!r} is not an allowed host name of this server. Use the "
-                "server's IP address instead, or start the server with "
-            )
-            return ApiError(
-                403, message + "--allowed-host NAME or --token-file FILE.", None, "foreign_host"
-            )
-        authorities = {origin: origin.partition("://")[2] for origin in origins}
-        foreign = [
-            origin for origin, authority in authorities.items()
-            if authority not in hosts and not (authority and _name_of(authority) in self._names)
-        ]  # fmt: skip
-        if foreign:
-            message = (
-                f"web pages of {foreign[0][:120]!r} may not use this server. To allow them, start "
-                "the server with --allowed-host NAME "
-            )
-            return ApiError(403, message + "or --token-file FILE.", None, "foreign_origin")
-        if method == "POST" and [value.partition(";")[0].strip() for value in types] != [
-            "application/json"
-        ]:
+        hosts: list[str] = []
+        origins: list[str] = []
+        types: list[str] = []
+        values_by_name = {b"host": hosts, b"origin": origins, b"content-type": types}
+        for name, value in headers:
+            if name in values_by_name:
+                values_by_name[name].append(value.decode("latin-1").lower())
+        for host in hosts:
+            if self._checks_hosts and not self._is_own(host):
+                message = (
+                    f"{host[:120]!r} is not an allowed host name of this server. Use the server's "
+                    "IP address instead, or start the server with --allowed-host NAME or "
+                    "--token-file FILE."
+                )
+                return ApiError(403, message, None, "foreign_host")
+        for origin in origins:
+            authority = origin.partition("://")[2]
+            is_allowed = bool(authority) and _name_of(authority) in self._names
+            if authority not in hosts and not is_allowed:
+                message = (
+                    f"web pages of {origin[:120]!r} may not use this server. To allow them, start "
+                    "the server with --allowed-host NAME or --token-file FILE."
+                )
+                return ApiError(403, message, None, "foreign_origin")
+        media_types = [value.partition(";")[0].strip() for value in types]
+        if method == "POST" and media_types != ["application/json"]:
             return ApiError(
                 415,
                 "the body must be JSON; send the header `content-type: application/json`.",

@@ -222,9 +222,8 @@ class AnswerRequest(_Body):
     @override
     def parse(cls, body: bytes) -> Self:
         request = super().parse(body)
-        if len(request.stops) > _MAX_STOPS or not all(
-            1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops
-        ):
+        are_right = all(1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops)
+        if len(request.stops) > _MAX_STOPS or not are_right:
             message = (
                 f"stop may have at most {_MAX_STOPS} strings, each of 1 to {_MAX_STOP_CHARS} "
                 "characters."
@@ -301,10 +300,7 @@ class CompletionRequest(AnswerRequest):
         # Check the prompts here, because pydantic would try each kind of prompt on each of up to
         # half a million items.
         are_right = len(prompts) * (self.n or 1) <= _MAX_CHOICES and all(
-            isinstance(item, str)
-            if are_texts
-            else isinstance(item, list) and all(type(token) is int for token in item)
-            for item in prompts
+            _is_prompt(item, are_texts) for item in prompts
         )
         if not are_right:
             message = (
@@ -340,14 +336,7 @@ class TokenizeRequest(_Body):
             "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
             "messages": ("tools", "add_generation_prompt", "return_token_strs"),
         }  # fmt: skip
-        kind = next((name for name in kinds if getattr(self, name) is not None), None)
-        if kind is None:
-            raise ApiError(
-                400,
-                f"the request lacks {' or '.join(kinds)}.",
-                kinds[0],
-                "missing_required_parameter",
-            )
+        kind = self._first_input(kinds)
         for name in type(self).model_fields:
             if name not in ("model", kind, *settings_of[kind]) and getattr(self, name) not in (
                 None,
@@ -360,6 +349,22 @@ class TokenizeRequest(_Body):
                     name,
                     "unsupported_parameter",
                 )
+
+    def _first_input(self, kinds: Sequence[str]) -> str:
+        """Return the first of ``kinds`` that the request has, or raise ApiError if it has none."""
+        for name in kinds:
+            if getattr(self, name) is not None:
+                return name
+        raise ApiError(
+            400, f"the request lacks {' or '.join(kinds)}.", kinds[0], "missing_required_parameter"
+        )
+
+
+def _is_prompt(item: Any, is_text: bool) -> bool:
+    """Return whether a prompt is a text or, if ``is_text`` is false, a list of token ids."""
+    if is_text:
+        return isinstance(item, str)
+    return isinstance(item, list) and all(type(token) is int for token in item)
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -572,9 +577,8 @@ class AnswerForm:
     def first(self, answers: Answers) -> bytes:
         """Return the events before all text. In a chat they name the role, otherwise none exist."""
         texts = answers.texts if self._is_chat else ()
-        return b"".join(
-            self._delta(text, {"role": "assistant", "content": ""}, None) for text in texts
-        )
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(self._delta(text, delta, None) for text in texts)
 
     def piece(self, answer: AnswerText, text: str) -> bytes:
         """Return the event of a piece of text, followed by the final event after the last piece."""
@@ -629,11 +633,11 @@ class AnswerForm:
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}
 
-        content = [
-            entry(token, logprob)
-            | {"top_logprobs": [entry(*alternative) for alternative in likeliest]}
-            for token, (logprob, likeliest) in answer.scored
-        ]
+        content: list[dict[str, Any]] = []
+        for token, (logprob, likeliest) in answer.scored:
+            scored_token = entry(token, logprob)
+            scored_token["top_logprobs"] = [entry(*alternative) for alternative in likeliest]
+            content.append(scored_token)
         return {"content": content, "refusal": None}
 
     def _logprobs(self, answer: AnswerText) -> dict[str, Any]:
@@ -646,10 +650,9 @@ class AnswerForm:
             values.append(max(logprob_of_text, _MIN_LOGPROB))
             # Tokens with incomplete characters can decode to the same text. Of these, keep the
             # token of the answer if it is among them, else the most likely one.
-            top = {
-                self._decode([token]): max(logprob, _MIN_LOGPROB)
-                for token, logprob in reversed(likeliest)
-            }
+            top: dict[str, float] = {}
+            for token, logprob in reversed(likeliest):
+                top[self._decode([token])] = max(logprob, _MIN_LOGPROB)
             tops.append(top | {text: values[-1]})
         return {
             "tokens": tokens,

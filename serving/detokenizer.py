@@ -69,10 +69,12 @@ class StopStrings:
             return "" if self.is_found else text
         n_held = len(self._held)
         text = self._held + text
-        ends = (
-            (text.find(stop, max(0, n_held + 1 - len(stop))), len(stop)) for stop in self._stops
-        )
-        matches = [(start + n, start) for start, n in ends if start >= 0]
+        # End and start of each stop string in the text.
+        matches: list[tuple[int, int]] = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, n_held + 1 - len(stop)))
+            if start >= 0:
+                matches.append((start + len(stop), start))
         self._n_before -= 1
         # Use the stop string that is complete first. If several end at the same character, use the
         # longest.

@@ -233,7 +233,8 @@ class DraftingServer:
         while True:
             await asyncio.sleep(min(5.0, idle_s / 4))
             late = time.monotonic() - idle_s
-            for session in [idle for idle in self._sessions.values() if idle.used_s < late]:
+            unused = [session for session in self._sessions.values() if session.used_s < late]
+            for session in unused:
                 session.send_failure(
                     "idle",
                     f"the session was not used for {idle_s:g} s and was removed; open it again.",
@@ -258,9 +259,8 @@ class DraftingServer:
         late = asyncio.get_running_loop().call_later(open_s, end_unopened)
         try:
             metadata = context.invocation_metadata() or ()
-            stream.owner = self._tokens.check(
-                [str(value) for name, value in metadata if name == "authorization"]
-            )
+            authorization = [str(value) for name, value in metadata if name == "authorization"]
+            stream.owner = self._tokens.check(authorization)
             stream.counted_by = stream.owner or context.peer().rpartition(":")[0]
             await self._take_messages(stream, requests)
         except MoaDataError as error:
@@ -439,11 +439,11 @@ class DraftingServer:
         If all sessions have streams, remove the one that has been silent for the longest time.
         """
         late = time.monotonic() - _SILENT_S
-        silent = [
-            other for other in sessions
-            if other.stream is None
-            or (other.used_s < late and (other.stopped.is_set() or other.stream.is_full))
-        ]  # fmt: skip
+        silent: list[DraftingSession] = []
+        for other in sessions:
+            is_stuck = other.stream is not None and (other.stopped.is_set() or other.stream.is_full)
+            if other.stream is None or (is_stuck and other.used_s < late):
+                silent.append(other)
         if not silent:
             raise Overloaded(
                 f"{len(sessions)} sessions are open, which is the limit; close a session, or try "
@@ -472,4 +472,7 @@ def _end(stream: Stream) -> None:
 def _code(error: MoaDataError) -> str:
     if isinstance(error, DrafterError):  # The sampling settings are invalid.
         return "invalid"
-    return next((code for code, kind in ERRORS.items() if isinstance(error, kind)), "internal")
+    for code, kind in ERRORS.items():
+        if isinstance(error, kind):
+            return code
+    return "internal"

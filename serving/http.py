@@ -90,9 +90,8 @@ class Service:
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once
         self._rate_of = lru_cache(_MAX_OWNERS)(lambda owner: Rate(*rate))
-        self._max_chars = engine.max_positions * max(
-            len(token) for token in self.target.tokenizer.get_vocab()
-        )
+        max_token_chars = max(map(len, self.target.tokenizer.get_vocab()))
+        self._max_chars = engine.max_positions * max_token_chars
         self._grammars = cache(lambda: Grammars(self.target))
         # Long prompts and answer forms (JSON schemas, regular expressions) each have a thread of
         # their own, so that short prompts never wait for them.
@@ -136,10 +135,12 @@ class Service:
     async def _completions(self, request: HttpRequest) -> Response:
         asked = CompletionRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        prompts = [
-            prompt if isinstance(prompt, list) else await self._prompt(request, prompt)
-            for prompt in asked.prompts
-        ]
+        prompts: list[list[int]] = []
+        for prompt in asked.prompts:
+            if isinstance(prompt, list):
+                prompts.append(prompt)
+            else:
+                prompts.append(await self._prompt(request, prompt))
         return await self._answer(request, asked, prompts)
 
     async def _tokens(self, request: HttpRequest) -> Response:
@@ -279,16 +280,14 @@ class Service:
         self, request: HttpRequest, messages: list[Message], tools: Any, is_open: bool
     ) -> list[int]:
         encode = partial(_chat_tokens, messages=messages, tools=tools, is_open=is_open)
-        contents = [message.get("content") for message in messages]
-        parts = [
-            part
-            for content in contents
-            for part in (content if isinstance(content, list) else [content])
-        ]
-        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        n_chars = sum(len(text) for text in texts if isinstance(text, str)) + (
-            len(str(tools)) if tools else 0
-        )
+        n_chars = len(str(tools)) if tools else 0
+        for message in messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [content]
+            for part in parts:
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str):
+                    n_chars += len(text)
         return await _while_connected(request, self._tokenize(n_chars, encode))
 
     async def _tokenize(
@@ -342,16 +341,16 @@ class Service:
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same
         # seeds.
-        requests = [
-            self._request(asked, tokens, seed + k)
-            for tokens in prompts
-            for k in range(asked.n or 1)
-        ]
+        requests: list[Request] = []
+        for tokens in prompts:
+            for k in range(asked.n or 1):
+                requests.append(self._request(asked, tokens, seed + k))
         if (form := asked.form) is not None:
             make = self._tokenizers[-1].run(lambda _: self._grammars().make(*form, len(requests)))
+            grammars = await make
             requests = [
                 replace(item, allowed=grammar)
-                for item, grammar in zip(requests, await make, strict=True)
+                for item, grammar in zip(requests, grammars, strict=True)
             ]
         now = time.monotonic()
         has_room = False
@@ -481,18 +480,17 @@ def _chat_tokens(
 ) -> list[int]:
     """Tokenize a chat, with its tools if the template can show them. The tools are never called."""
     are_developers = [message.get("role") == "developer" for message in messages]
-    known = [
-        m | {"role": "system"} if is_one else m
-        for m, is_one in zip(messages, are_developers, strict=True)
-    ]
-    chat = parse_prompt({"messages": known, "tools": tools})
+    converted_messages: list[Message] = []
+    for message, is_developer in zip(messages, are_developers, strict=True):
+        converted_messages.append(message | {"role": "system"} if is_developer else message)
+    chat = parse_prompt({"messages": converted_messages, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
     # As in vLLM, developer messages become system messages if the template does not know the role
     # developer.
     if any(are_developers) and re.search("['\"]developer['\"]", template.text):
-        for message, is_one in zip(chat.messages, are_developers, strict=True):
-            message["role"] = "developer" if is_one else message["role"]
+        for message, is_developer in zip(chat.messages, are_developers, strict=True):
+            message["role"] = "developer" if is_developer else message["role"]
     if chat.tools:
         with contextlib.suppress(TemplateError):
             return prompt_tokens(template, chat.messages, chat.tools, is_open=is_open)

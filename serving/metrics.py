@@ -59,17 +59,19 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield a metric for each field of the counts. prometheus_client calls this method."""
-        for counts in (read_counts() for read_counts in self.counts):
+        for read_counts in self.counts:
+            counts = read_counts()
             for item in fields(counts):
                 name, text, is_gauge, labels = item.metadata["metric"]
                 family = (GaugeMetricFamily if is_gauge else CounterMetricFamily)(
                     name, text, labels=labels
                 )
                 value = getattr(counts, item.name)
-                for keys, n in (
-                    [((key,), n) for key, n in value.items()] if labels else [((), value)]
-                ):
-                    family.add_metric(keys, n)
+                if labels:
+                    for key, n in list(value.items()):
+                        family.add_metric((key,), n)
+                else:
+                    family.add_metric((), value)
                 yield family
 
 

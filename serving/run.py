@@ -118,7 +118,9 @@ class ServerRun:
             return
         credentials = None
         if config.tls is not None:
-            cert, key = (file.read_bytes() for file in config.tls)
+            cert_file, key_file = config.tls
+            cert = cert_file.read_bytes()
+            key = key_file.read_bytes()
             credentials = grpc.ssl_server_credentials([(key, cert)])
         server = DraftingServer(service.engine, self._identities, config, service.tokens)
         await server.start(config.host, config.grpc_port, credentials)

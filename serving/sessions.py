@@ -123,9 +123,8 @@ class DraftingSession:
         # become the text of a new session.
         known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
-        settings, requested = (
-            (r.n_prompt, r.max_new_tokens, r.sampling, r.seed) for r in (known, request)
-        )
+        settings = (known.n_prompt, known.max_new_tokens, known.sampling, known.seed)
+        requested = (request.n_prompt, request.max_new_tokens, request.sampling, request.seed)
         if (
             settings != requested
             or n_both < known.n_prompt
@@ -332,10 +331,8 @@ class DraftingSession:
             finish=self.finish,
         )
         if commit is not None:
-            committed.call_us, committed.queue_us = (
-                min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1)
-                for seconds in (commit.call_s, commit.queue_s)
-            )
+            committed.call_us = _microseconds(commit.call_s)
+            committed.queue_us = _microseconds(commit.queue_s)
         self._n_sent = len(self.tokens)
         self.stream.put(pb.ServerMessage(committed=committed))
 
@@ -343,6 +340,11 @@ class DraftingSession:
         """Report a failure to the client, if a stream is attached."""
         if self.stream is not None:
             self.stream.fail(code, message, ends, answers)
+
+
+def _microseconds(seconds: float) -> int:
+    """Convert seconds to microseconds, limited to the numbers that a uint32 field can hold."""
+    return min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1)
 
 
 class ContextLog:

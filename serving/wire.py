@@ -176,4 +176,7 @@ def drafter_identity(drafter: Any) -> str:
 def n_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of leading items that two sequences have in common."""
     n_shorter = min(len(first), len(second))
-    return next((n for n in range(n_shorter) if first[n] != second[n]), n_shorter)
+    for n in range(n_shorter):
+        if first[n] != second[n]:
+            return n
+    return n_shorter

@@ -186,12 +186,12 @@ def names_below(folder: StorePath) -> list[str]:
     """
     if isinstance(folder, RemotePath):
         return folder.names()
-    paths = (
-        (root / name for root, _, names in files.walk(folder) for name in names)
-        if folder.is_dir()
-        else ()
-    )
-    return sorted(path.relative_to(folder).as_posix() for path in paths)
+    names_in_tree: list[str] = []
+    if folder.is_dir():
+        for root, _, names in files.walk(folder):
+            for name in names:
+                names_in_tree.append((root / name).relative_to(folder).as_posix())
+    return sorted(names_in_tree)
 
 
 def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:

@@ -127,9 +127,8 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
     """
     commits: dict[int, PartCommit] = {}
     wanted = sorted(parts)
-    for part, (path, read) in zip(
-        wanted, reads_of(schema.commit_path(store, part) for part in wanted), strict=True
-    ):
+    paths = [schema.commit_path(store, part) for part in wanted]
+    for part, (path, read) in zip(wanted, reads_of(paths), strict=True):
         with contextlib.suppress(*MISSING):
             commits[part] = read_part_commit(path, read)
             if commits[part].part != part:
@@ -147,13 +146,15 @@ def committed_bytes(store: StorePath) -> int:
     """
     n_bytes = 0
     folder = store / schema.COMMITS_NAME
-    for _, read in reads_of(folder / name for name in names_in(folder) if name.endswith(".json")):
+    commits: list[StorePath] = []
+    for name in names_in(folder):
+        if name.endswith(".json"):
+            commits.append(folder / name)
+    for _, read in reads_of(commits):
         # A damaged commit does not count, because the files that it lists will be written again.
         with contextlib.suppress(ValueError, OSError):
-            n_bytes += sum(
-                record.bytes
-                for record in _FILE_LIST.validate_json(read(), strict=True)["files"].values()
-            )
+            records = _FILE_LIST.validate_json(read(), strict=True)["files"].values()
+            n_bytes += sum(record.bytes for record in records)
     return n_bytes
 
 
@@ -219,7 +220,8 @@ def find_size_damage(
 
 def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None = None) -> bytes:
     """Return the JSON of a commit that lists ``files``. Only commits of parts have ``counts``."""
-    document = {**(counts or {}), "files": {name: vars(record) for name, record in files.items()}}
+    records = {name: vars(record) for name, record in files.items()}
+    document = {**(counts or {}), "files": records}
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -249,17 +251,17 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     commit = schema.target_commit_path(store)
 
     def compare(files: Mapping[str, FileRecord]) -> Damage:
-        return find_size_damage(folder, files) or [
-            (
-                folder / name,
-                StoreDamaged(
-                    f"{folder / name} has changed since it was written: it does not match "
-                    f"{commit}. {_RESTORE}"
-                ),
-            )
-            for name, record in files.items()
-            if file_crc32(folder / name) != record.crc32
-        ]
+        if damage := find_size_damage(folder, files):
+            return damage
+        for name, record in files.items():
+            path = folder / name
+            if file_crc32(path) != record.crc32:
+                message = (
+                    f"{path} has changed since it was written: it does not match {commit}. "
+                    f"{_RESTORE}"
+                )
+                damage.append((path, StoreDamaged(message)))
+        return damage
 
     for _, error in _find_damage(commit, compare):
         raise error
@@ -293,11 +295,13 @@ def metadata_names(arrays: Iterable[str]) -> set[str]:
 
     The names are relative to the store.
     """
-    ancestors = (
-        PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents for array in arrays
-    )
-    groups = {parent for parents in ancestors for parent in parents} - {PurePosixPath()}
-    return {(group / schema.ZARR_NAME).as_posix() for group in groups}
+    names: set[str] = set()
+    for array in arrays:
+        for folder in PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents:
+            # The store itself is not a Zarr group.
+            if folder != PurePosixPath():
+                names.add((folder / schema.ZARR_NAME).as_posix())
+    return names
 
 
 def is_metadata(name: str) -> bool:
@@ -340,20 +344,13 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
                     ),
                 )
             ]
-        if others := [
-            name
-            for name in records
-            if name not in (schema.MANIFEST_NAME, schema.PLAN_NAME) and not is_metadata(name)
-        ]:
-            return [
-                (
-                    commit,
-                    StoreDamaged(
-                        f"{commit} is damaged: it lists {others[0]}, which is not a file of a "
-                        f"store. {_RESTORE}"
-                    ),
+        for name in records:
+            if name not in (schema.MANIFEST_NAME, schema.PLAN_NAME) and not is_metadata(name):
+                message = (
+                    f"{commit} is damaged: it lists {name}, which is not a file of a store. "
+                    f"{_RESTORE}"
                 )
-            ]
+                return [(commit, StoreDamaged(message))]
         damage = []
         for name, record in records.items():
             path = store / name

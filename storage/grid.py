@@ -183,12 +183,15 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     it is the largest divisor for which a chunk has at most ``MAX_CHUNK_BYTES``.
     """
     layer_bytes = row_bytes // n_layers
-    fitting = [
-        d
-        for d in range(1, n_layers + 1)
-        if n_layers % d == 0 and (d == 1 or d * layer_bytes <= MAX_CHUNK_BYTES)
-    ]
-    return next((d for d in fitting if d * layer_bytes >= MIN_CHUNK_BYTES), fitting[-1])
+    fitting = 1
+    for divisor in range(1, n_layers + 1):
+        if divisor > 1 and divisor * layer_bytes > MAX_CHUNK_BYTES:
+            break
+        if n_layers % divisor == 0:
+            fitting = divisor
+            if fitting * layer_bytes >= MIN_CHUNK_BYTES:
+                break
+    return fitting
 
 
 def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, bytes]:

@@ -94,11 +94,11 @@ class ObjectStore:
     def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Backend)
         def list_all() -> dict[str, Entry]:
             pages = obstore.list(self.connection, folder or None, chunk_size=1000)
-            return {
-                item["path"]: Entry(item["size"], item["last_modified"])
-                for page in pages
-                for item in page
-            }
+            entries: dict[str, Entry] = {}
+            for page in pages:
+                for item in page:
+                    entries[item["path"]] = Entry(item["size"], item["last_modified"])
+            return entries
 
         return self._asked(folder, list_all)
 
@@ -159,9 +159,11 @@ class ObjectStore:
         def found() -> tuple[bytes, Any]:
             answer = obstore.get(self.connection, name)
             versions = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
-            return answer.bytes().to_bytes(), {
-                key: value for key, value in versions.items() if value is not None
-            }
+            reported: dict[str, str] = {}
+            for key, value in versions.items():
+                if value is not None:
+                    reported[key] = value
+            return answer.bytes().to_bytes(), reported
 
         content, version = self._asked(name, found)
         return content == old and self._settled(name, new, version)
@@ -216,14 +218,13 @@ class ObjectStore:
             # While obstore takes the blocks of an upload from an iterator, it panics if the same
             # thread makes another obstore call. So read the blocks on another thread.
             with ThreadPoolExecutor(1) as reader:
-                ranges = (
-                    (start, min(start + REQUEST_BYTES, n_bytes))
-                    for start in range(0, n_bytes, REQUEST_BYTES)
-                )
-                pieces = (
-                    reader.submit(self._get_range, source, *byte_range).result()
-                    for byte_range in ranges
-                )
+
+                def read(start: int) -> memoryview:
+                    stop = min(start + REQUEST_BYTES, n_bytes)
+                    return reader.submit(self._get_range, source, start, stop).result()
+
+                # Each block is read when obstore asks for it.
+                pieces = (read(start) for start in range(0, n_bytes, REQUEST_BYTES))
                 obstore.put(
                     self.connection,
                     target,

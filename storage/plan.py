@@ -239,6 +239,16 @@ def plan_bytes(plan: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
+def _declared_bytes(metadata: pq.FileMetaData) -> int:
+    """Sum the sizes of all columns of a plan, as the metadata of its file declares them."""
+    n_bytes = 0
+    for group in range(metadata.num_row_groups):
+        for index in range(6):
+            column = metadata.row_group(group).column(index)
+            n_bytes += max(column.total_uncompressed_size, column.total_compressed_size)
+    return n_bytes
+
+
 def read_plan(path: StorePath) -> pa.Table:
     """Read plan.parquet.
 
@@ -260,14 +270,7 @@ def read_plan(path: StorePath) -> pa.Table:
         metadata = file.metadata
         # Check the sizes in the file's metadata before memory is allocated. Each row has another
         # sequence id, so it takes at least one byte of the file.
-        columns = [
-            metadata.row_group(i).column(k)
-            for i in range(metadata.num_row_groups)
-            for k in range(6)
-        ]
-        n_bytes = sum(
-            max(column.total_uncompressed_size, column.total_compressed_size) for column in columns
-        )
+        n_bytes = _declared_bytes(metadata)
         if metadata.num_rows > len(content) or n_bytes > 2 * MAX_ID_BYTES * metadata.num_rows + (
             1 << 20
         ):
@@ -277,13 +280,10 @@ def read_plan(path: StorePath) -> pa.Table:
             )
         # Read on one thread. A failure to start another thread would look like a damaged file.
         plan = file.read(use_threads=False)
-        if (
-            max(
-                pc.max(pc.binary_length(ids.dictionary)).as_py()
-                for ids in plan["sequence_id"].chunks
-            )
-            > MAX_ID_BYTES
-        ):
+        longest_ids: list[int] = []
+        for ids in plan["sequence_id"].chunks:
+            longest_ids.append(pc.max(pc.binary_length(ids.dictionary)).as_py())
+        if max(longest_ids) > MAX_ID_BYTES:
             raise ValueError("a sequence id is too long")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)

@@ -22,6 +22,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -114,24 +115,30 @@ class ReadCache:
 
     def read(self, ranges: Ranges) -> list[memoryview]:
         """Return the bytes of ranges. Missing blocks are fetched and then added to the cache."""
-        keys = [
-            [(file, block) for block in _blocks(file, start, stop)] for file, start, stop in ranges
-        ]
+        keys: list[list[tuple[RemoteFile, int]]] = []
+        for file, start, stop in ranges:
+            keys.append([(file, block) for block in _blocks(file, start, stop)])
         # Several ranges may need the same block. Load each block once.
-        wanted = list(dict.fromkeys(key for range_keys in keys for key in range_keys))
+        wanted = list(dict.fromkeys(chain.from_iterable(keys)))
         loads = requests().map(lambda key: self._load(*key), wanted)
-        blocks = {key: data for key, data in zip(wanted, loads, strict=True) if data is not None}
-        missing = [key for key in wanted if key not in blocks]
-        fetched = (
-            _request([(file, *_span(file, block)) for file, block in missing]) if missing else []
-        )
-        blocks |= {key: bytes(data) for key, data in zip(missing, fetched, strict=True)}
+        blocks: dict[tuple[RemoteFile, int], bytes] = {}
+        missing: list[tuple[RemoteFile, int]] = []
+        for key, data in zip(wanted, loads, strict=True):
+            if data is None:
+                missing.append(key)
+            else:
+                blocks[key] = data
+        if missing:
+            fetched = _request([(file, *_span(file, block)) for file, block in missing])
+            for key, content in zip(missing, fetched, strict=True):
+                blocks[key] = bytes(content)
         for _ in requests().map(lambda key: self._keep(key[0], key[1], blocks[key]), missing):
             pass
-        return [
-            _cut([blocks[key] for key in range_keys], *byte_range[1:])
-            for range_keys, byte_range in zip(keys, ranges, strict=True)
-        ]
+        contents: list[memoryview] = []
+        for range_keys, (_, start, stop) in zip(keys, ranges, strict=True):
+            range_blocks = [blocks[key] for key in range_keys]
+            contents.append(_cut(range_blocks, start, stop))
+        return contents
 
     def _path(self, file: RemoteFile, block: int) -> Path:
         return self.folder / "blocks" / file.digest[:2] / f"{file.digest}-{block:06d}"

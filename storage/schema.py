@@ -44,6 +44,7 @@ Equal inputs give equal bytes in every file except ``runs/``, ``store.lock`` and
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
@@ -492,7 +493,7 @@ class StoreManifest:
                 "part must hold at least one sequence."
             )
         names = [spec.name for spec in self.fields]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
+        if repeated := sorted(Counter(names) - Counter(set(names))):
             raise StoreDamaged(
                 f"The manifest has these fields more than once: {', '.join(repeated)}. Name each "
                 "field once."

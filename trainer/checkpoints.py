@@ -119,9 +119,10 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):
-        return {
-            "dict": [[key, _to_json(item, f"{name}/{key}", tensors)] for key, item in value.items()]
-        }
+        pairs: list[list[Any]] = []
+        for key, item in value.items():
+            pairs.append([key, _to_json(item, f"{name}/{key}", tensors)])
+        return {"dict": pairs}
     if isinstance(value, list | tuple):
         items = [_to_json(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
@@ -215,10 +216,12 @@ def initial_drafter(
             f"the drafter of {source} was trained with other settings than those of this run. "
             f"Give {' '.join(needed)}."
         )
-    flags = [item.name for item in fields(fresh.config) if item.default is False]
-    if foreign := [
-        name for name in flags if getattr(other.config, name) and not getattr(fresh.config, name)
-    ]:
+    foreign: list[str] = []
+    for item in fields(fresh.config):
+        is_flag = item.default is False
+        if is_flag and getattr(other.config, item.name) and not getattr(fresh.config, item.name):
+            foreign.append(item.name)
+    if foreign:
         raise TrainingError(
             f"the drafter of {source} has {', '.join(foreign)}, which can be run but not trained. "
             "Choose another --init-from."

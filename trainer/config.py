@@ -620,7 +620,9 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     replaced = {"stop_after_steps"} | (
         {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )
-    recorded["schedule"] = {name: value for name, value in schedule.items() if name not in replaced}
+    for name in replaced:
+        schedule.pop(name, None)
+    recorded["schedule"] = schedule
     return str(file), recorded
 
 

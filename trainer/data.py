@@ -125,10 +125,9 @@ class GroupedKV:
         Returns:
             Packed KV, [B, T, L, D]. Layers with less width are padded with zeros.
         """
-        values = {
-            name: part if isinstance(part, Tensor) else part.decode(tokens)
-            for name, part in self.parts.items()
-        }
+        values: dict[str, Tensor] = {}
+        for name, part in self.parts.items():
+            values[name] = part if isinstance(part, Tensor) else part.decode(tokens)
         first = next(iter(values.values()))
         packed = first.new_zeros(*first.shape[:2], sum(map(len, self.places.values())), self.width)
         for name, layers in values.items():
@@ -176,13 +175,11 @@ class Batch:
         if "kv" in decoded:
             # Drafters expect the heads, keys and values of a layer packed in one axis of width D.
             decoded["kv"] = decoded["kv"].flatten(3)
-        outputs = enumerate(self.inputs.layer_outputs)
-        layers = tuple(
-            decoded.pop(f"{_LAYER_OUTPUTS}.{index}", states) for index, states in outputs
-        )
-        return replace(
-            self, inputs=replace(self.inputs, **decoded, layer_outputs=layers), encoded={}
-        )
+        layers: list[Tensor] = []
+        for index, states in enumerate(self.inputs.layer_outputs):
+            layers.append(decoded.pop(f"{_LAYER_OUTPUTS}.{index}", states))
+        inputs = replace(self.inputs, **decoded, layer_outputs=tuple(layers))
+        return replace(self, inputs=inputs, encoded={})
 
 
 def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -194,13 +191,10 @@ def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(item, list | tuple):
         return type(item)(map_tensors(value, function) for value in item)
     if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | EncodedField | GroupedKV):
-        return replace(
-            item,
-            **{
-                attribute.name: map_tensors(getattr(item, attribute.name), function)
-                for attribute in fields(item)
-            },
-        )
+        mapped: dict[str, Any] = {}
+        for attribute in fields(item):
+            mapped[attribute.name] = map_tensors(getattr(item, attribute.name), function)
+        return replace(item, **mapped)
     return item
 
 
@@ -240,12 +234,11 @@ def await_copy(batch: Batch) -> Batch:
 
 def target_identity(store: ActivationStore) -> dict[str, str]:
     """Return the hashes by which a store identifies its target, such as ``weights_sha256``."""
-    recorded = store.manifest.identities.items()
-    return {
-        name.removeprefix("target."): str(value)
-        for name, value in recorded
-        if name.startswith("target.")
-    }
+    hashes: dict[str, str] = {}
+    for name, value in store.manifest.identities.items():
+        if name.startswith("target."):
+            hashes[name.removeprefix("target.")] = str(value)
+    return hashes
 
 
 def has_own_answers(store: ActivationStore) -> bool:
@@ -264,11 +257,10 @@ def read_fields(reads: Reads) -> dict[str, str]:
 
     Layer outputs, which come from several fields, are mapped as ``layer_outputs.0`` and so on.
     """
-    outputs = {
-        f"{_LAYER_OUTPUTS}.{index}": f"hidden/layer_{layer}"
-        for index, layer in enumerate(reads.outputs)
-    }
-    return reads.fields | outputs
+    field_names = dict(reads.fields)
+    for index, layer in enumerate(reads.outputs):
+        field_names[f"{_LAYER_OUTPUTS}.{index}"] = f"hidden/layer_{layer}"
+    return field_names
 
 
 def _reads(store: ActivationStore, drafter: Any) -> Reads:
@@ -288,12 +280,13 @@ def _kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
 
     The layers are ascending.
     """
-    specs = [spec for name, spec in store.fields.items() if name.split("/")[0] == KV]
-    return sorted(
-        (layer, spec.name, index)
-        for spec in specs
-        for index, layer in enumerate(spec.layer_numbers)
-    )
+    layers: list[tuple[int, str, int]] = []
+    for name, spec in store.fields.items():
+        if name.split("/")[0] != KV:
+            continue
+        for index, layer in enumerate(spec.layer_numbers):
+            layers.append((layer, spec.name, index))
+    return sorted(layers)
 
 
 def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, int]]]:
@@ -304,11 +297,9 @@ def _kv_read(store: ActivationStore, reads: Reads) -> dict[str, list[tuple[int, 
     """
     all_layers = _kv_layers(store)
     layers_of = dict[str, list[tuple[int, int]]]()
-    chosen = (
-        all_layers
-        if reads.kv_layers is None or not all_layers
-        else [all_layers[layer] for layer in reads.kv_layers]
-    )
+    chosen = all_layers
+    if all_layers and reads.kv_layers is not None:
+        chosen = [all_layers[layer] for layer in reads.kv_layers]
     for position, (_, name, index) in enumerate(chosen if reads.kv else []):
         layers_of.setdefault(name, []).append((position, index))
     return layers_of
@@ -339,10 +330,11 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
     # If the target's layers have different shapes, their KV is in several fields.
     if kv:
         is_single = len({name for _, name, _ in _kv_layers(store)}) == 1
-        kv_fields = {KV if is_single else f"{KV}.{index}": name for index, name in enumerate(kv)}
-        needed = kv_fields | {
-            attribute: name for attribute, name in needed.items() if attribute != KV
-        }
+        kv_fields: dict[str, str] = {}
+        for index, name in enumerate(kv):
+            kv_fields[KV if is_single else f"{KV}.{index}"] = name
+        needed.pop(KV, None)
+        needed = kv_fields | needed
     missing = [name for name in needed.values() if name not in store.fields]
     if missing:
         advice = f"add them with {add_command(str(store.path), missing, n_last)}"
@@ -370,15 +362,12 @@ def needed_layers(store: ActivationStore, config: TrainConfig, name: str) -> lis
 
 def sequence_bytes(store: ActivationStore, config: TrainConfig, n_tokens: int) -> int:
     """Return the total size of the activations that the drafter reads for ``n_tokens`` tokens."""
-    specs = [
-        (store.fields[name], needed_layers(store, config, name))
-        for name in needed_fields(store, config).values()
-    ]
-    values = [
-        (math.prod(token_shape(spec, layers)), spec.storage_dtype.itemsize)
-        for spec, layers in specs
-    ]
-    return int(n_tokens) * sum(n_values * n_bytes for n_values, n_bytes in values)
+    token_bytes = 0
+    for name in needed_fields(store, config).values():
+        spec = store.fields[name]
+        n_values = math.prod(token_shape(spec, needed_layers(store, config, name)))
+        token_bytes += n_values * spec.storage_dtype.itemsize
+    return int(n_tokens) * token_bytes
 
 
 class BatchReader:
@@ -400,9 +389,9 @@ class BatchReader:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
         kv_layers = _kv_read(store, _reads(store, config.drafter))
-        self._kv_places = {
-            name: [position for position, _ in layers] for name, layers in kv_layers.items()
-        }
+        self._kv_places: dict[str, list[int]] = {}
+        for name, layers in kv_layers.items():
+            self._kv_places[name] = [position for position, _ in layers]
         self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         self._token_bytes = sequence_bytes(store, config, 1)
 
@@ -422,31 +411,13 @@ class BatchReader:
         """
         n_rows = len(sequences)
         n_tokens = int(lengths.max())
-        codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]
-        plain = {codec.spec.name for codec, _ in codecs if codec.is_identity}
-        buffers = {}
-        out = {}
-        for array, indices in shared_arrays(codecs).items():
-            dtype = (
-                _TORCH_DTYPES[array.logical_dtype]
-                if array.name in plain
-                else getattr(torch, array.dtype)
-            )
-            shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
-            buffer = buffers[array.name] = torch.empty(
-                shape, dtype=dtype, pin_memory=self._copies is not None
-            )
-            # NumPy has no bfloat16, so the store keeps the bits of bfloat16 values as uint16.
-            out[array.name] = (
-                buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer
-            ).numpy()
+        buffers, out = self._buffers(n_rows, n_tokens)
         # The caller usually has the response masks, because the divisor of the loss depends on the
         # response masks of the entire step.
         names = _TEXT_FIELDS if response is None else ("tokens",)
-        text = {
-            name: np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype)
-            for name in names
-        }
+        text: dict[str, np.ndarray] = {}
+        for name in names:
+            text[name] = np.empty((n_rows, n_tokens), self.store.fields[name].storage_dtype)
         self.store.read_batch(
             sequences,
             [*names, *self._fields.values()],
@@ -468,12 +439,13 @@ class BatchReader:
                 )
                 buffers[name] = torch.empty(0)
         read = {attribute: buffers[name] for attribute, name in self._fields.items()}
-        if kv_parts := [attribute for attribute in self._fields if attribute.startswith(f"{KV}.")]:
-            parts: dict[str, Any] = {
-                self._fields[part]: encoded.pop(part, read[part]) for part in kv_parts
-            }
+        kv_parts: dict[str, Any] = {}
+        for attribute, name in self._fields.items():
+            if attribute.startswith(f"{KV}."):
+                kv_parts[name] = encoded.pop(attribute, read[attribute])
+        if kv_parts:
             encoded[KV] = GroupedKV(
-                parts, self._kv_places, int(self.store.manifest.target["kv_width"])
+                kv_parts, self._kv_places, int(self.store.manifest.target["kv_width"])
             )
             read[KV] = torch.empty(0)
         if response is None:
@@ -489,6 +461,32 @@ class BatchReader:
             ),
         )
         return inputs, encoded
+
+    def _buffers(
+        self, n_rows: int, n_tokens: int
+    ) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
+        """Allocate a tensor for each stored array that is read, and the NumPy view of the tensor.
+
+        Both are returned by the name of the stored array.
+        """
+        codecs = [(self.store.codec.fields[name], layers) for name, layers in self._layers.items()]
+        plain = {codec.spec.name for codec, _ in codecs if codec.is_identity}
+        buffers: dict[str, Tensor] = {}
+        views: dict[str, np.ndarray] = {}
+        for array, indices in shared_arrays(codecs).items():
+            dtype = (
+                _TORCH_DTYPES[array.logical_dtype]
+                if array.name in plain
+                else getattr(torch, array.dtype)
+            )
+            shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
+            buffer = torch.empty(shape, dtype=dtype, pin_memory=self._copies is not None)
+            buffers[array.name] = buffer
+            # NumPy has no bfloat16, so the store keeps the bits of bfloat16 values as uint16.
+            views[array.name] = (
+                buffer.view(torch.uint16) if dtype == torch.bfloat16 else buffer
+            ).numpy()
+        return buffers, views
 
     def batch(
         self,
@@ -572,11 +570,13 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     # were done afterwards, the longest sequences would be left out.
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
-    parts = [order[start : start + group] for start in range(0, len(order), group)]
-    # Use a stable sort, so that the order of sequences with equal length does not depend on the
-    # sorting algorithm.
-    order = np.concatenate([part[np.argsort(n_tokens[part], kind="stable")] for part in parts])
-    order = order.reshape(n_batches, batch_size)
+    parts: list[np.ndarray] = []
+    for start in range(0, len(order), group):
+        part = order[start : start + group]
+        # Use a stable sort, so that the order of sequences with equal length does not depend on the
+        # sorting algorithm.
+        parts.append(part[np.argsort(n_tokens[part], kind="stable")])
+    order = np.concatenate(parts).reshape(n_batches, batch_size)
     return order[random.permutation(n_batches)]
 
 

@@ -104,9 +104,12 @@ def _measure(
     optimizer = module.build_optimizer(precision)
     by_length = np.argsort(lengths, kind="stable")
     token_s = []
-    stops = [max(size, round(quantile * len(by_length))) for quantile in _LENGTH_QUANTILES]
     # The first micro-batch, with a single sequence, is a warm-up, and its time is not used.
-    for rows in [by_length[:1], *(by_length[stop - size : stop] for stop in stops)]:
+    micro_batches = [by_length[:1]]
+    for quantile in _LENGTH_QUANTILES:
+        stop = max(size, round(quantile * len(by_length)))
+        micro_batches.append(by_length[stop - size : stop])
+    for rows in micro_batches:
         started_s = time.perf_counter()
         batch = await_copy(stream.micro_batch(rows)).decode()
         with fabric.autocast():

@@ -50,12 +50,14 @@ class DrafterExportReport:
 
     def describe(self) -> str:
         """Return the report as text."""
-        line = (
+        lines = [
             f"{self.folder}: {self.kind} drafter for {self.reader} ({self.format}), "
             f"{self.n_tensors} tensors, {self.written_bytes / 1e6:,.1f} MB; reading it again gave "
             "equal weights"
-        )
-        return "\n".join((line, *(f"note: {note}" for note in self.notes)))
+        ]
+        for note in self.notes:
+            lines.append(f"note: {note}")
+        return "\n".join(lines)
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
@@ -131,9 +133,10 @@ def find_target(
             identity = hash_target(folder)
         # If a target has no LM head of its own, its embeddings are the LM head (tied weights).
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
-        tensors = {
-            name: _read_tensor(files, names[name], folder) for name in needs if name in names
-        }
+        tensors: dict[str, Any] = {}
+        for name in needs:
+            if name in names:
+                tensors[name] = _read_tensor(files, names[name], folder)
         config = load_target_config(folder)
         # Some targets multiply embeddings by a constant. A store holds the multiplied embeddings,
         # so do the same to embeddings from a model folder.

@@ -97,7 +97,7 @@ from .data import (
 from .defaults import CHOOSABLE, ChosenSetting, is_open, schedule_warnings
 from .estimate import RunCost, disk_range, estimate_run
 from .step import WHAT_HELPS, DrafterModule
-from .vocabulary import choose_vocabulary
+from .vocabulary import choose_vocabulary, size_settings
 
 # Use a backend of matplotlib that needs no display. It must be chosen before pyplot is imported.
 matplotlib.use("Agg")
@@ -290,7 +290,6 @@ def _fit(
             getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment
         )
         raise SystemExit(0 if is_ours else 128 + (stop.signum or signal.SIGINT)) from stop
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     step_s = throughput.step_s
     report = TrainReport(
         out=str(out),
@@ -299,9 +298,7 @@ def _fit(
         n_tokens=throughput.n_tokens,
         tokens_per_s=throughput.n_tokens / step_s if step_s else None,
         data_wait_share=throughput.wait_s / step_s if step_s else None,
-        metrics={
-            n: v for n, v in logged.items() if n.startswith(("train/", "val/")) and math.isfinite(v)
-        },
+        metrics=_finite_metrics(trainer),
         best_expected_acceptance_length=saves.best if math.isfinite(saves.best) else None,
         best_half_width=saves.best_half_width if math.isfinite(saves.best_half_width) else None,
         n_validation_sequences=len(data.validation_sequences),
@@ -316,6 +313,16 @@ def _fit(
         plot_curves(out, out / CURVES_FILE)
         _write_report(out / REPORT_FILE, report)
     return report
+
+
+def _finite_metrics(trainer: L.Trainer) -> dict[str, float]:
+    """Return the last training and validation metrics that are finite."""
+    metrics: dict[str, float] = {}
+    for name, value in trainer.callback_metrics.items():
+        number = float(value)
+        if name.startswith(("train/", "val/")) and math.isfinite(number):
+            metrics[name] = number
+    return metrics
 
 
 def _run_steps(
@@ -364,8 +371,11 @@ def _write_report(file: Path, report: TrainReport) -> None:
         # If the earlier report is damaged, replace it.
         with contextlib.suppress(ValueError, TypeError, KeyError):
             earlier = json.loads(file.read_text())
-            updated = {name: facts[name] for name in ("n_steps", "best_expected_acceptance_length")}
-            facts = earlier | updated | {"metrics": earlier["metrics"] | report.metrics}
+            facts = earlier | {
+                "n_steps": report.n_steps,
+                "best_expected_acceptance_length": report.best_expected_acceptance_length,
+                "metrics": earlier["metrics"] | report.metrics,
+            }
     write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
@@ -384,8 +394,7 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
         # Record the arguments of the chat template, because decoding must use the same ones.
         identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)
     build = drafter_class(config.drafter.kind)
-    size_names = {item.name for item in dataclasses.fields(build.config_class)}
-    sizes = {name: value for name, value in config.drafter if name in size_names}
+    sizes = size_settings(config.drafter)
     drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
     max_depth = drafter.config.max_depth
     if max_depth is not None and config.validation.draft_length > max_depth:
@@ -581,7 +590,9 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
                 f"there is nothing to resume, because {last} does not exist; run without --resume."
             )
         checkpoints.read_step(last)
-        now = {name: value for name, value in config.named().items() if name not in _FREE_TO_CHANGE}
+        now = config.named()
+        for name in _FREE_TO_CHANGE:
+            now.pop(name, None)
         if changed := _changes(_recorded_config(out).named(), now):
             raise OutputOccupied(
                 f"cannot resume {out} with other settings: {changed}. Give the earlier settings, "
@@ -599,9 +610,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         raise OutputOccupied(
             f"{out} already holds a run; pass --resume to continue it, or another --out."
         )
-    elif out.is_dir() and any(
-        entry.name not in (RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE) for entry in out.iterdir()
-    ):
+    elif out.is_dir() and set(os.listdir(out)) - {RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE}:
         raise OutputOccupied(f"{out} is not empty and holds no training run; choose another --out.")
 
 
@@ -612,15 +621,21 @@ def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
     now = config.named()
     recorded = _recorded_config(out).named()
     has_length = now["max_steps"] is not None or now["epochs"] is not None
-    names = {name for name in CHOOSABLE if is_open(now[name])} - (
-        {"max_steps", "epochs"} if has_length else set()
-    )
-    return config.replaced(**{name: recorded[name] for name in names})
+    fixed: set[str] = {"max_steps", "epochs"} if has_length else set()
+    filled_in: dict[str, Any] = {}
+    for name in CHOOSABLE:
+        if is_open(now[name]) and name not in fixed:
+            filled_in[name] = recorded[name]
+    return config.replaced(**filled_in)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    values = ((name, before.get(name), value) for name, value in now.items())
-    return "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in values if old != new)
+    changes: list[str] = []
+    for name, new in now.items():
+        old = before.get(name)
+        if old != new:
+            changes.append(f"{name} was {old!r}, now {new!r}")
+    return "; ".join(changes)
 
 
 def _recorded_config(out: Path) -> TrainConfig:

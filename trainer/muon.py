@@ -119,15 +119,23 @@ class Muon(torch.optim.Optimizer):
         return grad.lerp(state["momentum"], momentum)
 
     def _step_others(self, group: dict[str, Any]) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        for p in parameters:
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        means: list[Tensor] = []
+        squares: list[Tensor] = []
+        steps: list[Tensor] = []
+        for p in group["params"]:
+            if p.grad is None:
+                continue
             if not self.state[p]:
                 zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 self.state[p] = {"step": torch.zeros(()), **zeros}
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        means, squares, steps = (
-            [self.state[p][n] for p in parameters] for n in ("exp_avg", "exp_avg_sq", "step")
-        )
+            state = self.state[p]
+            parameters.append(p)
+            gradients.append(p.grad)
+            means.append(state["exp_avg"])
+            squares.append(state["exp_avg_sq"])
+            steps.append(state["step"])
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         weight_decay = group["weight_decay"]

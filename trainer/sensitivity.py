@@ -20,6 +20,7 @@ width of a feature.
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -126,15 +127,23 @@ class DrafterMetrics:
             )
             # Add in place and one part at a time. For an 8B model, all matrices together take
             # gigabytes.
-            sums = sums or [
-                [part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in p]
-                for p in gradients
-            ]
+            sums = sums or _zeros_for(gradients)
             for totals, parts in zip(sums, gradients, strict=True):
                 for total, part in zip(totals, parts, strict=True):
                     total += part.T @ part
             n_tokens += len(inputs.tokens[0])
-        return [[total.div_(n_tokens).numpy() for total in parts] for parts in sums]
+        metrics: list[list[np.ndarray]] = []
+        for totals in sums:
+            metrics.append([total.div_(n_tokens).numpy() for total in totals])
+        return metrics
+
+
+def _zeros_for(gradients: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Return a matrix of zeros, float64 [W, W], for each part of each group of layers."""
+    zeros: list[list[Tensor]] = []
+    for parts in gradients:
+        zeros.append([part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in parts])
+    return zeros
 
 
 def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
@@ -188,17 +197,22 @@ def drawn_gradients(
     # The tokens are drawn independently of each other, and each gradient has mean zero, so products
     # of gradients from different positions cancel on average.
     assert inputs.kv is not None
-    parts = [
-        [part.detach().requires_grad_() for part in group] for group in codec.parts(inputs.kv[0])
-    ]
+    parts: list[list[Tensor]] = []
+    leaves: list[Tensor] = []
+    for group in codec.parts(inputs.kv[0]):
+        group_leaves = [part.detach().requires_grad_() for part in group]
+        parts.append(group_leaves)
+        leaves += group_leaves
     kv = codec.whole(parts).flatten(2)[None]  # [1, T, L, D]
     inputs = replace(inputs, kv=kv if kv_layers is None else kv[:, :, list(kv_layers)])
     outputs = drafter.drafted_features(frozen, inputs, draws)
     features = outputs.features[outputs.valid]
-    leaves = [part for group in parts for part in group]
     by_feature = _drawn_feature_gradients(drafter, frozen, features.detach(), generator)
     gradients = iter(torch.autograd.grad(features, leaves, by_feature, materialize_grads=True))
-    return [[next(gradients) for _ in group] for group in parts]
+    gradients_by_group: list[list[Tensor]] = []
+    for group in parts:
+        gradients_by_group.append(list(itertools.islice(gradients, len(group))))
+    return gradients_by_group
 
 
 def _drawn_feature_gradients(

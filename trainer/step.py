@@ -93,10 +93,13 @@ def recomputed_layers(drafter: Drafter) -> Iterator[None]:
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
     # Compiled methods are stored in the ``__dict__`` of each layer. Remember them here, to restore
     # them when the context ends.
-    before = [
-        {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
-        for block in blocks
-    ]
+    before: list[dict[str, Any]] = []
+    for block in blocks:
+        compiled: dict[str, Any] = {}
+        for name in _RECOMPUTED_PARTS:
+            if name in vars(block):
+                compiled[name] = vars(block)[name]
+        before.append(compiled)
     for block in blocks:
         for name in _RECOMPUTED_PARTS:
             part = partial(
@@ -162,18 +165,18 @@ class DrafterModule(L.LightningModule):
         The loss terms of a step are logged at the step's last micro-batch.
         """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
-        terms_by_name = {
+        terms_by_name: dict[str, Tensor | None] = {
             "loss": terms.total,
             "forward_kl": terms.forward_kl,
             "feature_loss": terms.feature,
+            "entering_feature_loss": terms.entering_feature,
         }
-        terms_by_name |= {"entering_feature_loss": terms.entering_feature}
-        terms_by_name |= {f"{name}_loss": value for name, value in terms.parts.items()}
-        values = {
-            f"train/{name}": value.detach()
-            for name, value in terms_by_name.items()
-            if value is not None
-        }
+        for name, part in terms.parts.items():
+            terms_by_name[f"{name}_loss"] = part
+        values: dict[str, Tensor] = {}
+        for name, term in terms_by_name.items():
+            if term is not None:
+                values[f"train/{name}"] = term.detach()
         # Each micro-batch's loss is divided by an equal share of the step's loss positions, so the
         # mean over micro-batches is the loss of the step.
         if batch.index:
@@ -237,10 +240,13 @@ class DrafterModule(L.LightningModule):
         """
         # Lightning's own clipping is not used, because it refuses fused optimizers even in
         # bf16-mixed, where gradients are not scaled.
-        parameters = [weight for weight in self.drafter.parameters() if weight.grad is not None]
-        norm = torch.nn.utils.get_total_norm(
-            [weight.grad for weight in parameters if weight.grad is not None]
-        )
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for weight in self.drafter.parameters():
+            if weight.grad is not None:
+                parameters.append(weight)
+                gradients.append(weight.grad)
+        norm = torch.nn.utils.get_total_norm(gradients)
         # Check activations and gradients together, once per step, because each check synchronizes
         # with the device.
         are_inputs_finite, is_norm_finite = torch.stack(
@@ -254,12 +260,10 @@ class DrafterModule(L.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def _refuse_gradients_not_finite(self) -> None:
-        gradients = [
-            (name, weight.grad)
-            for name, weight in self.drafter.named_parameters()
-            if weight.grad is not None
-        ]
-        bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
+        bad: list[str] = []
+        for name, weight in self.drafter.named_parameters():
+            if weight.grad is not None and not weight.grad.isfinite().all():
+                bad.append(name)
         # Raise nothing if all gradients are finite and only their norm overflows. Clipping then
         # sets the gradients to 0.
         if bad:
@@ -304,20 +308,22 @@ class DrafterModule(L.LightningModule):
         """Build the run's optimizer without a schedule: Muon, or AdamW with betas 0.9 and 0.95."""
         config = self.config.optimizer
         if config.kind == "muon":
-            weights = list(self.drafter.parameters())
             # Embedding tables are not updated by Muon. Their rows are looked up one by one, so
             # orthogonalizing the update of the entire table has no meaning.
-            tables = {
-                id(module.weight)
-                for module in self.drafter.modules()
-                if isinstance(module, torch.nn.Embedding)
-            }
-            matrices = [
-                weight for weight in weights if weight.ndim == 2 and id(weight) not in tables
-            ]
+            tables: set[int] = set()
+            for module in self.drafter.modules():
+                if isinstance(module, torch.nn.Embedding):
+                    tables.add(id(module.weight))
+            matrices: list[Tensor] = []
+            others: list[Tensor] = []
+            for weight in self.drafter.parameters():
+                if weight.ndim == 2 and id(weight) not in tables:
+                    matrices.append(weight)
+                else:
+                    others.append(weight)
             return Muon(
                 matrices,
-                [weight for weight in weights if weight.ndim != 2 or id(weight) in tables],
+                others,
                 lr=known(config.matrix_learning_rate),
                 others_lr=known(config.learning_rate),
                 weight_decay=config.weight_decay,

@@ -4,6 +4,7 @@ See :mod:`..moa.drafters.vocabulary`.
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -11,8 +12,20 @@ from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.vocabulary import choose_draft_vocabulary, may_be_reduced
 from ..moa.targets.families import count_weights, load_target_config
 from ..storage.read.store import ActivationStore
+from .config import AnyDrafter
 from .data import BatchReader, StoreDataModule
 from .defaults import ChosenSetting
+
+
+def size_settings(drafter: AnyDrafter) -> dict[str, Any]:
+    """Return the settings of a drafter that are also fields of its config, by name."""
+    config_class = drafter_class(drafter.kind).config_class
+    names = {item.name for item in dataclasses.fields(config_class)}
+    sizes: dict[str, Any] = {}
+    for name, value in drafter:
+        if name in names:
+            sizes[name] = value
+    return sizes
 
 
 def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
@@ -28,10 +41,7 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
         return
     target_config = load_target_config(store.target_path)
     build = drafter_class(config.drafter.kind)
-    names = {item.name for item in dataclasses.fields(build.config_class)}
-    sizes = build.config_class.from_target(
-        target_config, **{k: v for k, v in config.drafter if k in names}
-    )
+    sizes = build.config_class.from_target(target_config, **size_settings(config.drafter))
     with torch.device("meta"):
         width, n_body = build(sizes).weights_per_draft()
     reader = BatchReader(store, config, torch.device("cpu"))

@@ -38,6 +38,7 @@ from reading the target's own KV.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +57,7 @@ from ..targets.cache import ContextCache, KVSource, check_arrived
 from ..targets.families import check_rotation, target_sizes
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, LayerState, concatenated, padded, write_after
+from .caches import KeysValues, LayerState, concatenated, fitting_counts, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
@@ -221,6 +222,11 @@ def check_context(settings: Any, n_layers: int) -> None:
         )
 
 
+def _without_embedding(layers: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers of the target without layer -1, the embedding."""
+    return tuple(layer for layer in layers if layer >= 0)
+
+
 class BlockState(LayerState):
     """One cache per layer, which holds the context and then the block of the current round.
 
@@ -238,12 +244,15 @@ class BlockState(LayerState):
 
         ``counts`` has the expected number of fresh states of each row.
         """
-        if [sum(map(len, parts)) for parts in self.fresh] != list(counts):
+        fresh_counts: list[int] = []
+        for parts in self.fresh:
+            fresh_counts.append(sum(map(len, parts)))
+        if fresh_counts != list(counts):
             raise DrafterError(
                 "the target's states are missing for some committed tokens; pass them to `observe` "
                 "before drafting."
             )
-        like = next(part for parts in self.fresh for part in parts)
+        like = next(chain.from_iterable(self.fresh))
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
         self.fresh = [()] * len(rows)
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -270,7 +279,7 @@ class BlockDrafter(KVEncoder, Drafter):
         self.context_needs_kv = config.context != "hidden"
         self.context_width = width = config.hidden_size
         if config.context == "hidden":
-            self.observed_layers = tuple(layer for layer in config.fused_layers if layer >= 0)
+            self.observed_layers = _without_embedding(config.fused_layers)
             self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.context == "memory":
             self.build_encoder()
@@ -291,7 +300,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def reads(cls, n_layers: int, settings: Any) -> Reads:
         layers = read_layers(settings, n_layers)
         if settings.context == "hidden":
-            return Reads(outputs=tuple(layer for layer in layers if layer >= 0))
+            return Reads(outputs=_without_embedding(layers))
         if settings.context == "kv":
             return Reads(kv=True, kv_layers=layers)
         return Reads(kv=True, kv_layers=read_kv_layers(settings, n_layers))
@@ -430,9 +439,9 @@ class BlockDrafter(KVEncoder, Drafter):
         size = self.config.block_size
         n_tokens = inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
-        appends = [
-            partial(concatenated, seen) for seen in self._text_context(frozen, inputs, x.dtype)
-        ]
+        appends: list[AppendKV] = []
+        for keys_values in self._text_context(frozen, inputs, x.dtype):
+            appends.append(partial(concatenated, keys_values))
         mask = training.block_mask(anchors, valid, size, n_tokens)
         return self.drafting(
             self.run_layers(x, training.draft_positions(anchors, size).flatten(1), appends, mask)
@@ -447,10 +456,11 @@ class BlockDrafter(KVEncoder, Drafter):
         elif self.config.context == "kv":
             n_heads = self.config.self_attention_kv_heads
             packed = inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2)
-            return [
-                _side_by_side([unpack_kv(layer, n_heads) for layer in seen.unbind(2)])
-                for seen in packed
-            ]
+            seen_by_layer: list[KeysValues] = []
+            for seen in packed:
+                target_layers = [unpack_kv(layer, n_heads) for layer in seen.unbind(2)]
+                seen_by_layer.append(_side_by_side(target_layers))
+            return seen_by_layer
         else:
             made = self.encode_kv(inputs.required_kv())
         context = self.context(frozen, inputs.tokens, made)
@@ -576,10 +586,9 @@ class BlockDrafter(KVEncoder, Drafter):
         appends: list[AppendKV]
         if self.config.context == "kv":
             check_arrived(cache, before)
-            appends = [
-                partial(self._write_after_target, cache, before, index)
-                for index in range(len(self.layers))
-            ]
+            appends = []
+            for index in range(len(self.layers)):
+                appends.append(partial(self._write_after_target, cache, before, index))
         else:
             self._extend_context(state, frozen, committed, cache)
             appends = [buffer.append for buffer in state.slots]
@@ -598,9 +607,9 @@ class BlockDrafter(KVEncoder, Drafter):
         self, cache: KVSource, before: Sequence[int], index: int, keys: Tensor, values: Tensor
     ) -> KeysValues:
         n_slots = keys.shape[2]
-        views = [
-            cache.layer_view(seen, max(before) + n_slots) for seen in self.config.seen_layers(index)
-        ]
+        views: list[KeysValues] = []
+        for layer in self.config.seen_layers(index):
+            views.append(cache.layer_view(layer, max(before) + n_slots))
         return _side_by_side([write_after(view, before, n_slots, keys, values) for view in views])
 
     def _extend_context(
@@ -610,19 +619,20 @@ class BlockDrafter(KVEncoder, Drafter):
         committed: Sequence[list[int]],
         cache: KVSource,
     ) -> None:
-        counts = [
-            len(row) - 1 - before for row, before in zip(committed, state.n_true, strict=True)
-        ]
+        counts: list[int] = []
+        for row, n_before in zip(committed, state.n_true, strict=True):
+            counts.append(len(row) - 1 - n_before)
         if not any(counts):
             return
         device = frozen.lm_head_weight.device
         starts = state.n_true
         encodes = self.config.context == "memory"
         made = self.encode_cached(cache, starts, counts) if encodes else state.take_fresh(counts)
+        new_tokens: list[list[int]] = []
+        for row, start in zip(committed, starts, strict=True):
+            new_tokens.append(row[start:-1])
         # [B, n], the committed tokens that are added to the context.
-        tokens = padded(
-            [row[start:-1] for row, start in zip(committed, starts, strict=True)], device
-        )
+        tokens = padded(new_tokens, device)
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
@@ -670,8 +680,7 @@ class BlockDrafter(KVEncoder, Drafter):
         self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
     ) -> None:
         state.forget_drafts()
-        rows = zip(state.n_true, starts, counts, strict=True)
-        fitting = [count if length == start else 0 for length, start, count in rows]
+        fitting = fitting_counts(state.n_true, starts, counts)
         if self.config.context == "memory" and any(fitting):
             self._append_context(state, self.hidden_norm(self.encoded_of(contexts)), fitting)
 

@@ -89,7 +89,11 @@ def _joined(value: Any, more: Any) -> Any:
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Stack rows of tokens into one tensor [B, n] int64, right padded with 0."""
     width = max(map(len, rows))
-    return to_device([[*row, *[0] * (width - len(row))] for row in rows], device)
+    padded_rows: list[list[int]] = []
+    for row in rows:
+        padding = [0] * (width - len(row))
+        padded_rows.append([*row, *padding])
+    return to_device(padded_rows, device)
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -100,14 +104,25 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     counts = [len(row) for row in rows]
     if len(set(counts)) == 1:
         return torch.stack(list(rows))
-    stops = itertools.accumulate(counts)
-    starts = [stop - count for stop, count in zip(stops, counts, strict=True)]
-    indices = [
-        min(start + index, sum(counts) - 1) for start in starts for index in range(max(counts))
-    ]
     rows_in_order = torch.cat(list(rows))
+    width = max(counts)
+    last = sum(counts) - 1
+    indices: list[int] = []
+    for start in itertools.accumulate(counts[:-1], initial=0):
+        for index in range(start, start + width):
+            indices.append(min(index, last))
     padded_rows = rows_in_order.index_select(0, to_device(indices, rows_in_order.device))
     return padded_rows.view(len(rows), -1, *padded_rows.shape[1:])
+
+
+def fitting_counts(
+    lengths: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> list[int]:
+    """Return the count of each row that starts at the row's length, and 0 for the other rows."""
+    fitting: list[int] = []
+    for length, start, count in zip(lengths, starts, counts, strict=True):
+        fitting.append(count if length == start else 0)
+    return fitting
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
@@ -223,14 +238,17 @@ class LayerState(RowState):
 
         ``make``, if given, transforms the states before they are stored.
         """
-        indices_in_batch = [
-            row * states.shape[1] + index for row, indices in enumerate(kept) for index in indices
-        ]
+        counts: list[int] = []
+        indices_in_batch: list[int] = []
+        for row, indices in enumerate(kept):
+            counts.append(len(indices))
+            for index in indices:
+                indices_in_batch.append(row * states.shape[1] + index)
         committed_states = states.flatten(0, 1).index_select(
             0, to_device(indices_in_batch, states.device)
         )
         made = committed_states if make is None else make(committed_states)
-        for row, new in enumerate(made.split([len(indices) for indices in kept])):
+        for row, new in enumerate(made.split(counts)):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
@@ -238,11 +256,15 @@ class LayerState(RowState):
 
         The states are [B, n, ...], or None if the layers read only tokens.
         """
-        # Feed the root again in each round, because its slot may hold a rejected draft.
-        self.n_true = [
-            min(n, len(tokens) - 1) for tokens, n in zip(committed, self.n_true, strict=True)
-        ]
-        return [tokens[n:] for tokens, n in zip(committed, self.n_true, strict=True)], None
+        starts: list[int] = []
+        fresh_tokens: list[list[int]] = []
+        for tokens, n_slots in zip(committed, self.n_true, strict=True):
+            # Feed the root again in each round, because its slot may hold a rejected draft.
+            start = min(n_slots, len(tokens) - 1)
+            starts.append(start)
+            fresh_tokens.append(tokens[start:])
+        self.n_true = starts
+        return fresh_tokens, None
 
     def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
         """Copy :meth:`fresh_rows` to the device.

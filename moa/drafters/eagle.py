@@ -69,10 +69,10 @@ class FeatureState(LayerState):
             fresh.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         self.fresh = [()] * len(fresh)
         self.last = [states[-1:] for states in fresh]
-        texts = zip(committed, self.n_true, fresh, strict=True)
-        return [row[start + 1 : start + 1 + len(states)] for row, start, states in texts], stacked(
-            fresh
-        )
+        fresh_tokens: list[list[int]] = []
+        for tokens, start, states in zip(committed, self.n_true, fresh, strict=True):
+            fresh_tokens.append(tokens[start + 1 : start + 1 + len(states)])
+        return fresh_tokens, stacked(fresh)
 
 
 class FeatureDrafter(Drafter):
@@ -149,9 +149,8 @@ class FeatureDrafter(Drafter):
             ):
                 for buffer, new in zip(own_kv, block.keys_values(x, rotation), strict=True):
                     buffer[cells[0], :, cells[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
-                keys, values = (
-                    torch.cat(pair, dim=2) for pair in zip(true_kv, own_kv, strict=True)
-                )
+                keys = torch.cat((true_kv[0], own_kv[0]), dim=2)
+                values = torch.cat((true_kv[1], own_kv[1]), dim=2)
                 x = block(x, rotation, keys, values, seen)
             features[cells] = self.fed_back(x)[valid].to(features.dtype)
         queries, valid = training.loss_queries(drafted)
@@ -228,9 +227,9 @@ class EagleDrafter(FeatureDrafter):
         self.context_width = config.hidden_size
         first = replace(config.layer, input_norm=config.eagle_input_norm)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
-        self.layers = nn.ModuleList(
-            DecoderBlock(config.layer if i else first) for i in range(config.eagle_layers)
-        )
+        self.layers = nn.ModuleList()
+        for index in range(config.eagle_layers):
+            self.layers.append(DecoderBlock(first if index == 0 else config.layer))
         self.rotary = config.rotary()
 
     @override

@@ -36,6 +36,7 @@ teacher's probabilities of tokens outside the draft vocabulary are left out.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -275,9 +276,10 @@ class Eagle3Drafter(FeatureDrafter):
             states = self.input_norm(states)
         if self.config.fc_norm:
             parts = states.split(self.config.hidden_size, dim=-1)
-            states = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
-            )
+            normed: list[Tensor] = []
+            for norm, part in zip(self.fc_norm, parts, strict=True):
+                normed.append(norm(part))
+            states = torch.cat(normed, dim=-1)
         features: Tensor = self.fc(states)
         return features
 
@@ -364,12 +366,12 @@ class Eagle3Drafter(FeatureDrafter):
         grid[at] = wrong
         # Step j of the round that starts at a query is j queries further right; see
         # test_time_features.
-        by_round = [x.roll(-step, dims=1) for step, x in enumerate(grid.unbind(dim=-1))]
-        seen = [x.roll(-step, dims=1) for step, x in enumerate(reached)]
+        by_round = _shifted(grid.unbind(dim=-1), -1)
+        seen = _shifted(reached.unbind(), -1)
         paced = losses.d_pace_weights(
             torch.stack(by_round, dim=-1), torch.stack(seen, dim=-1), smoothing
         )
-        return torch.stack([x.roll(step, dims=1) for step, x in enumerate(paced.unbind(dim=-1))])
+        return torch.stack(_shifted(paced.unbind(dim=-1), 1))
 
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
@@ -412,6 +414,14 @@ class Eagle3Drafter(FeatureDrafter):
         return torch.stack(features), torch.stack(reached)
 
 
+def _shifted(steps: Sequence[Tensor], direction: int) -> list[Tensor]:
+    """Roll the values [B, Q] of draft step j by j queries, to the right (1) or to the left (-1)."""
+    shifted: list[Tensor] = []
+    for step, values in enumerate(steps):
+        shifted.append(values.roll(direction * step, dims=1))
+    return shifted
+
+
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
@@ -430,22 +440,20 @@ def attend_with_own_steps(
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
-    flat = [part for pair in own for part in pair]
+    flat = list(chain.from_iterable(own))
     if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(q, keys, values, seen, *flat)
     # Recompute the scores in the backward pass, so that only a part of the scores is in memory at a
     # time.
     attended = []
-    for rows in zip(
-        *(tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)), strict=True
-    ):
+    by_rows = [tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)]
+    for rows in zip(*by_rows, strict=True):
         row_q, row_keys, row_values, row_seen, *row_own = rows
-        by_query = zip(
-            *(part.split(n_queries, dim=2) for part in (row_q, row_seen[:, None], *row_own)),
-            strict=True,
-        )
-        parts = [
-            checkpoint(
+        of_queries = (row_q, row_seen[:, None], *row_own)
+        by_queries = [tensor.split(n_queries, dim=2) for tensor in of_queries]
+        parts: list[Tensor] = []
+        for part_q, part_seen, *part_own in zip(*by_queries, strict=True):
+            part = checkpoint(
                 _attend,
                 part_q,
                 row_keys,
@@ -454,8 +462,7 @@ def attend_with_own_steps(
                 *part_own,
                 use_reentrant=False,
             )
-            for part_q, part_seen, *part_own in by_query
-        ]
+            parts.append(part)
         attended.append(torch.cat(parts, dim=2))
     return torch.cat(attended)
 
@@ -466,7 +473,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *own: Tensor)
     rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5  # [B, H_kv, group, Q, d]
     shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, group, Q, S]
     scores = [shared.masked_fill(~seen[:, None, None], -torch.inf)]
-    scores += [(rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True) for own_keys in own[::2]]
+    for own_keys in own[::2]:
+        scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
     # [B, H_kv, group, Q, S + steps]
     share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)
     attended = share[..., :n_slots] @ values[:, :, None]

@@ -254,9 +254,11 @@ class GlideDrafter(Drafter):
 
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
-        keys, values = (x[:, :n_heads] for x in cache.layer_view(layer, max(before)))
+        keys, values = cache.layer_view(layer, max(before))
         # The cache may have wider keys and values than this layer, so cut off the padding.
-        target = self._keys_values(keys[..., :key_width], values[..., :value_width])
+        keys = keys[:, :n_heads, :, :key_width]
+        values = values[:, :n_heads, :, :value_width]
+        target = self._keys_values(keys, values)
         return partial(self._layer, target, lengths_mask(before, keys.device))
 
 

@@ -33,7 +33,7 @@ from ..nn.layers import BlockSizes, DecoderBlock, Rotary
 from ..nn.masks import added
 from ..targets.cache import KVSource, check_arrived
 from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
-from .sizes import DrafterSizes, multiple_of_32
+from .sizes import DrafterSizes, largest_divisor, multiple_of_32
 
 # Maximum number of positions in one call of layer self-attention. Each position is a sequence of L
 # layers, and CUDA attention kernels accept at most 65,535 sequences. The limit also bounds the
@@ -128,10 +128,11 @@ class KVEncoderSizes(DrafterSizes):
         kv_width = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
         if "kv_width" in facts:
             groups = kv_groups(config)
-            of_layer = sorted(
-                (layer, number) for number, group in enumerate(groups) for layer in group.layers
-            )
-            grouped["kv_groups"] = tuple(number for _, number in of_layer)
+            numbered_layers: list[tuple[int, int]] = []
+            for number, group in enumerate(groups):
+                for layer in group.layers:
+                    numbered_layers.append((layer, number))
+            grouped["kv_groups"] = tuple(number for _, number in sorted(numbered_layers))
             grouped["kv_group_widths"] = tuple(group.shape.width for group in groups)
         # Limit the number of heads: a target that caches latents has many heads, but narrow KV.
         n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
@@ -151,9 +152,7 @@ class KVEncoderSizes(DrafterSizes):
             "unrotated_keys": rotates_as_llama(config),
             "layer_attention_heads": heads,
             "layer_attention_head_dim": kv_width // heads,
-            "layer_attention_kv_heads": next(
-                h for h in range(min(heads, facts["n_kv_heads"]), 0, -1) if heads % h == 0
-            ),
+            "layer_attention_kv_heads": largest_divisor(heads, min(heads, facts["n_kv_heads"])),
             "layer_attention_mlp_width": multiple_of_32(kv_width * 1.5),
         }
 
@@ -202,11 +201,10 @@ class KVEncoder(nn.Module):
         ]
         # The KV of layers with different widths is projected to the width of the widest layer.
         if len(widths := config.kv_group_widths) > 1:
-            inputs = {
-                str(group): nn.Linear(widths[group], config.kv_width, bias=False)
-                for group in sorted({*self._kv_groups})
-            }
-            self.kv_inputs = nn.ModuleDict(inputs)
+            self.kv_inputs = nn.ModuleDict()
+            for group in sorted(set(self._kv_groups)):
+                project = nn.Linear(widths[group], config.kv_width, bias=False)
+                self.kv_inputs[str(group)] = project
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
         # For each position, a remote drafter receives either the means over the layer groups or the
@@ -265,11 +263,10 @@ class KVEncoder(nn.Module):
             return kv
         layers = list(kv.unbind(1))
         for group, project in self.kv_inputs.items():
-            indices = [
-                index
-                for index, layer_group in enumerate(self._kv_groups)
-                if str(layer_group) == group
-            ]
+            indices: list[int] = []
+            for index, layer_group in enumerate(self._kv_groups):
+                if str(layer_group) == group:
+                    indices.append(index)
             group_kv = torch.stack([layers[index] for index in indices], dim=1)
             for index, made in zip(
                 indices, project(group_kv[..., : project.in_features]).unbind(1), strict=True

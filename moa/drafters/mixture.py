@@ -46,9 +46,9 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from ..targets.families import mlp_width, target_sizes
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import Fed, LayerState, concatenated, lengths_mask, write_after
+from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import DrafterSizes, multiple_of_32
+from .sizes import DrafterSizes, largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -95,9 +95,7 @@ class MoASizes(KVEncoderSizes):
     def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose sizes in the same proportions as the MoA authors' drafter for Llama-3-8B."""
         facts = target_sizes(config)
-        half_kv_heads = next(
-            h for h in range(max(1, facts["n_kv_heads"] // 2), 0, -1) if facts["n_heads"] % h == 0
-        )
+        half_kv_heads = largest_divisor(facts["n_heads"], max(1, facts["n_kv_heads"] // 2))
         narrow = multiple_of_32(mlp_width(config) * 3 / 7)
         return {
             "self_attention_kv_heads": half_kv_heads,
@@ -161,9 +159,10 @@ class MoADrafter(KVEncoder, Drafter):
     @classmethod
     @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
-        return torch.stack(
-            [weight * drafted for weight, drafted, _ in draws.passes(response_mask)]
-        ).sum(dim=0)
+        weighted: list[Tensor] = []
+        for weight, drafted, _ in draws.passes(response_mask):
+            weighted.append(weight * drafted)
+        return torch.stack(weighted).sum(dim=0)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -345,8 +344,7 @@ class MoADrafter(KVEncoder, Drafter):
         self, state: MoADraftState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
     ) -> None:
         state.forget_drafts()
-        rows = zip(state.encoded.lengths, starts, counts, strict=True)
-        fitting = [count if length == start else 0 for length, start, count in rows]
+        fitting = fitting_counts(state.encoded.lengths, starts, counts)
         if any(fitting):
             self.append_encoded(state, self.encoded_of(contexts[..., : self.sent_width]), fitting)
 
@@ -363,10 +361,9 @@ class MoADrafter(KVEncoder, Drafter):
         n_layers = self.config.target_layer_inference
         if not n_layers:
             return x
-        by_window = {
-            window: fed.mask if window is None else masks.tree_mask(fed.before, fed.seen, window)
-            for window in set(frozen.windows)
-        }
+        by_window: dict[int | None, Tensor | None] = {None: fed.mask}
+        for window in set(frozen.windows) - {None}:
+            by_window[window] = masks.tree_mask(fed.before, fed.seen, window)
         n_slots = max(fed.before) + state.n_fed
         rotation = frozen.rotary(fed.positions)
         layers = range(self.config.n_layers)[-n_layers:]
@@ -384,10 +381,10 @@ def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Round
     """
     queries = rounds.queries
     context = rounds.context
-    by_window = {
-        window: masks.round_mask(queries, context, rounds.pass_index, kv.shape[1], window)
-        for window in set(frozen.windows)
-    }
+    n_keys = kv.shape[1]
+    by_window: dict[int | None, masks.Mask] = {}
+    for window in set(frozen.windows):
+        by_window[window] = masks.round_mask(queries, context, rounds.pass_index, n_keys, window)
     rotation = frozen.rotary(queries)
     first = kv.shape[2] - frozen.n_layers
     for offset, (layer, window) in enumerate(zip(frozen.blocks, frozen.windows, strict=True)):

@@ -156,8 +156,10 @@ class DrafterSizes:
                 f"drafter.json has unknown keys {', '.join(unknown)}. It was probably written by "
                 "a newer release of moa-data; install that release, or restore the file."
             )
+        sizes = dict(values)
+        sizes.pop("kind", None)
         try:
-            return cls(**{name: value for name, value in values.items() if name != "kind"})
+            return cls(**sizes)
         except TypeError as error:
             raise DrafterError(f"drafter.json is incomplete ({error}); restore it.") from error
 
@@ -177,10 +179,11 @@ class DrafterSizes:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes and the ``kind`` as plain values for JSON."""
-        named = asdict(self).items()
-        return {"kind": self.kind} | {
-            name: value for name, value in named if value or not name.startswith(self.left_out)
-        }
+        plain: dict[str, Any] = {"kind": self.kind}
+        for name, value in asdict(self).items():
+            if value or not name.startswith(self.left_out):
+                plain[name] = value
+        return plain
 
     def rotary(self) -> Rotary:
         """Create the rotary embedding for heads of the target's size."""
@@ -235,6 +238,11 @@ def multiple_of_32(width: float) -> int:
     return max(32, round(width / 32) * 32)
 
 
+def largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number that is at most ``limit``."""
+    return next(divisor for divisor in range(limit, 0, -1) if number % divisor == 0)
+
+
 def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool = False) -> None:
     """Check that the ``layers`` ascend and exist in the target; raise DrafterError if not.
 
@@ -262,12 +270,12 @@ def check_target_fits(
         identity: hashes of the target's weights, from ``bundle.hash_target``.
     """
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
-    wrong = [
-        f"its {name} is {getattr(config, name)}, but this target has {sizes[name]}"
-        for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width")
+    wrong: list[str] = []
+    for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         # A size of 0 means that a checkpoint of another project does not state the size.
-        if getattr(config, name, sizes[name]) not in (sizes[name], 0)
-    ]
+        if getattr(config, name, sizes[name]) not in (sizes[name], 0):
+            size = getattr(config, name)
+            wrong.append(f"its {name} is {size}, but this target has {sizes[name]}")
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
         wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")
     if wrong:

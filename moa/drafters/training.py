@@ -199,7 +199,10 @@ class Rounds:
             parts.append(
                 (queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index)
             )
-        return cls(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
+        columns: list[Tensor] = []  # one tensor per field, with the queries of all passes
+        for of_passes in zip(*parts, strict=True):
+            columns.append(torch.cat(of_passes, dim=-1))
+        return cls(*columns)
 
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
         """Compute D-PACE weights [P] of the P queries at the indices ``at``.
@@ -386,8 +389,11 @@ class LossWeights:
     @classmethod
     def of(cls, settings: Any) -> "LossWeights":
         """Read the loss weights from a drafter's training settings."""
-        names = [item.name for item in fields(cls) if hasattr(settings, f"{item.name}_weight")]
-        weights = {name: getattr(settings, f"{name}_weight") for name in names}
+        weights: dict[str, Any] = {}
+        for item in fields(cls):
+            setting = f"{item.name}_weight"
+            if hasattr(settings, setting):
+                weights[item.name] = getattr(settings, setting)
         is_paced = getattr(settings, "position_weights", None) == "d-pace"
         pace = settings.d_pace_smoothing if is_paced else None
         return cls(

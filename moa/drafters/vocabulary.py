@@ -103,15 +103,12 @@ def choose_draft_vocabulary(
             0,
             f"the LM head with its {vocab_size:,} rows is only a small part of the cost of a draft",
         )
-    sizes = [
-        1 << bits
-        for bits in range(_SMALLEST_CHOICE.bit_length() - 1, upper_bound.bit_length())
-        if 1 << bits < upper_bound
-    ]
-    gains = {
-        n: committed(n) / weights_read(n) / (committed(upper_bound) / weights_read(upper_bound))
-        for n in sizes
-    }
+    gains: dict[int, float] = {}
+    size = 1 << (_SMALLEST_CHOICE.bit_length() - 1)
+    while size < upper_bound:
+        gain = committed(size) / weights_read(size)
+        gains[size] = gain / (committed(upper_bound) / weights_read(upper_bound))
+        size *= 2
     best = max(gains, key=lambda n: gains[n], default=upper_bound)
     if gains.get(best, 1.0) < _LEAST_GAIN:
         return DraftVocabulary(
@@ -120,7 +117,8 @@ def choose_draft_vocabulary(
             "committed per weight that is read",
         )
     share = coverage(halves, best)
-    before, after = (f"{weights_read(n) / 1e6:,.0f} M" for n in (upper_bound, best))
+    before = f"{weights_read(upper_bound) / 1e6:,.0f} M"
+    after = f"{weights_read(best) / 1e6:,.0f} M"
     return DraftVocabulary(
         best,
         f"they cover about {share:.1%} of the tokens of new responses; a round of {N_DRAFTS} "

@@ -206,11 +206,11 @@ def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
 
     The list of reasons is empty if the reading program runs the drafter as it was trained.
     """
-    return {
-        name: layout.refusals(sizes)
-        for name, layout in LAYOUTS.items()
-        if layout.kind == sizes.kind
-    }
+    problems: dict[str, list[str]] = {}
+    for name, layout in LAYOUTS.items():
+        if layout.kind == sizes.kind:
+            problems[name] = layout.refusals(sizes)
+    return problems
 
 
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
@@ -243,14 +243,11 @@ def write_layout(
     """
     sizes = drafter.config
     if drafter.kind != layout.kind:
-        fitting = (
-            ", ".join(name for name, other in LAYOUTS.items() if other.kind == drafter.kind)
-            or "none"
-        )
+        fitting = [name for name, other in LAYOUTS.items() if other.kind == drafter.kind]
         raise DrafterError(
             f"the format {layout.name} is for drafters of kind {layout.kind}, but this drafter is "
-            f"of kind {drafter.kind}, which has these formats: {fitting}. Choose one of them with "
-            "--format."
+            f"of kind {drafter.kind}, which has these formats: {', '.join(fitting) or 'none'}. "
+            "Choose one of them with --format."
         )
     if refusals := layout.refusals(sizes):
         raise DrafterError(
@@ -258,15 +255,7 @@ def write_layout(
             "Train a drafter with other sizes (--set drafter.NAME=VALUE), or choose another "
             "--format."
         )
-    state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
-    weights = {layout.file_name(name): value for name, value in layout.pack(state, sizes).items()}
-    # Clone the tensors, because a safetensors file cannot hold tensors that share memory, such as
-    # tied weights.
-    weights |= {name: target[name].clone() for name in layout.needs if name != "config"}
-    weights = {
-        name: (value.to(dtype) if value.is_floating_point() else value).contiguous()
-        for name, value in weights.items()
-    }
+    weights = _layout_weights(drafter, layout, dtype, target)
     config = layout.config(sizes, target.get("config")) | {
         "torch_dtype": str(dtype).removeprefix("torch.")
     }
@@ -278,19 +267,40 @@ def write_layout(
     return len(weights)
 
 
+def _layout_weights(
+    drafter: Drafter, layout: Layout, dtype: torch.dtype, target: Mapping[str, Any]
+) -> Weights:
+    """Convert the weights of a drafter, and the target's tensors, to a layout and a dtype."""
+    state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
+    weights: Weights = {}
+    for name, value in layout.pack(state, drafter.config).items():
+        weights[layout.file_name(name)] = value
+    for name in layout.needs:
+        if name != "config":
+            # Clone the tensor, because a safetensors file cannot hold tensors that share memory,
+            # such as tied weights.
+            weights[name] = target[name].clone()
+    converted: Weights = {}
+    for name, value in weights.items():
+        in_dtype = value.to(dtype) if value.is_floating_point() else value
+        converted[name] = in_dtype.contiguous()
+    return converted
+
+
+def _recognise(tensors: Weights, config: ForeignConfig) -> Layout | None:
+    """Return the first layout that recognises the files of another program."""
+    for layout in LAYOUTS.values():
+        if layout.recognises(set(tensors), config):
+            return layout
+    return None
+
+
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
     tensors = _renamed(_read_weight_file(folder), lambda name: name.removeprefix("model."), folder)
     record = config.get(_OWN_KEY)
     if record is None:
-        layout = next(
-            (
-                candidate
-                for candidate in LAYOUTS.values()
-                if candidate.recognises(set(tensors), config)
-            ),
-            None,
-        )
+        layout = _recognise(tensors, config)
     else:
         layout = LAYOUTS.get(str(record.get("format"))) if isinstance(record, dict) else None
     if layout is None:
@@ -301,11 +311,10 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             f"the drafter in {folder} has an unknown format (its files have {description}, ...). "
             f"Give a drafter in one of the formats {', '.join(LAYOUTS)}."
         )
-    weights = {
-        name: value
-        for name, value in tensors.items()
-        if name not in layout.ignored and not name.endswith("rotary_emb.inv_freq")
-    }
+    weights: Weights = {}
+    for name, value in tensors.items():
+        if name not in layout.ignored and not name.endswith("rotary_emb.inv_freq"):
+            weights[name] = value
     weights = _renamed(weights, layout.own_name, folder)
     try:
         if record is None:
@@ -372,10 +381,9 @@ def _read_weight_file(folder: Path) -> Weights:
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     with parsing(f"cannot read {file}", DrafterError):
         weights = load_pickled_tensors(file)
-        if not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
-        ):
-            raise ValueError("the file must contain only a mapping from names to tensors")
+        for name, value in weights.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor):
+                raise ValueError("the file must contain only a mapping from names to tensors")
     return weights
 
 

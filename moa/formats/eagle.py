@@ -76,9 +76,9 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
     layer that returns its input unchanged is inserted before it.
     """
     weights = _scaled(weights, sizes, sizes.eagle_embedding_scale)
-    packed = {
-        _renumbered(name, int(sizes.eagle_input_norm)): value for name, value in weights.items()
-    }
+    packed: Weights = {}
+    for name, value in weights.items():
+        packed[_renumbered(name, int(sizes.eagle_input_norm))] = value
     if sizes.eagle_input_norm:
         for name, value in weights.items():
             if name.startswith("layers.0.") and "input_layernorm" not in name:
@@ -100,19 +100,18 @@ def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
             )
     if not sizes.eagle_input_norm:
         return unpacked
-    own = {
-        _renumbered(name, -1): value
-        for name, value in unpacked.items()
-        if not name.startswith("layers.0.")
-    }
-    for name, value in _pack(own, sizes).items():
+    renumbered: Weights = {}
+    for name, value in unpacked.items():
+        if not name.startswith("layers.0."):
+            renumbered[_renumbered(name, -1)] = value
+    for name, value in _pack(renumbered, sizes).items():
         if name.startswith("layers.0.") and not torch.equal(weights[name], value):
             raise DrafterError(
                 f"the tensor {name} {list(weights[name].shape)} has not the value that moa-data "
                 "wrote: the first layer of this folder must return its input unchanged. Export the "
                 "drafter again."
             )
-    return own
+    return renumbered
 
 
 def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any]:
@@ -279,8 +278,10 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
-    flags = {name: True for name in EAGLE3_FLAGS if getattr(sizes, name)}
-    return layout.llama_config(sizes) | additions | flags
+    for name in EAGLE3_FLAGS:
+        if getattr(sizes, name):
+            additions[name] = True
+    return layout.llama_config(sizes) | additions
 
 
 def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
@@ -335,6 +336,14 @@ def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
     return made if n_tokens else {}
 
 
+def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
+    """Leave out the tensors of :func:`_full_vocabulary`."""
+    packed = dict(weights)
+    for name in _full_vocabulary(sizes):
+        packed.pop(name, None)
+    return packed
+
+
 EAGLE3 = Layout(
     # vLLM loads the folder with "method": "eagle3", SGLang with --speculative-algorithm EAGLE3.
     name="eagle3",
@@ -347,9 +356,7 @@ EAGLE3 = Layout(
         * (len(sizes.fused_layers) != 3)
     ),
     config=_eagle3_config,
-    pack=lambda weights, sizes: {
-        k: v for k, v in weights.items() if k not in _full_vocabulary(sizes)
-    },
+    pack=_pack_eagle3,
     unpack=lambda weights, sizes: (
         _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
     ),

@@ -77,11 +77,11 @@ class Layout:
 
     def refusals(self, sizes: Any) -> list[str]:
         """List reasons why the program that reads the layout would not run a drafter as trained."""
-        reasons = [
-            f"{name} is {getattr(sizes, name)}, but must be {' or '.join(map(str, values))}"
-            for name, values in self.requires.items()
-            if getattr(sizes, name) not in values
-        ]
+        reasons: list[str] = []
+        for name, values in self.requires.items():
+            size = getattr(sizes, name)
+            if size not in values:
+                reasons.append(f"{name} is {size}, but must be {' or '.join(map(str, values))}")
         return reasons + list(self.unfit(sizes))
 
 
@@ -120,9 +120,9 @@ def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
         "rope_parameters": parameters,
     }
     if is_rope_scaled(sizes):
-        keys["rope_scaling"] = {
-            name: value for name, value in parameters.items() if name != "rope_theta"
-        }
+        scaling = dict(parameters)
+        scaling.pop("rope_theta", None)
+        keys["rope_scaling"] = scaling
     return keys
 
 
@@ -157,9 +157,11 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
         )
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
     with parsing("config.json cannot be used", DrafterError, "Restore the original file."):
-        known = LlamaConfig(
-            **{name: config[name] for name in names if config.get(name) is not None}
-        )
+        stated: dict[str, Any] = {}
+        for name in names:
+            if config.get(name) is not None:
+                stated[name] = config[name]
+        known = LlamaConfig(**stated)
         facts: dict[str, Any] = {
             "hidden_size": known.hidden_size,
             "n_heads": known.num_attention_heads,

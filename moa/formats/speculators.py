@@ -159,7 +159,9 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     wrong = [name for name, values in plain.items() if merged.get(name) not in values]
     for values, names in ((config, _OWN[kind].keys() | _SHARED), (layer_config, known | _SHARED)):
         # Ignore unknown keys that are null or false, because they do not change the computation.
-        wrong += [name for name, value in values.items() if value and name not in names]
+        for name, value in values.items():
+            if value and name not in names:
+                wrong.append(name)
     if wrong:
         raise DrafterError(
             f"config.json has {wrong[0]} {str(merged.get(wrong[0]))[:60]}, which is not "
@@ -187,7 +189,8 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     vocabulary. The other rows are zero, and the drafter sets the logits of their tokens to -inf.
     """
     weights = layout.with_draft_vocabulary(weights, sizes.vocab_size)
-    unpacked = {name: value for name, value in weights.items() if name != "d2t"}
+    unpacked = dict(weights)
+    unpacked.pop("d2t", None)
     if "d2t" in weights:
         offsets = weights["d2t"]
         layout.check_shape(weights, "t2d", [sizes.vocab_size])

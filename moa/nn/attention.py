@@ -84,7 +84,8 @@ def attend_plainly(
         sinks: [H], one additional score per head (gpt-oss). The sink takes a share of the softmax's
             probability, but has no value to attend to. None for no sinks.
     """
-    k, v = (expand_heads(x.to(q.dtype), q.shape[1]) for x in (k, v))
+    k = expand_heads(k.to(q.dtype), q.shape[1])
+    v = expand_heads(v.to(q.dtype), q.shape[1])
     scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
@@ -190,30 +191,27 @@ def _flex_works(
     """
     # Whether FlexAttention works depends on the compiler and on library versions, so try it once.
     generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(heads: int, n: int) -> Tensor:
+        normal = torch.randn(2, heads, n, head_dim, device=device, generator=generator)
+        return normal.to(dtype).requires_grad_()
+
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             for n_queries, n_keys in ((192, 320), (320, 448)):
                 mask = Mask.up_to(torch.arange(n_queries, device=device).expand(2, -1), n_keys)
-                q, k, v = (
-                    torch.randn(2, heads, n, head_dim, device=device, generator=generator)
-                    .to(dtype)
-                    .requires_grad_()
-                    for heads, n in (
-                        (n_heads, n_queries),
-                        (n_kv_heads, n_keys),
-                        (n_kv_heads, n_keys),
-                    )
-                )
+                q = drawn(n_heads, n_queries)
+                k = drawn(n_kv_heads, n_keys)
+                v = drawn(n_kv_heads, n_keys)
                 flex_result = attend_blocks(q, k, v, mask)
                 wide_k, wide_v = expand_heads(k.float(), n_heads), expand_heads(v.float(), n_heads)
                 plain = F.scaled_dot_product_attention(
                     q.float(), wide_k, wide_v, mask.dense.unsqueeze(1)
                 )
-                gradients = (
-                    torch.autograd.grad(x.float().square().sum(), (q, k, v))
-                    for x in (flex_result, plain)
-                )
-                for got, expected in [(flex_result, plain), *zip(*gradients, strict=True)]:
+                flex_gradients = torch.autograd.grad(flex_result.float().square().sum(), (q, k, v))
+                plain_gradients = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
+                gradients = zip(flex_gradients, plain_gradients, strict=True)
+                for got, expected in [(flex_result, plain), *gradients]:
                     error = float(
                         (got.float() - expected.float()).detach().norm() / expected.detach().norm()
                     )

@@ -10,7 +10,7 @@ Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head d
 D = (H + 2 * H_kv) * d.
 """
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -92,42 +92,34 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
         None if the layer has another architecture than Llama, is not float32, or is not packed.
     """
     try:
-        products = [layer.get_submodule(name) for name in PRODUCTS]
-        joined = [[layer.get_submodule(name) for name in names] for names in JOINED]
-        norms = [layer.get_submodule(name) for name in _NORMS]
+        o, down = _submodules(layer, PRODUCTS)
+        heads = _submodules(layer, JOINED[0])
+        gates = _submodules(layer, JOINED[1])
+        norms = _submodules(layer, _NORMS)
         first, second = map(prepared_norm, norms)
         n_kv_heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
     except AttributeError:
         return None
-    if any(
-        type(module) is not PackedLinear or module.weight.dtype != torch.float32
-        for module in (*products, *joined[1])
-    ):
+    for module in (o, down, *gates):
+        if type(module) is not PackedLinear or module.weight.dtype != torch.float32:
+            return None
+    for module in heads:
+        if type(module) not in (PackedLinear, nn.Linear):
+            return None
+    if norms[0].weight.dtype != torch.float32:
         return None
-    if (
-        any(type(module) not in (PackedLinear, nn.Linear) for module in joined[0])
-        or norms[0].weight.dtype != torch.float32
-    ):
-        return None
-    if any(len({module.bias is None for module in group}) > 1 for group in joined):
-        return None
-    before, gates = (
-        laid_out(
-            torch.cat([module.weight for module in group]),
-            None if group[0].bias is None else torch.cat([module.bias for module in group]),
-            is_exact,
-        )
-        for group in joined
-    )
-    o, down = (module.packed for module in products)
-    layers = [*itertools.chain(*joined, products)]
-    weights = [module.weight for module in (*layers, *norms)] + [
-        module.bias for module in layers if module.bias is not None
-    ]
+    for group in (heads, gates):
+        if len({module.bias is None for module in group}) > 1:
+            return None
+    fused_heads = _fused(heads, is_exact)
+    fused_gates = _fused(gates, is_exact)
+    layers = [*heads, *gates, o, down]
+    weights = [module.weight for module in (*layers, *norms)]
+    weights += [module.bias for module in layers if module.bias is not None]
     states = [state_of(weight) for weight in weights]
     held = [weight.detach() for weight in weights]
     return Joined(
-        (before, gates, o, down),
+        (fused_heads, fused_gates, o.packed, down.packed),
         (first, second),
         weights,
         states,
@@ -135,6 +127,19 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
         layer.self_attn,
         n_kv_heads,
     )
+
+
+def _submodules(layer: Any, names: Sequence[str]) -> list[Any]:
+    return [layer.get_submodule(name) for name in names]
+
+
+def _fused(linears: Sequence[Any], is_exact: bool) -> Laid:
+    """Pack linear layers with the same input as one product. All or none of them have a bias."""
+    weight = torch.cat([linear.weight for linear in linears])
+    bias = None
+    if linears[0].bias is not None:
+        bias = torch.cat([linear.bias for linear in linears])
+    return laid_out(weight, bias, is_exact)
 
 
 def prepared_norm(norm: Any) -> Norm:

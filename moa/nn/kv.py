@@ -64,12 +64,10 @@ def new_cache(has_state: Sequence[bool] = ()) -> Cache:
     # A cache built from the model's config would drop keys outside the sliding window. A drafter
     # needs the keys of all positions.
     if any(has_state):
-        return Cache(
-            layers=[
-                LinearAttentionLayer() if is_recurrent else DynamicLayer()
-                for is_recurrent in has_state
-            ]
-        )
+        layers: list[Any] = []
+        for is_recurrent in has_state:
+            layers.append(LinearAttentionLayer() if is_recurrent else DynamicLayer())
+        return Cache(layers=layers)
     return DynamicCache()
 
 
@@ -200,13 +198,12 @@ class KVBuffer:
 
     def add_rows(self, other: "KVBuffer") -> None:
         """Append the rows of another cache with the same number and size of heads."""
-        sides = (self, other)
-        full = next((side._buffer for side in sides if side._buffer is not None), None)
+        full = other._buffer if self._buffer is None else self._buffer
         if full is not None:
             heads, _, head_dim = full.shape[3:]
-            n_slots = max(side.capacity for side in sides)
+            n_slots = max(self.capacity, other.capacity)
             parts = []
-            for side in sides:
+            for side in (self, other):
                 buffer = side._buffer
                 # This cache has no keys yet, so all of its slots are padding.
                 if buffer is None:

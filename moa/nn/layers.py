@@ -305,7 +305,9 @@ class Attention(nn.Module):
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
         # Rotate queries and keys together to save kernel launches. A draft step has few tokens, so
         # its time is proportional to the number of launches.
-        q, k, v = (self._heads(name, normed) for name in "qkv")
+        q = self._heads("q", normed)
+        k = self._heads("k", normed)
+        v = self._heads("v", normed)
         q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
         return q, k, v
 

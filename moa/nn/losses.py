@@ -187,8 +187,10 @@ def _terms_and_error(
     # Gradient of the L1 distance through the softmax: ``q * (sign - mean of sign under q)``.
     l1_gradient = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
     total_mass: Tensor | float = 1.0 if mass is None else mass
-    divergence_parts = divergence.of(kl, l1, 1.0 if mass is None else mass[..., 0])
-    terms, kl_weight, l1_weight = (part[..., None] for part in divergence_parts)
+    terms, kl_weight, l1_weight = divergence.of(kl, l1, 1.0 if mass is None else mass[..., 0])
+    terms = terms[..., None]
+    kl_weight = kl_weight[..., None]
+    l1_weight = l1_weight[..., None]
     factor: Tensor | None = weights
     label_weight = torch.zeros_like(kl_weight)
     if label_loss is not None:

@@ -108,10 +108,11 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
         is_exact: If true, weights that float16 cannot represent stay in float32. Drafts do not need
             this.
     """
-    linears = (child for child in module.modules() if isinstance(child, nn.Linear))
-    layers = [
-        child for child in linears if type(child) in (nn.Linear, PackedLinear) and _takes(child)
-    ]
+    layers: list[nn.Linear] = []
+    for child in module.modules():
+        has_known_type = type(child) in (nn.Linear, PackedLinear)
+        if isinstance(child, nn.Linear) and has_known_type and _takes(child):
+            layers.append(child)
     n_free = free_memory()
     n_bytes = 2 * sum(layer.weight.nbytes for layer in layers)
     if n_free is not None and n_bytes > n_free:
@@ -187,9 +188,8 @@ def _holds(weight: Tensor, is_exact: bool) -> bool:
     missed = weight.half().float() - weight
     if is_exact and bool(missed[weight.abs() >= _SMALLEST_NORMAL].any()):
         return False
-    size, error = (
-        float(torch.linalg.vector_norm(matrix, dim=1).max()) for matrix in (weight, missed)
-    )
+    size = float(torch.linalg.vector_norm(weight, dim=1).max())
+    error = float(torch.linalg.vector_norm(missed, dim=1).max())
     return error <= (_MAX_ERROR if is_exact else _MAX_DRAFT_ERROR) * size
 
 

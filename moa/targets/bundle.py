@@ -36,6 +36,7 @@ from .model_files import check_finite, find_problems, read_header, read_json, wr
 FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
+_ADVICE = "Run `moa-data verify`, and `moa-data repair` with --model."
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Age in seconds from which on the digest of a file is cached. A younger file could change again
 # within one tick of the file system's clock, and its time stamp would stay the same.
@@ -62,11 +63,14 @@ def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
 
 def load_eos_token_ids(folder: Path) -> frozenset[int]:
     """Read the token ids that end a generation from a model folder or a bundle."""
-    files = [folder / name for name in ("generation_config.json", "config.json")]
-    configs = (
-        read_json(file, TargetError, allows_infinity=True) for file in files if file.is_file()
-    )
-    return find_eos_token_ids(values.get("eos_token_id") for values in configs)
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        eos = read_json(file, TargetError, allows_infinity=True).get("eos_token_id")
+        if eos is not None:
+            return find_eos_token_ids([eos])
+    return frozenset()
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -190,9 +194,9 @@ def save_target_bundle(
     if model.generation_config is not None:
         model.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    weights = {
-        name: value.to(config.dtype) for name, value in frozen_weights(model, n_layers_kept).items()
-    }
+    weights: dict[str, Tensor] = {}
+    for name, value in frozen_weights(model, n_layers_kept).items():
+        weights[name] = value.to(config.dtype)
     write_tensors(path / FROZEN_FILE, weights)
 
 
@@ -201,9 +205,11 @@ def held_layers(path: str | Path) -> int:
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
-    return len(
-        {key.split(".")[1] for key in read_header(file, TargetError) if key.startswith("layers.")}
-    )
+    layer_indices: set[str] = set()
+    for key in read_header(file, TargetError):
+        if key.startswith("layers."):
+            layer_indices.add(key.split(".")[1])
+    return len(layer_indices)
 
 
 def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
@@ -215,7 +221,8 @@ def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
         layer = DecoderBlock(families.layer_sizes(config)).state_dict() if n_layers else {}
     tensors = {"embed_tokens.weight": embeddings, "norm.weight": norm, "lm_head.weight": embeddings}
     for index in range(n_total - n_layers, n_total):
-        tensors |= {f"layers.{index}.{name}": value for name, value in layer.items()}
+        for name, value in layer.items():
+            tensors[f"layers.{index}.{name}"] = value
     return tensors
 
 
@@ -241,10 +248,8 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
             "target."
         )
     for index in range(n_layers - n_layers_kept, n_layers):
-        weights |= {
-            f"layers.{index}.{name}": value
-            for name, value in body.layers[index].state_dict().items()
-        }
+        for name, value in body.layers[index].state_dict().items():
+            weights[f"layers.{index}.{name}"] = value
     return {name: value.detach() for name, value in weights.items()}
 
 
@@ -262,10 +267,11 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 def final_norm(body: nn.Module) -> nn.Module:
     """Return the norm after the last layer of a text model; an identity if there is none."""
-    return next(
-        (norm for name in _FINAL_NORMS if (norm := getattr(body, name, None)) is not None),
-        nn.Identity(),
-    )
+    for name in _FINAL_NORMS:
+        norm: nn.Module | None = getattr(body, name, None)
+        if norm is not None:
+            return norm
+    return nn.Identity()
 
 
 def _norm_factors(body: nn.Module, config: Any) -> Tensor:
@@ -331,9 +337,10 @@ class FrozenTarget(nn.Module):
             )
         for offset, layer in enumerate(self.layers):
             prefix = f"layers.{first + offset}."
-            layer_weights = {
-                k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)
-            }
+            layer_weights: dict[str, Tensor] = {}
+            for name, value in weights.items():
+                if name.startswith(prefix):
+                    layer_weights[name.removeprefix(prefix)] = value
             layer.load_state_dict(layer_weights, strict=True, assign=True)
         self.requires_grad_(False)
 
@@ -365,17 +372,7 @@ class FrozenTarget(nn.Module):
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
         config = families.load_target_config(path)
-        advice = "Run `moa-data verify`, and `moa-data repair` with --model."
-        own_sizes = families.target_sizes(config)
-        if wrong := [
-            f"{key} {own_sizes.get(key)} instead of {size}"
-            for key, size in (sizes or {}).items()
-            if own_sizes.get(key, size) != size
-        ]:
-            raise TargetError(
-                f"{path} belongs to another target than its store: it has {', '.join(wrong)}. "
-                f"{advice}"
-            )
+        _check_sizes(path, config, sizes or {})
         if (held := held_layers(path)) < n_layers:
             raise TargetError(
                 f"{path} holds {held} decoder layers, {n_layers} are needed; add the missing ones "
@@ -385,7 +382,7 @@ class FrozenTarget(nn.Module):
         stored = {name: header for name, header in headers.items() if name in expected}
         if problem := find_problems(stored, expected):
             raise TargetError(
-                f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {advice}"
+                f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {_ADVICE}"
             )
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in expected}
@@ -452,3 +449,17 @@ class FrozenTarget(nn.Module):
             ):
                 return capped(head(hidden), self.logit_cap)
         return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)
+
+
+def _check_sizes(path: Path, config: Any, recorded: Mapping[str, Any]) -> None:
+    """Raise TargetError if a bundle has other sizes than those that its store has recorded."""
+    sizes = families.target_sizes(config)
+    differences: list[str] = []
+    for key, size in recorded.items():
+        if sizes.get(key, size) != size:
+            differences.append(f"{key} {sizes.get(key)} instead of {size}")
+    if differences:
+        raise TargetError(
+            f"{path} belongs to another target than its store: it has {', '.join(differences)}. "
+            f"{_ADVICE}"
+        )

@@ -76,7 +76,11 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
             heads, and the first values of each head.
         first: index of the first layer to pack, among the layers that have KV of their own.
     """
-    layers = sorted((layer, group.shape) for group in groups for layer in group.layers)
+    layers: list[tuple[int, KVShape]] = []
+    for group in groups:
+        for layer in group.layers:
+            layers.append((layer, group.shape))
+    layers.sort()
     packed = []
     widest = max(shape.width for _, shape in layers)
     for layer, shape in layers[first:]:
@@ -139,12 +143,15 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # Number of accepted tokens whose states were rolled back. The next call runs these tokens
         # again.
         self._n_again = 0
-        stateful = [shapes is not None and shapes[layer] is None for layer in range(n_layers)]
-        layers: list[Any] = [
-            LinearAttentionLayer() if has_state else _Layer(self, i)
-            for i, has_state in enumerate(stateful)
-        ]
-        self._states = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+        layers: list[Any] = []
+        self._states: list[LinearAttentionLayer] = []
+        for index in range(n_layers):
+            if shapes is not None and shapes[index] is None:
+                state = LinearAttentionLayer()
+                self._states.append(state)
+                layers.append(state)
+            else:
+                layers.append(_Layer(self, index))
         Cache.__init__(self, layers=layers)
 
     @property
@@ -179,7 +186,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
             self.lengths = [self.lengths[0] - self._n_again]
             tokens = torch.cat((self._tokens[:, : self._n_again], tokens), dim=1)
         self._tokens = tokens
-        self._before = [[x.clone() for x in _tensors_of(state)] for state in self._states]
+        copies: list[list[Tensor]] = []
+        for state in self._states:
+            copies.append([tensor.clone() for tensor in _tensors_of(state)])
+        self._before = copies
         return tokens
 
     def begin_call(self, n_tokens: int, device: torch.device, goes_on: bool = False) -> None:
@@ -293,14 +303,18 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
             self.reserve(n_slots, keys)
             write_slots(self._layers[layer], keys, values, self._slots)
             return self.layer_view(layer, n_slots)
-        kv_shapes = [shape for shape in self._shapes if shape is not None]
-        widest = (
-            max(shape.n_heads for shape in kv_shapes),
-            max(max(shape.key_width, shape.value_width) for shape in kv_shapes),
-        )
-        self.reserve(n_slots, keys.new_empty(1, widest[0], 1, widest[1]))
+        # Number of heads, and width of a key or value of one head, in the widest layers.
+        n_heads = width = 0
+        for shape in self._shapes:
+            if shape is not None:
+                n_heads = max(n_heads, shape.n_heads)
+                width = max(width, shape.key_width, shape.value_width)
+        self.reserve(n_slots, keys.new_empty(1, n_heads, 1, width))
         write_slots(
-            self._layers[layer], _widened(keys, *widest), _widened(values, *widest), self._slots
+            self._layers[layer],
+            _widened(keys, n_heads, width),
+            _widened(values, n_heads, width),
+            self._slots,
         )
         all_keys, all_values = self.layer_view(layer, n_slots)
         return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[

@@ -182,15 +182,13 @@ def parse_chat(row: Any) -> Chat | Rejection:
     chat = _parse(row)
     if isinstance(chat, Rejection):
         return chat
-    answers = [message for message in chat.messages if message["role"] == "assistant"]
-    if not answers:
-        return Rejection(
-            RejectReason.NO_RESPONSE, "roles: " + ", ".join(m["role"] for m in chat.messages[:8])
-        )
+    roles = [message["role"] for message in chat.messages]
+    if "assistant" not in roles:
+        return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(roles[:8]))
     if mark := _find_skip_mark(row, is_row=True):
         return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
-    for answer in answers:
-        if mark := _find_skip_mark(answer):
+    for message in chat.messages:
+        if message["role"] == "assistant" and (mark := _find_skip_mark(message)):
             return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
     return chat
 
@@ -202,11 +200,7 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     prompt does not need a message of the assistant. Contents become texts. Messages lose all other
     keys except name, tool_call_id and tool_calls, because a prompt may be sent to a server.
     """
-    if (
-        isinstance(row, Mapping)
-        and "turns" in row
-        and not any(row.get(name) for name in _MESSAGE_COLUMNS)
-    ):
+    if isinstance(row, Mapping) and "turns" in row and not any(_values(row, _MESSAGE_COLUMNS)):
         return _parse_questions(row["turns"])
     chat = _parse(row)
     if isinstance(chat, Rejection):
@@ -220,13 +214,14 @@ def parse_prompt(row: Any) -> Chat | Rejection:
 
 
 def _parse_questions(turns: Any) -> Chat | Rejection:
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(text, str) and text.strip() for text in turns)
-    ):
+    questions = turns if isinstance(turns, list) else []
+    messages: list[Message] = []
+    for text in questions:
+        if isinstance(text, str) and text.strip():
+            messages.append({"role": "user", "content": text})
+    if not messages or len(messages) < len(questions):
         return Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
-    return Chat([{"role": "user", "content": text} for text in turns], asks_each=True)
+    return Chat(messages, asks_each=True)
 
 
 def _plain(message: Message) -> Message:
@@ -249,11 +244,10 @@ def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str
     """
     if "tool_calls" not in message:
         return message
-    return message | {
-        "tool_calls": [
-            call | {"function": change(call["function"])} for call in message["tool_calls"]
-        ]
-    }
+    calls: list[dict[str, Any]] = []
+    for call in message["tool_calls"]:
+        calls.append(call | {"function": change(call["function"])})
+    return message | {"tool_calls": calls}
 
 
 def _parse(row: Any) -> Chat | Rejection:
@@ -283,8 +277,16 @@ def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 
     Empty values are left out. If all values are empty, only the first value is returned.
     """
-    values = [item[name] for name in names if item.get(name) is not None]
+    values: list[Any] = []
+    for name in names:
+        if item.get(name) is not None:
+            values.append(item[name])
     return [value for value in values if value] or values[:1]
+
+
+def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
+    """Return the entries of an item, except those under the given keys."""
+    return {key: value for key, value in item.items() if key not in keys}
 
 
 def _parse_columns(
@@ -295,8 +297,10 @@ def _parse_columns(
     malformed: RejectReason,
 ) -> list[_T] | Rejection | None:
     """Parse the list that a row has under one of several names; None without a list."""
-    values = [_unpacked(value) for value in _values(row, names) if value not in ("", {})]
-    parsed = [_parse_list(value, parse, item_name, malformed) for value in values]
+    parsed: list[list[_T] | Rejection] = []
+    for value in _values(row, names):
+        if value not in ("", {}):
+            parsed.append(_parse_list(_unpacked(value), parse, item_name, malformed))
     for items in parsed:
         if isinstance(items, Rejection):
             return items
@@ -321,16 +325,19 @@ def _parse_list(
 
 def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
     """Put the text of the system column first, unless a system message already has this text."""
-    column_texts = [row[name] for name in _SYSTEM_COLUMNS if row.get(name)]
-    for text in column_texts:
-        if not isinstance(text, str):
-            return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(text).__name__}")
-    column_texts = [text for text in column_texts if text.strip()]
-    shown = [
-        "".join(content_texts(message)) for message in chat.messages if message["role"] == "system"
-    ]
-    system_texts = [text.strip() for text in column_texts + shown]
-    if not column_texts or (shown and len(set(system_texts)) == 1):
+    column_texts: list[str] = []
+    for name in _SYSTEM_COLUMNS:
+        value = row.get(name)
+        if value and not isinstance(value, str):
+            return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
+        if value and value.strip():
+            column_texts.append(value)
+    message_texts: list[str] = []
+    for message in chat.messages:
+        if message["role"] == "system":
+            message_texts.append("".join(content_texts(message)))
+    system_texts = [text.strip() for text in column_texts + message_texts]
+    if not column_texts or (message_texts and len(set(system_texts)) == 1):
         return chat
     if len(set(system_texts)) > 1:
         return Rejection(
@@ -364,8 +371,7 @@ def _parse_message(item: Any, where: str) -> Message | Rejection:
     contents = _values(item, ("content", "value"))
     if len(contents) == 2 and contents[0] != contents[1]:
         return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
-    others = {key: value for key, value in item.items() if key not in _MESSAGE_KEYS}
-    message = _json_values(others) | {"role": role}
+    message = _json_values(_without(item, _MESSAGE_KEYS)) | {"role": role}
     if contents:
         content = _read_content(contents[0], where)
         if isinstance(content, Rejection):
@@ -393,10 +399,9 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             return Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
-        if others := [
-            key for key, value in part.items() if key not in _PART_KEYS and _is_filled(value)
-        ]:
-            return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {others[0]}")
+        for key, value in part.items():
+            if key not in _PART_KEYS and _is_filled(value):
+                return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {key}")
         # Keep the type of the part, because some templates show only parts whose type is ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
@@ -478,11 +483,10 @@ def names_beside_chat(row: Any, template_text: str) -> list[str]:
         row: what :func:`parse_chat` has parsed.
         template_text: the source of the chat template.
     """
-    names = [
-        f"column {key}"
-        for key, value in row.items()
-        if key not in _READ_COLUMNS and _is_filled(value)
-    ]
+    names: list[str] = []
+    for key, value in row.items():
+        if key not in _READ_COLUMNS and _is_filled(value):
+            names.append(f"column {key}")
     for column in _MESSAGE_COLUMNS:
         for message in _unpacked(row.get(column)) or ():
             # List names of speakers as unread too, because few templates show them.
@@ -600,18 +604,16 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
     arguments = {} if arguments in (None, "") else arguments
     known = _unpacked(arguments)
     is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
-    others = [function.get(key) for key in _OTHER_ARGUMENTS]
+    others = _values(function, _OTHER_ARGUMENTS)
     if function is not call and isinstance(call, Mapping):
         # Templates read only the inner function, so arguments outside the function would be lost.
-        others += [call.get(key) for key in ("arguments", *_OTHER_ARGUMENTS)]
+        others += _values(call, ("arguments", *_OTHER_ARGUMENTS))
     if not is_call or any(others):
         return Rejection(
             RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
         )
     # The item may be the function itself, without an object around the function.
-    outer = {
-        key: value for key, value in call.items() if key not in ("function", "name", "arguments")
-    }
+    outer = _without(call, ("function", "name", "arguments"))
     inner = {} if function is call else function
     return _json_values(outer) | {
         "type": call.get("type") or "function",

@@ -302,12 +302,16 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
 def _find(text: str, piece: _Piece, start: int) -> int:
     """Find a piece in a rendering. Returns the index of its end, or -1 if the piece is missing."""
     if piece.is_number:
-        numbers = _NUMBER.finditer(text, start)
-        return next((number.end() for number in numbers if number.group() in piece.forms), -1)
-    matches = [(text.find(form, start), len(form)) for form in piece.forms]
-    return min(
-        (start_index + length for start_index, length in matches if start_index >= 0), default=-1
-    )
+        for number in _NUMBER.finditer(text, start):
+            if number.group() in piece.forms:
+                return number.end()
+        return -1
+    ends: list[int] = []
+    for form in piece.forms:
+        begin = text.find(form, start)
+        if begin >= 0:
+            ends.append(begin + len(form))
+    return min(ends, default=-1)
 
 
 def _response_spans(

@@ -273,12 +273,10 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
         of_layers = value if name == "intermediate_size" and isinstance(value, list) else [value]
         # A window of 0 means that no layer has a sliding window.
         least = 0 if name == "sliding_window" else 1
-        if any(
-            count is not None and (type(count) is not int or not least <= count <= largest)
-            for count in of_layers
-        ):
-            shown = f"{str(value)[:60]!r}, expected a whole number from {least} to {largest}"
-            raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
+        for count in of_layers:
+            if count is not None and (type(count) is not int or not least <= count <= largest):
+                shown = f"{str(value)[:60]!r}, expected a whole number from {least} to {largest}"
+                raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
 
 
 def _check_config(config: Any, source: object) -> None:
@@ -329,8 +327,11 @@ def target_sizes(config: Any) -> dict[str, Any]:
     """
     layer_config = _a_layer(config)
     n_heads = getattr(layer_config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
-    groups = kv_groups(config) if family_of(config).keeps_kv else []
-    kv_width = max((group.shape.width for group in groups if group.field != "kv"), default=0)
+    group_widths: list[int] = []
+    for group in kv_groups(config) if family_of(config).keeps_kv else ():
+        if group.field != "kv":
+            group_widths.append(group.shape.width)
+    kv_width = max(group_widths, default=0)
     return {
         "n_layers": config.num_hidden_layers,
         "n_heads": n_heads,
@@ -404,10 +405,11 @@ def _n_positions(config: Any) -> int:
 
 def norm_eps(config: Any) -> float:
     """Return the epsilon of a target's norms."""
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-    return next(
-        (getattr(config, name) for name in names if getattr(config, name, None) is not None), 1e-5
-    )
+    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+        epsilon: float | None = getattr(config, name, None)
+        if epsilon is not None:
+            return epsilon
+    return 1e-5
 
 
 def mlp_width(config: Any) -> int:
@@ -434,8 +436,11 @@ def logit_scale(config: Any) -> float:
 def logit_cap(config: Any) -> float | None:
     """Return the soft cap of a target's logits, which a tanh applies; None without a cap."""
     # RecurrentGemma uses the second of these names, xLSTM the third.
-    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    return next((cap for name in names if (cap := getattr(config, name, None)) is not None), None)
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        cap: float | None = getattr(config, name, None)
+        if cap is not None:
+            return cap
+    return None
 
 
 def check_kv(config: Any) -> None:
@@ -527,15 +532,13 @@ def kv_groups(config: Any) -> list[KVGroup]:
         # A layer with the mode "reuse" reads the KV cache of an earlier layer.
         if shape is not None and mode != "reuse":
             layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
-    kinds = {shape for _, shape in layers_of}
+    distinct_shapes = {shape for _, shape in layers_of}
     n_layers = sum(map(len, layers_of.values()))
     is_rotated = family_of(config).rotates_all
-    if (
-        n_layers == len(shapes)
-        and len(kinds) == 1
-        and all(entry.key_width == entry.value_width for entry in kinds)
-    ):
-        return [KVGroup("kv", tuple(range(n_layers)), kinds.pop(), is_rotated)]
+    if n_layers == len(shapes) and len(distinct_shapes) == 1:
+        (only_shape,) = distinct_shapes
+        if only_shape.key_width == only_shape.value_width:
+            return [KVGroup("kv", tuple(range(n_layers)), only_shape, is_rotated)]
     groups: list[KVGroup] = []
     for (kind, shape), layers in layers_of.items():
         # Number the groups of the same kind, because they have different shapes.
@@ -547,7 +550,8 @@ def kv_groups(config: Any) -> list[KVGroup]:
 
 def has_uniform_kv(config: Any) -> bool:
     """Whether the KV of all layers has the same shape, with keys as wide as values."""
-    return [group.field for group in kv_groups(config)] == ["kv"]
+    groups = kv_groups(config)
+    return len(groups) == 1 and groups[0].field == "kv"
 
 
 def attention_sizes(config: Any) -> dict[str, int]:
@@ -572,11 +576,10 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     this type of rotation, they use the default rotation with the target's ``rope_theta``.
     """
     by_kind = getattr(config, "rope_parameters", None) or {}
-    parameters = {
-        key: value
-        for key, value in dict(by_kind.get("full_attention") or by_kind).items()
-        if value is not None
-    }
+    parameters: dict[str, Any] = {}
+    for key, value in dict(by_kind.get("full_attention") or by_kind).items():
+        if value is not None:
+            parameters[key] = value
     if family_of(config).has_llama_layers or (
         parameters.get("rope_type", "default") in ROPE_TYPES
         and parameters.get("rope_theta")

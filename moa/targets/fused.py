@@ -56,7 +56,8 @@ class _FusedLayer(nn.Module):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as a layer of the base class, because fused weights cannot be pickled."""
-        state = {name: value for name, value in vars(self).items() if name != "joined"}
+        state = vars(self).copy()
+        state.pop("joined", None)
         return object.__new__, (type(self).__bases__[1],), state
 
 
@@ -107,12 +108,14 @@ class FusedBody:
         self._rotary = body.rotary_emb
         self._norm = body.norm
         self._layers: list[Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
-        head_sizes = {
-            (fused.n_kv_heads, fused.attention.head_dim, fused.attention.scaling)
-            for fused in self._layers
-        }
+        head_sizes: set[tuple[int, int, float]] = set()
         # Layers with the same shape of ``o_proj`` have the same number of query heads.
-        is_alike = len({fused.attention.o_proj.weight.shape for fused in self._layers}) == 1
+        output_shapes: set[torch.Size] = set()
+        for joined in self._layers:
+            attention = joined.attention
+            head_sizes.add((joined.n_kv_heads, attention.head_dim, attention.scaling))
+            output_shapes.add(attention.o_proj.weight.shape)
+        is_alike = len(output_shapes) == 1
         # (H_kv, d, scale of attention scores) of all layers; None if layers differ.
         self.heads = head_sizes.pop() if is_alike and len(head_sizes) == 1 else None
         self._weights = [(joined.norms, joined.products) for joined in self._layers]

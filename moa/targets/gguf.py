@@ -46,9 +46,9 @@ def model_folder(path: Path) -> Path:
     if not files or any(path.glob("*.safetensors")):
         return path
     if len(files) > 1:
+        names = ", ".join(file.name for file in files)
         raise TargetError(
-            f"{path} holds several GGUF files: {', '.join(file.name for file in files)}. Give the "
-            "path of one of them."
+            f"{path} holds several GGUF files: {names}. Give the path of one of them."
         )
     check_regular(files[0])
     folder = cache_folder("gguf") / file_sha256(files[0])
@@ -80,13 +80,16 @@ def _convert(file: Path, folder: Path) -> None:
         parsing(f"{file} cannot be converted", TargetError, _ADVICE),
     ):
         reader = gguf.GGUFReader(file)
-        types = {tensor.tensor_type.name for tensor in reader.tensors}
+        types: set[str] = set()
+        n_values = 0
+        for tensor in reader.tensors:
+            types.add(tensor.tensor_type.name)
+            n_values += tensor.n_elements
         dtype = torch.float16 if "F16" in types else torch.float32
         if types - {"F16", "F32"}:
             # Use bfloat16, because its rounding error is smaller than the error of the
             # quantisation.
             dtype = torch.bfloat16
-        n_values = sum(tensor.n_elements for tensor in reader.tensors)
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
         # While the weights are loaded, single tensors are float32 for a moment. So a quarter more

@@ -187,6 +187,11 @@ class Target:
         self._windows = dict(
             zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True)
         )
+        # The shortest sliding window in tokens; infinity without sliding windows.
+        self._shortest_window = math.inf
+        for window in self._windows.values():
+            if window is not None:
+                self._shortest_window = min(self._shortest_window, window)
         self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
         self._decodes_with_one_thread = False
@@ -245,14 +250,10 @@ class Target:
         target has Llama's layers. Calling this method again has no effect.
         """
         fuse(self.model)
-        largest = max(
-            (
-                layer.weight.numel()
-                for layer in self.model.modules()
-                if isinstance(layer, nn.Linear)
-            ),
-            default=0,
-        )
+        largest = 0
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear):
+                largest = max(largest, module.weight.numel())
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
         # CUDA graphs need layers without decisions on the host. Some layers, such as experts,
         # decide on the host what to compute.
@@ -325,9 +326,7 @@ class Target:
         # A single token after rows of equal length attends to all slots. It gets no mask, because
         # flash kernels do not support masks.
         is_step = n_tokens == 1 and len(lengths) == 1
-        window = min(
-            (window for window in self._windows.values() if window is not None), default=math.inf
-        )
+        window = self._shortest_window
         is_short = lengths[0] + n_tokens <= window if is_step else n_tokens < window
         needs_mask = not ((is_prefill or is_step) and is_short and self._takes_bool_masks)
         step = _CHUNK_TOKENS if needs_mask else n_tokens

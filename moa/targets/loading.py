@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...errors import TargetError
@@ -131,18 +132,17 @@ def _load_fitting(
         except RuntimeError as error:
             # transformers stacks the experts' weights, and does not report which weights could not
             # be stacked. So find out which weights have other shapes.
-            parts = Counter(
-                (_NUMBER.sub("*", name), tuple(header.shape)) for name, header in headers.items()
-            )
-            experts = [
-                (n_tensors, *part) for part, n_tensors in parts.items() if ".experts." in part[0]
-            ]
-            if not experts or min(experts)[0] == max(experts)[0]:
+            counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+            for name, header in headers.items():
+                pattern = _NUMBER.sub("*", name)
+                if ".experts." in pattern:
+                    counts[pattern, tuple(header.shape)] += 1
+            if len(set(counts.values())) < 2:
                 raise
-            n_tensors, name, shape = min(experts)
+            n_tensors, (pattern, shape) = min(zip(counts.values(), counts.keys(), strict=True))
             raise TargetError(
                 f"{folder}: the weights of its experts cannot be stacked, because only "
-                f"{n_tensors:,} tensors {name} have the shape {list(shape)}. {_ADVICE}"
+                f"{n_tensors:,} tensors {pattern} have the shape {list(shape)}. {_ADVICE}"
             ) from error
     model, info = loaded
     _check_fit(folder, headers, config, model, info)
@@ -189,7 +189,9 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     index = folder / "model.safetensors.index.json"
     weight_map = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
     names = [*weight_map.values()] if isinstance(weight_map, dict) else [weight_map]
-    names += [name for name in [getattr(config, "transformers_weights", None)] if name is not None]
+    file_in_config = getattr(config, "transformers_weights", None)
+    if file_in_config is not None:
+        names.append(file_in_config)
     known = [*(file.name for file in weights), index.name]
     if wrong := [name for name in names if name not in known]:
         raise TargetError(
@@ -257,21 +259,7 @@ def _check_fit(
     ``info`` is the loading info that transformers returns.
     """
     expected = model.state_dict()
-    # Take the dtypes from the headers of the files, because transformers has cast the loaded
-    # weights. It may also have changed the prefixes of their names.
-    dtypes = {_PREFIXES.sub("", name): header.dtype for name, header in headers.items()}
-    stored = {
-        name: TensorHeader(tuple(value.shape), dtypes.get(_PREFIXES.sub("", name), value.dtype))
-        for name, value in expected.items()
-        if name not in info["missing_keys"]
-    }
-    for name, shape, _ in info["mismatched_keys"]:
-        stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
-    for name in sorted(info["unexpected_keys"]):
-        if not _is_for_drafting(name, headers, config):
-            # transformers renames some tensors, so the headers may not contain this name.
-            stored[name] = headers.get(name, TensorHeader((), None))
-    problem = find_problems(stored, expected)
+    problem = find_problems(_stored_headers(headers, config, expected, info), expected)
     head = model.get_output_embeddings().weight
     # Skip this check on the meta device, where weights have no values that transformers could
     # compare.
@@ -294,6 +282,36 @@ def _check_fit(
             f"the weights of {folder} do not fit config.json: {problem}. config.json has "
             f"{', '.join(values)}. {_ADVICE}"
         )
+
+
+def _stored_headers(
+    headers: Mapping[str, TensorHeader],
+    config: Any,
+    expected: Mapping[str, Tensor],
+    info: Mapping[str, Any],
+) -> dict[str, TensorHeader]:
+    """Return the headers of the stored weights, under the names that the model uses.
+
+    The arguments ``expected`` and ``info`` are the model's state dict and its loading info. Layers
+    for drafting are left out.
+    """
+    # Take the dtypes from the headers of the files, because transformers has cast the loaded
+    # weights. It may also have changed the prefixes of their names.
+    dtypes: dict[str, Any] = {}
+    for name, header in headers.items():
+        dtypes[_PREFIXES.sub("", name)] = header.dtype
+    stored: dict[str, TensorHeader] = {}
+    for name, value in expected.items():
+        if name not in info["missing_keys"]:
+            dtype = dtypes.get(_PREFIXES.sub("", name), value.dtype)
+            stored[name] = TensorHeader(tuple(value.shape), dtype)
+    for name, shape, _ in info["mismatched_keys"]:
+        stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
+    for name in sorted(info["unexpected_keys"]):
+        if not _is_for_drafting(name, headers, config):
+            # transformers renames some tensors, so the headers may not contain this name.
+            stored[name] = headers.get(name, TensorHeader((), None))
+    return stored
 
 
 def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
@@ -320,4 +338,5 @@ def _is_for_drafting(name: str, headers: Mapping[str, TensorHeader], config: Any
     n_drafting = getattr(config, "num_nextn_predict_layers", None) or 0
     if layer is None or not 0 <= int(layer[0]) - config.num_hidden_layers < n_drafting:
         return False
-    return any(f".{layer[0]}.{part}." in key for key in headers for part in _DRAFTING_PARTS)
+    drafting_tensor = re.compile(rf"\.{layer[0]}\.({'|'.join(_DRAFTING_PARTS)})\.")
+    return any(drafting_tensor.search(key) for key in headers)

@@ -148,14 +148,11 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
                 key, "unknown"
             )
             return str(known.get("quant_method") or ("bitsandbytes" if is_old else default))[:60]
-    return next(
-        (
-            method
-            for name, method in _QUANTISED_FILES.items()
-            if folder and (folder / name).is_file()
-        ),
-        "",
-    )
+    if folder:
+        for name, method in _QUANTISED_FILES.items():
+            if (folder / name).is_file():
+                return method
+    return ""
 
 
 def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHeader]:
@@ -167,14 +164,13 @@ def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHea
     with parsing(f"{file} is damaged or cut short", error_class, "Restore or download it again."):
         check_regular(file)
         with safe_open(file, framework="pt") as tensors:
+            headers: dict[str, TensorHeader] = {}
             # `tensors` is not a dict and supports no iteration, so `keys()` is necessary.
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            return {
-                name: TensorHeader(
-                    tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype(), tensor.get_dtype())
-                )
-                for name, tensor in slices.items()
-            }
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_slice(name)
+                dtype = tensor.get_dtype()
+                headers[name] = TensorHeader(tuple(tensor.get_shape()), _DTYPES.get(dtype, dtype))
+            return headers
 
 
 def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
@@ -260,16 +256,13 @@ def find_problems(
 
     The result is empty if all tensors fit.
     """
-    problems = [
-        f"missing tensor {name} {list(expected[name].shape)}"
-        for name in expected
-        if name not in weights
-    ]
-    problems += [
-        f"unexpected tensor {name} {list(weights[name].shape)}"
-        for name in weights
-        if name not in expected
-    ]
+    problems: list[str] = []
+    for name in expected:
+        if name not in weights:
+            problems.append(f"missing tensor {name} {list(expected[name].shape)}")
+    for name in weights:
+        if name not in expected:
+            problems.append(f"unexpected tensor {name} {list(weights[name].shape)}")
     for name, wanted in expected.items():
         if name not in weights:
             continue

@@ -352,8 +352,9 @@ class ChatTemplate:
                 f"the chat template is not a valid Jinja template ({first_line(error)}). Restore "
                 "the template."
             ) from error
-        by_chance = {node.name for node in tree.find_all(nodes.Filter) if node.name == "random"}
-        by_chance |= {node.name for node in tree.find_all(nodes.Name) if node.name == "lipsum"}
+        filters = {node.name for node in tree.find_all(nodes.Filter)}
+        variables = {node.name for node in tree.find_all(nodes.Name)}
+        by_chance = (filters & {"random"}) | (variables & {"lipsum"})
         if by_chance:
             raise TemplateError(
                 f"the chat template uses {', '.join(sorted(by_chance))}, so equal chats would give "
@@ -389,17 +390,22 @@ class ChatTemplate:
 
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows the text of this content, and not the JSON of its parts."""
-        before: dict[str, list[Message]] = {
+        beginnings: dict[str, list[Message]] = {
             "assistant": [_message("user")],
             "tool": [_message("user"), _call({})],
         }
+        before = beginnings.get(role, [])
+        probe: Message = {"role": role, "content": content}
         after = [_message("user")] if role == "system" else []
-        chat = [*before.get(role, []), {"role": role, "content": content}, *after]
-        in_parts = [
-            message if message["content"] is content else _in_parts(message) for message in chat
-        ]
-        renderings = [self._try_render(form, is_shaped=True) or "" for form in (chat, in_parts)]
-        return any(PLACEHOLDER in text and not _PARTS_AS_JSON.search(text) for text in renderings)
+        as_texts = [*before, probe, *after]
+        as_parts = [*map(_in_parts, before), probe, *map(_in_parts, after)]
+        is_shown = False
+        # Render both chats in any case, because this also detects whether the template reads the
+        # time.
+        for chat in (as_texts, as_parts):
+            text = self._try_render(chat, is_shaped=True) or ""
+            is_shown = is_shown or (PLACEHOLDER in text and not _PARTS_AS_JSON.search(text))
+        return is_shown
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
@@ -412,24 +418,23 @@ class ChatTemplate:
             str(token.content): bool(token.special)
             for token in tokenizer.added_tokens_decoder.values()
         }
-        special = {
-            *tokenizer.all_special_tokens,
-            *(token for token, is_special in added.items() if is_special),
-        }
-        turns: list[Message] = [
-            {"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")
-        ]
-        probes = (
-            self._try_render(chat, add_generation_prompt=True)
-            for chat in (turns, turns[1:], turns[1:2])
-        )
+        special: set[str] = set(tokenizer.all_special_tokens)
+        for token, is_special in added.items():
+            if is_special:
+                special.add(token)
         # A template may assemble a token from pieces, such as '<|' + role + '|>'. So also search
         # the renderings.
-        written = self.text + "".join(filter(None, probes))
+        written = self.text
+        turns = [_message(role) for role in ("system", "user", "assistant", "user")]
+        for chat in (turns, turns[1:], turns[1:2]):
+            written += self._try_render(chat, add_generation_prompt=True) or ""
         others = {token for token in added if token in written} - special
-        tags = {match[1] for token in others if (match := _PAIRED_TAG.fullmatch(token))}
-        pairs = [{f"<{tag}>", f"</{tag}>"} for tag in tags]
-        paired = {token for pair in pairs if pair <= added.keys() for token in pair}
+        paired: set[str] = set()
+        for token in others:
+            if tag := _PAIRED_TAG.fullmatch(token):
+                pair = {f"<{tag[1]}>", f"</{tag[1]}>"}
+                if pair <= added.keys():
+                    paired |= pair
         return ControlTokens(_any_of(special | others - paired), _any_of(special | others))
 
     def find_unusable_text(
@@ -455,7 +460,8 @@ class ChatTemplate:
                     # The template joins the parts, so a control token may begin in one part and end
                     # in another.
                     parts.append((f"message {index}", "".join(content_texts(message)), pattern))
-        parts += [(f"tool {index}", tool, control.framed) for index, tool in enumerate(tools or ())]
+        for index, tool in enumerate(tools or ()):
+            parts.append((f"tool {index}", tool, control.framed))
         for where, value, pattern in parts:
             for text in texts(value):
                 n_chars += len(text)

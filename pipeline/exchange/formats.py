@@ -96,12 +96,18 @@ class FileFormat(ABC):
         """Return the files below a folder, sorted by name. Numbers in names sort by value."""
 
         def numbers(path: Path) -> list[tuple[int, str]]:
-            words = re.findall(r"\d+|\D+", path.relative_to(folder).as_posix())
-            return [(int(word), "") if word.isdigit() else (-1, word) for word in words]
+            key: list[tuple[int, str]] = []
+            for word in re.findall(r"\d+|\D+", path.relative_to(folder).as_posix()):
+                if word.isdigit():
+                    key.append((int(word), ""))
+                else:
+                    key.append((-1, word))
+            return key
 
-        paths = [
-            path for path in folder.rglob(self.pattern) if not path.name.endswith(PARTIAL_SUFFIX)
-        ]
+        paths: list[Path] = []
+        for path in folder.rglob(self.pattern):
+            if not path.name.endswith(PARTIAL_SUFFIX):
+                paths.append(path)
         if not paths:
             raise DatasetError(
                 f"{folder} has no file named like {self.pattern}, so it is not in the format "
@@ -139,7 +145,8 @@ class EagleFormat(FileFormat):
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
         stream = io.BytesIO()
-        ids, loss_mask = (torch.from_numpy(values.astype(np.int64)) for values in (tokens, mask))
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        loss_mask = torch.from_numpy(mask.astype(np.int64))
         torch.save(
             {"input_ids": ids, "loss_mask": loss_mask} | self._hidden_tensors(hidden), stream
         )
@@ -225,7 +232,9 @@ class SpeculatorsFormat(FileFormat):
     def __init__(
         self, layers: tuple[int, ...], n_layers: int, last_layers: Mapping[str, int] | None = None
     ) -> None:
-        self._layers = (*(layer for layer in layers if layer != n_layers - 1), n_layers - 1)
+        last = n_layers - 1
+        lower_layers = [layer for layer in layers if layer != last]
+        self._layers = (*lower_layers, last)
         self._last_layers = dict(last_layers or {})
         self.kv_layers = tuple(sorted(self._last_layers.values()))
         self._states = tuple(map(layer_field, self._layers))
@@ -273,10 +282,8 @@ class SpeculatorsFormat(FileFormat):
             DatasetError,
             "Prepare the dataset again.",
         ):
-            ids, mask = (
-                rows[name][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
-                for name in ("input_ids", "loss_mask")
-            )
+            ids = rows["input_ids"][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
+            mask = rows["loss_mask"][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
         if not np.array_equal(ids, self.read_tokens(path)):
             raise DatasetError(
                 f"The token_ids of {path} differ from the input_ids of row {row} of the Arrow "
@@ -308,16 +315,22 @@ class SpeculatorsFormat(FileFormat):
         return dict(zip(self._states, states.unbind(1), strict=True))
 
     def _dataset(self, path: Path) -> pa.Table:
-        folder = next((parent for parent in path.parents if (parent / _STATE).is_file()), None)
-        if folder is None:
-            raise DatasetError(
-                "The Arrow dataset with the loss masks (a folder with state.json) is neither "
-                f"{path.parent} nor a folder above it. Put hidden_states/ into the folder of the "
-                "dataset."
-            )
+        folder = _dataset_folder(path)
         if folder not in self._rows:
             self._rows = {folder: _load_rows(folder)}
         return self._rows[folder]
+
+
+def _dataset_folder(path: Path) -> Path:
+    """Return the closest folder above a file that holds an Arrow dataset."""
+    for folder in path.parents:
+        if (folder / _STATE).is_file():
+            return folder
+    raise DatasetError(
+        "The Arrow dataset with the loss masks (a folder with state.json) is neither "
+        f"{path.parent} nor a folder above it. Put hidden_states/ into the folder of the "
+        "dataset."
+    )
 
 
 def make_format(
@@ -345,11 +358,12 @@ def make_format(
             f"A target with {n_layers} decoder layers has too few for the default layers. Choose "
             "layers with --layers, for example --layers 0,1."
         ) from error
-    if wrong := [layer for layer in layers if not 0 <= layer < n_layers]:
-        raise OptionInvalid(
-            f"--layers has {wrong[0]}, but the target has only the decoder layers 0 to "
-            f"{n_layers - 1}. Choose from these."
-        )
+    for layer in layers:
+        if not 0 <= layer < n_layers:
+            raise OptionInvalid(
+                f"--layers has {layer}, but the target has only the decoder layers 0 to "
+                f"{n_layers - 1}. Choose from these."
+            )
     if name == "specforge":
         return SpecForgeFormat(layers)
     return SpeculatorsFormat(layers, n_layers, last_layers)
@@ -399,10 +413,11 @@ def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.n
             left = iter(texts)
             while rows := list(islice(left, _ROWS_PER_BATCH)):
                 ids, masks = zip(*rows, strict=True)
-                columns = (ids, masks, [len(tokens) for tokens in ids])
+                lengths = [len(tokens) for tokens in ids]
                 arrays = [
-                    pa.array(column, item.type)
-                    for column, item in zip(columns, schema, strict=True)
+                    pa.array(ids, ids_type),
+                    pa.array(masks, ids_type),
+                    pa.array(lengths, pa.int64()),
                 ]
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
         dataset = Dataset.from_file(str(partial / "rows.arrow")).with_format("torch")

@@ -112,9 +112,8 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
                 "The backend moa reads hidden states from a store of moa-data; give --moa-store "
                 "STORE."
             )
-        return StoreTransfer(
-            args.moa_store, tuple(int(word) for word in args.moa_layers.split(",") if word)
-        )
+        layers = [int(word) for word in args.moa_layers.split(",") if word]
+        return StoreTransfer(args.moa_store, tuple(layers))
 
     @staticmethod
     @override

@@ -30,7 +30,8 @@ def check_fields(store: ActivationStore, names: Sequence[str], project: str) -> 
 
     The error message names the command that adds the fields.
     """
-    if missing := [name for name in names if name not in store.fields]:
+    missing = [name for name in names if name not in store.fields]
+    if missing:
         raise SelectionInvalid(
             f"{store.path} lacks {', '.join(missing)}, which {project} needs. Add these fields "
             f"with {add_command(str(store.path), missing)}, or choose other --layers."
@@ -72,9 +73,8 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
                 f"fields {', '.join(unknown) or '(none)'} are not in {self.store.path}. Choose one "
                 f"or more of {', '.join(self.store.fields)}."
             )
-        if layers is not None and all(
-            self.store.fields[name].layer_axis is None for name in self.fields
-        ):
+        has_layers = any(self.store.fields[name].layer_axis is not None for name in self.fields)
+        if layers is not None and not has_layers:
             raise OptionInvalid(
                 f"layers are given, but none of the fields {', '.join(self.fields)} has layers. "
                 "Leave out layers."
@@ -200,10 +200,10 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         size = self.batch_size
         if self.bucket_batches:
             window = size * self.bucket_batches
-            by_length = [
-                part[np.argsort(self._items.lengths[part], kind="stable")[::-1]]
-                for part in (order[start : start + window] for start in range(0, n, window))
-            ]
+            by_length = list[np.ndarray]()
+            for start in range(0, n, window):
+                part = order[start : start + window]
+                by_length.append(part[np.argsort(self._items.lengths[part], kind="stable")[::-1]])
             order = np.concatenate(by_length) if by_length else order
         groups = [order[start : start + size] for start in range(0, n, size)]
         if self.bucket_batches and self.shuffle:
@@ -236,8 +236,12 @@ def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """
     if not items:
         raise OptionInvalid("pad_collate got no items; a batch needs at least one sequence.")
-    n_tokens = torch.tensor([len(next(iter(item.values()))) for item in items])
-    batch = {
-        name: pad_sequence([item[name] for item in items], batch_first=True) for name in items[0]
-    }
-    return batch | {"n_tokens": n_tokens}
+    lengths: list[int] = []
+    for item in items:
+        values = next(iter(item.values()))
+        lengths.append(len(values))
+    batch: dict[str, Tensor] = {}
+    for name in items[0]:
+        batch[name] = pad_sequence([item[name] for item in items], batch_first=True)
+    batch["n_tokens"] = torch.tensor(lengths)
+    return batch

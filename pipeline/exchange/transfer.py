@@ -80,9 +80,9 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         if config.kv:
             store.refuse_groups("--kv")
         windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
-        last_layers = {
-            "global" if window is None else "local": layer for layer, window in enumerate(windows)
-        }
+        last_layers: dict[str, int] = {}
+        for layer, window in enumerate(windows):
+            last_layers["global" if window is None else "local"] = layer
         file_format = make_format(config.format, config.layers, n_layers, last_layers)
         check_fields(store, file_format.fields, file_format.name)
         _claim(folder, file_format, store, n)
@@ -113,11 +113,8 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                 future.result()
         # Write the Arrow dataset last, because its state.json marks the folder as complete.
         if file_format.name == "speculators":
-            write_rows(
-                folder,
-                n,
-                ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n)),
-            )
+            texts = ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n))
+            write_rows(folder, n, texts)
     if config.rows_only:
         return (
             f"{folder}: the rows of {counted(n, 'sequence')} for {config.format}, "
@@ -184,11 +181,10 @@ def _index_rows(store: ActivationStore, chosen: range, part_rows: int, tokenizer
     offsets = column(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
     rows = numbers(plan, "part").astype(np.int64) * part_rows + numbers(plan, "first_token")
     columns = {"position": column(np.arange(chosen.start, chosen.stop)), "row": column(rows)}
-    columns |= {name: plan[name] for name in PLAN_SCHEMA.names}
-    columns |= {
-        name: pa.ListArray.from_arrays(offsets, column(values[is_token]))
-        for name, values in texts.items()
-    }
+    for name in PLAN_SCHEMA.names:
+        columns[name] = plan[name]
+    for name, values in texts.items():
+        columns[name] = pa.ListArray.from_arrays(offsets, column(values[is_token]))
     if tokenizer is not None:
         columns["text"] = text_column(tokenizer.batch_decode(columns[schema.TOKENS].to_pylist()))
     return pa.table(columns)
@@ -220,11 +216,11 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another --out."
             ) from error
-        changed = [
-            key
-            for key in record
-            if old.get(key) != record[key] and not (key == "n_sequences" and is_longer)
-        ]
+        changed: list[str] = []
+        for key, value in record.items():
+            may_differ = key == "n_sequences" and is_longer
+            if old.get(key) != value and not may_differ:
+                changed.append(key)
         if changed:
             raise OutputOccupied(
                 f"{folder} holds an export of another store or with other settings: {RECORD_NAME} "
@@ -349,11 +345,10 @@ def _read_texts(
     columns = {
         "sequence_id": text_column(rows),
         "source_row": column(np.array(source_rows, np.int64)),
+        "n_tokens": column(np.array(n_tokens, np.int32)),
+        "n_response_tokens": column(np.array(n_response, np.int32)),
     }
-    counts = {"n_tokens": n_tokens, "n_response_tokens": n_response}
-    return pa.table(
-        columns | {name: column(np.array(values, np.int32)) for name, values in counts.items()}
-    )
+    return pa.table(columns)
 
 
 def _field_specs(
@@ -366,11 +361,11 @@ def _field_specs(
             f"Expected one of the types {', '.join(_DTYPES.values())}, and the target's width "
             f"{sizes['hidden_size']}. Check --model."
         )
-    names = dict.fromkeys((schema.HIDDEN_LAST, *file_format.fields))
-    hidden = [
-        schema.hidden_field(name.removeprefix("hidden/"), values.shape[1], _DTYPES[values.dtype])
-        for name in names
-    ]
+    width = values.shape[1]
+    dtype = _DTYPES[values.dtype]
+    hidden: list[schema.FieldSpec] = []
+    for name in dict.fromkeys((schema.HIDDEN_LAST, *file_format.fields)):
+        hidden.append(schema.hidden_field(name.removeprefix("hidden/"), width, dtype))
     return (schema.tokens_field(), schema.response_mask_field(), *hidden)
 
 

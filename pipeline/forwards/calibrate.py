@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,10 @@ def calibrate(
                 )
         bits: dict[str, float] = {}
         offered: dict[str, list[np.ndarray]] = {}
-        used = {name for names in codec.sources.values() for name in names}
-        for name in (name for name in codec.in_order if name in observations):
+        used = set(chain.from_iterable(codec.sources.values()))
+        for name in codec.in_order:
+            if name not in observations:
+                continue
             observation = observations[name]
             learned = codec.learned[name]
             if name in joint and not bits:
@@ -186,11 +189,9 @@ def _features(
         One array per sequence of the sample, or None if no other field predicts this field.
     """
     by_source = [offered[source] for source in codec.sources.get(name, ())]
-    return (
-        [np.concatenate(features, axis=1) for features in zip(*by_source, strict=True)]
-        if by_source
-        else None
-    )
+    if not by_source:
+        return None
+    return [np.concatenate(features, axis=1) for features in zip(*by_source, strict=True)]
 
 
 def _joint_bits(
@@ -213,12 +214,11 @@ def _joint_bits(
     below = list[np.ndarray]()
     for name in joint:
         values = observations[name].values()
-        others = [
-            np.concatenate(offered[source])
-            for source in codec.sources.get(name, ())
-            if source not in joint
-        ]
-        features = [*others, *below]
+        features = list[np.ndarray]()
+        for source in codec.sources.get(name, ()):
+            if source not in joint:
+                features.append(np.concatenate(offered[source]))
+        features += below
         known = np.concatenate(features, axis=1) if features else None
         variances.append(left_variances(values, known, learning.place))
         below = [values]
@@ -238,8 +238,15 @@ def target_rope(model_config: Any) -> Rope:
     parameters = model_config.rope_parameters
     if not parameters.keys() & set(kinds):
         return Rope(*_rotation(model_config, parameters))
-    rotations = {kind: _rotation(model_config, parameters[kind]) for kind in set(kinds)}
-    frequencies, scalings = zip(*(rotations[kind] for kind in kinds), strict=True)
+    rotations: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    frequencies = list[np.ndarray]()
+    scalings = list[np.ndarray]()
+    for kind in kinds:
+        if kind not in rotations:
+            rotations[kind] = _rotation(model_config, parameters[kind])
+        frequency, scaling = rotations[kind]
+        frequencies.append(frequency)
+        scalings.append(scaling)
     return Rope(np.stack(frequencies), np.stack(scalings))
 
 

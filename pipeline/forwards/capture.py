@@ -19,7 +19,7 @@ earlier, the device would overwrite values that the writer is still reading.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,9 @@ class HostSlots:
 
     def __init__(self, device: torch.device, n_slots: int) -> None:
         self._device = device
-        self.free = deque(HostSlot(self) for _ in range(n_slots))
+        self.free = deque[HostSlot]()
+        for _ in range(n_slots):
+            self.free.append(HostSlot(self))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate(self, n_bytes: int) -> Tensor:
@@ -136,26 +138,31 @@ class Capture:
             codec: the codec of the store.
             names: names of the sequences, for error messages.
         """
-        codecs = codec.only(name for name in self.fields if not codec.fields[name].is_identity)
+        lossy_names: list[str] = []
+        for name in self.fields:
+            if not codec.fields[name].is_identity:
+                lossy_names.append(name)
+        codecs = codec.only(lossy_names)
         if not codecs.fields:
             return self
         self.check_finite(names)
         codes: dict[str, dict[StoredArray, Tensor]] = {}
         with torch.inference_mode():
-            encoded = [
-                codecs.encode(
-                    {name: self.fields[name][index, :n_tokens] for name in codecs.fields},
-                    self.tokens[index, :n_tokens],
-                    is_finite=True,
-                )
-                for index, n_tokens in enumerate(self.n_tokens)
-            ]
+            encoded: list[dict[str, dict[str, Any]]] = []
+            for index, n_tokens in enumerate(self.n_tokens):
+                values: dict[str, Tensor] = {}
+                for name in codecs.fields:
+                    values[name] = self.fields[name][index, :n_tokens]
+                tokens = self.tokens[index, :n_tokens]
+                encoded.append(codecs.encode(values, tokens, is_finite=True))
             for name, field_codec in codecs.fields.items():
-                codes[name] = {
-                    array: _concatenate([rows[name][array.name] for rows in encoded])
-                    for array in field_codec.arrays
-                }
-        plain = {name: values for name, values in self.fields.items() if name not in codecs.fields}
+                codes[name] = {}
+                for array in field_codec.arrays:
+                    rows_of_sequences = [rows[name][array.name] for rows in encoded]
+                    codes[name][array] = _concatenate(rows_of_sequences)
+        plain = dict(self.fields)
+        for name in codecs.fields:
+            del plain[name]
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self, slots: HostSlots | None = None) -> "Capture":
@@ -176,15 +183,12 @@ class Capture:
         return replace(copies, slot=slot)
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> "Capture":
-        return replace(
-            self,
-            finite={name: move(flags) for name, flags in self.finite.items()},
-            fields={name: move(values) for name, values in self.fields.items()},
-            codes={
-                name: {array: move(rows) for array, rows in codes.items()}
-                for name, codes in self.codes.items()
-            },
-        )
+        finite = _each_moved(self.finite, move)
+        fields = _each_moved(self.fields, move)
+        codes: dict[str, dict[StoredArray, Tensor]] = {}
+        for name, rows_by_array in self.codes.items():
+            codes[name] = _each_moved(rows_by_array, move)
+        return replace(self, finite=finite, fields=fields, codes=codes)
 
     def wait(self) -> float:
         """Wait for the copies and return their duration in seconds."""
@@ -199,7 +203,7 @@ class Capture:
         """Refuse NaN and infinity. The error names the first such sequence, field and layer."""
         for name, flags in self.finite.items():
             if not bool(flags.all()):
-                index, layer = (int(value) for value in (~flags).nonzero()[0])
+                index, layer = (~flags).nonzero()[0].tolist()
                 where = (
                     f"{name} of layer {self.layers[name][layer]}" if name in self.layers else name
                 )
@@ -228,6 +232,13 @@ class Capture:
                 start : start + array.n_rows(self.n_tokens[index])
             ].numpy()
         return rows_by_array
+
+
+def _each_moved(
+    tensors: Mapping[Any, Tensor], move: Callable[[Tensor], Tensor]
+) -> dict[Any, Tensor]:
+    """Return a dict with the same keys, in which each tensor is replaced by ``move(tensor)``."""
+    return {key: move(tensor) for key, tensor in tensors.items()}
 
 
 def _concatenate(rows: Sequence[Tensor]) -> Tensor:
@@ -259,23 +270,18 @@ def capture(
         uses_cache: whether the forward fills a KV cache even if keys and values are not kept. With
             a KV cache, torch may choose other attention kernels, which change the last bits.
     """
-    n_tokens = tuple(len(sequence) for sequence in sequences)
-    width = max(n_tokens)
-    # Pad with the sequence's last token, because transformers warns if it finds pad tokens.
-    padded = np.stack(
-        [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
-    )
-    input_ids = torch.from_numpy(padded.astype(np.int64)).to(model.device)
+    n_tokens = tuple(map(len, sequences))
+    input_ids = padded_tokens(sequences).to(model.device)
     # Mask of positions that are not padding, bool [B, T].
     valid = (
-        torch.arange(width, device=model.device)
+        torch.arange(max(n_tokens), device=model.device)
         < torch.tensor(n_tokens, device=model.device)[:, None]
     )
     config = text_model(model).config
     groups = kv_groups(config)
-    cache = (
-        new_cache([shape is None for shape in kv_shapes(config)]) if spec.kv or uses_cache else None
-    )
+    cache = None
+    if spec.kv or uses_cache:
+        cache = new_cache([shape is None for shape in kv_shapes(config)])
     fields: dict[str, Tensor] = {}
     with torch.inference_mode(), layer_outputs(model, spec.layers) as outputs:
         last = text_model(model)(
@@ -299,10 +305,24 @@ def capture(
             fields["hidden/last"] = last.to(dtype)
         for layer in spec.layers:
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
-        finite = {name: finite_rows(values, valid) for name, values in fields.items()}
-    return Capture(
-        n_tokens, input_ids, finite, fields, layers={group.field: group.layers for group in groups}
-    )
+        finite: dict[str, Tensor] = {}
+        for name, activations in fields.items():
+            finite[name] = finite_rows(activations, valid)
+    layers = {group.field: group.layers for group in groups}
+    return Capture(n_tokens, input_ids, finite, fields, layers=layers)
+
+
+def padded_tokens(sequences: Sequence[np.ndarray]) -> Tensor:
+    """Stack B sequences of token ids, padded on the right with copies of their last token.
+
+    The padding is not a pad token, because transformers warns if it finds pad tokens.
+
+    Returns:
+        Token ids, int64 [B, T].
+    """
+    width = max(map(len, sequences))
+    padded = [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
+    return torch.from_numpy(np.stack(padded).astype(np.int64))
 
 
 def finite_rows(values: Tensor, valid: Tensor) -> Tensor:

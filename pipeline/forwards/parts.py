@@ -112,7 +112,8 @@ def run_parts(
             out = store.part(part, pool)
             # Earlier parts may still be queued for the writer thread: more than one if each part
             # is a single batch.
-            open_parts = [*(before for before in open_parts if before.is_open), out]
+            open_parts = [earlier for earlier in open_parts if earlier.is_open]
+            open_parts.append(out)
             for batch in batches(out.sequences, forwards.batch_tokens):
                 done = _run_batch(forwards, batch, slots)
                 waiting = time.perf_counter()
@@ -158,9 +159,11 @@ def sequence_name(row: Mapping[str, Any]) -> str:
 
 def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> _Batch:
     """Run the target over a batch, encode on the device, and start the copy to the host."""
-    ids = batch["sequence_id"].to_pylist()
-    names = [sequence_name(row) for row in batch.to_pylist()]
-    texts = [forwards.text(key) for key in ids]
+    names: list[str] = []
+    texts: list[tuple[np.ndarray, np.ndarray]] = []
+    for row in batch.to_pylist():
+        names.append(sequence_name(row))
+        texts.append(forwards.text(row["sequence_id"]))
     tokens = [tokens for tokens, _ in texts]
     began = mark_moment(forwards.target.device)
     captured = forwards.capture(tokens)

@@ -106,10 +106,9 @@ def layer_specs(group: Any) -> dict[str, Any]:
     """
     # Only UniformTypeKVCacheSpecs has the attribute ``kv_cache_specs``, with a spec per layer.
     by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return {
-        name: group.kv_cache_spec if by_layer is None else by_layer[name]
-        for name in group.layer_names
-    }
+    if by_layer is None:
+        return dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    return {name: by_layer[name] for name in group.layer_names}
 
 
 class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -231,7 +230,10 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for save in metadata.saves if isinstance(metadata, Saves) else ():
                 self._begin(save)
         self._finished |= finished_req_ids
-        copied = {name for name, event in self._copied.items() if event is None or event.query()}
+        copied: set[str] = set()
+        for name, event in self._copied.items():
+            if event is None or event.query():
+                copied.add(name)
         done = self._finished & copied
         self._finished -= done
         for name in done:
@@ -274,9 +276,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         values = {}
         if self._wants_kv:
             take = kv_of_cpu if self._layers[0][1].device.type == "cpu" else kv_of
-            layers = [
-                take(cache, save.blocks[group], save.n_tokens) for group, cache in self._layers
-            ]
+            layers: list[Tensor] = []
+            for group, cache in self._layers:
+                layers.append(take(cache, save.blocks[group], save.n_tokens))
             values["kv"] = torch.stack(layers, dim=1)
         if self._hidden is not None:
             group, cache = self._hidden

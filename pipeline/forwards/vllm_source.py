@@ -29,7 +29,7 @@ from ...moa.targets.live import Target
 from ...moa.targets.proof import prove_norm
 from ...text import first_line
 from ..config import ActivationSpec
-from .capture import Capture, finite_rows
+from .capture import Capture, finite_rows, padded_tokens
 
 VLLM_VERSIONS = ("0.33.0", "0.32.0")
 """Supported releases of vLLM, whose experimental connector interface changes between releases.
@@ -119,9 +119,10 @@ class VllmSource:
         self._norm = prove_norm(target) if spec.last else nn.Identity()
         # vLLM numbers hidden states so that the input of layer i has id i. The output of layer i
         # thus has id i + 1, and the input of the final norm has id n_layers.
-        self._states = sorted(
-            {layer + 1 for layer in spec.layers} | ({self._n_layers} if spec.last else set())
-        )
+        states = {layer + 1 for layer in spec.layers}
+        if spec.last:
+            states.add(self._n_layers)
+        self._states = sorted(states)
         parent_folder = _MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else None
         self._folder_of_values = TemporaryDirectory(
             prefix="moa-data-", dir=parent_folder, ignore_cleanup_errors=True
@@ -188,16 +189,18 @@ class VllmSource:
         from vllm import SamplingParams
 
         folder = Path(self._folder_of_values.name)
-        files = [folder / f"{self._n_read + index}.safetensors" for index in range(len(sequences))]
-        self._n_read += len(sequences)
-        parameters = [
-            SamplingParams(
-                max_tokens=1, temperature=0.0, detokenize=False,
-                extra_args={"kv_transfer_params": {_FILE_PARAMETER: str(file)}},
+        files: list[Path] = []
+        parameters: list[SamplingParams] = []
+        prompts: list[dict[str, list[int]]] = []
+        for number, tokens in enumerate(sequences, start=self._n_read):
+            file = folder / f"{number}.safetensors"
+            files.append(file)
+            transfer = {"kv_transfer_params": {_FILE_PARAMETER: str(file)}}
+            parameters.append(
+                SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=transfer)
             )
-            for file in files
-        ]  # fmt: skip
-        prompts = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
+            prompts.append({"prompt_token_ids": tokens.tolist()})
+        self._n_read += len(sequences)
         try:
             answer = partial(self._engine.generate, prompts, parameters, use_tqdm=False)
             _within(_WRITTEN_WITHIN_S, answer, lambda: sum(file.exists() for file in files))
@@ -213,34 +216,35 @@ class VllmSource:
     ) -> Capture:
         n_tokens = tuple(map(len, sequences))
         for tokens, by_name in zip(sequences, values, strict=True):
-            if wrong := [len(tensor) for tensor in by_name.values() if len(tensor) != len(tokens)]:
-                raise WorkerError(
-                    f"vLLM returned activations of {wrong[0]} tokens for a sequence of "
-                    f"{len(tokens)} tokens. See vLLM's log for the cause."
-                )
-        width = max(n_tokens)
-        padded = np.stack(
-            [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
-        )
-        states = {
-            layer: [by_name["hidden"][:, i] for by_name in values]
-            for i, layer in enumerate(self._states)
-        }
-        by_field = {"kv": [by_name["kv"] for by_name in values]} if self._spec.kv else {}
+            for tensor in by_name.values():
+                if len(tensor) != len(tokens):
+                    raise WorkerError(
+                        f"vLLM returned activations of {len(tensor)} tokens for a sequence of "
+                        f"{len(tokens)} tokens. See vLLM's log for the cause."
+                    )
+        input_ids = padded_tokens(sequences)
+        states: dict[int, list[Tensor]] = {}
+        for i, state in enumerate(self._states):
+            states[state] = [by_name["hidden"][:, i] for by_name in values]
+        by_field: dict[str, list[Tensor]] = {}
+        if self._spec.kv:
+            by_field["kv"] = [by_name["kv"] for by_name in values]
         if self._spec.last:
             dtype = self._target.model.dtype
             with torch.inference_mode():
-                by_field["hidden/last"] = [
-                    self._norm(tensor.to(dtype)) for tensor in states[self._n_layers]
-                ]
-        by_field |= {f"hidden/layer_{layer}": states[layer + 1] for layer in self._spec.layers}
-        fields = {
-            name: pad_sequence([tensor.to(self._dtype) for tensor in rows], batch_first=True)
-            for name, rows in by_field.items()
-        }
-        valid = torch.arange(width) < torch.tensor(n_tokens)[:, None]
-        finite = {name: finite_rows(tensor, valid) for name, tensor in fields.items()}
-        return Capture(n_tokens, torch.from_numpy(padded.astype(np.int64)), finite, fields)
+                last = states[self._n_layers]
+                by_field["hidden/last"] = [self._norm(tensor.to(dtype)) for tensor in last]
+        for layer in self._spec.layers:
+            by_field[f"hidden/layer_{layer}"] = states[layer + 1]
+        valid = torch.arange(max(n_tokens)) < torch.tensor(n_tokens)[:, None]
+        fields: dict[str, Tensor] = {}
+        finite: dict[str, Tensor] = {}
+        for name, rows in by_field.items():
+            fields[name] = pad_sequence(
+                [tensor.to(self._dtype) for tensor in rows], batch_first=True
+            )
+            finite[name] = finite_rows(fields[name], valid)
+        return Capture(n_tokens, input_ids, finite, fields)
 
 
 def _end_processes() -> None:

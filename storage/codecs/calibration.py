@@ -91,7 +91,10 @@ class Sample:
         [n_tokens, width]. A hidden state is ``groups[0][0]``.
         """
         self.lengths.append(len(groups[0][0]))
-        self._kept.append([[self.keep(part) for part in parts] for parts in groups])
+        entries: list[list[Kept]] = []
+        for parts in groups:
+            entries.append([self.keep(part) for part in parts])
+        self._kept.append(entries)
         if tokens is not None:
             self.tokens.append(np.asarray(tokens))
 
@@ -210,7 +213,9 @@ def learn_basis(
     analysis = on_host(factor @ axes)
     synthesis = on_host(array_namespace(axes).linalg.solve(factor.T, axes)).T
     return Basis(
-        means, *(matrix.astype(np.float16).astype(np.float32) for matrix in (synthesis, analysis))
+        means,
+        synthesis.astype(np.float16).astype(np.float32),
+        analysis.astype(np.float16).astype(np.float32),
     )
 
 

@@ -134,9 +134,11 @@ class CodeColumns:
     def from_table(cls, table: np.ndarray) -> "CodeColumns":
         """Create the columns from an array that :meth:`table` returned."""
         integers = ("part", "component", "array", "levels")
-        names = (column.name for column in fields(cls))
-        dtypes = (np.int32 if name in integers else np.float32 for name in names)
-        return cls(*(column.astype(dtype) for column, dtype in zip(table.T, dtypes, strict=True)))
+        columns: dict[str, np.ndarray] = {}
+        for values, column in zip(table.T, fields(cls), strict=True):
+            dtype = np.int32 if column.name in integers else np.float32
+            columns[column.name] = values.astype(dtype)
+        return cls(**columns)
 
     @property
     def limit(self) -> np.ndarray:
@@ -261,25 +263,25 @@ class GroupTransform:
         constants = self._on(parts[0])
         rows = placed(mean_rows(0, parts[0].shape[0]), parts[0])
         if constants["regression"]:
-            parts = [
-                values - features @ matrix
-                for values, matrix in zip(parts, constants["regression"], strict=True)
-            ]
-        scaled = [
-            (values - xp.take(mean, rows, axis=0)) @ analysis
-            for values, mean, analysis in zip(
-                parts, constants["mean"], constants["analysis"], strict=True
-            )
-        ]
+            residuals: list[Array] = []
+            for values, matrix in zip(parts, constants["regression"], strict=True):
+                residuals.append(values - features @ matrix)
+            parts = residuals
+        scaled: list[Array] = []
+        for values, mean, analysis in zip(
+            parts, constants["mean"], constants["analysis"], strict=True
+        ):
+            scaled.append((values - xp.take(mean, rows, axis=0)) @ analysis)
         # The components are sorted by part. Reorder them to the stored order, in which codes with
         # similar statistics are neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
         digits = xp.where(constants["is_high"], high, low)
-        return {
-            run.array.name: pack(digits[:, run.first : run.last], run.levels) for run in self._runs
-        }
+        packed: dict[str, Array] = {}
+        for run in self._runs:
+            packed[run.array.name] = pack(digits[:, run.first : run.last], run.levels)
+        return packed
 
     def decode(
         self,
@@ -309,20 +311,17 @@ class GroupTransform:
         xp = array_namespace(columns)
         constants = self._on(columns)
         early = placed(mean_rows(first_position, n_tokens), columns)
+
+        def matrix_of(name: str, part: int) -> Array:
+            matrix = constants[name][part]
+            return matrix if layers is None else _of_layers(xp, matrix, n_layers, layers)
+
         decoded = []
-        names = (
-            ("mean", "synthesis", "regression")
-            if constants["regression"]
-            else ("mean", "synthesis")
-        )
         for part, column_ids in enumerate(constants["own"]):
-            matrices = [constants[name][part] for name in names]
-            if layers is not None:
-                matrices = [_of_layers(xp, matrix, n_layers, layers) for matrix in matrices]
-            mean = matrices[0]
-            product = xp.take(columns, column_ids, axis=1) @ matrices[1]
+            mean = matrix_of("mean", part)
+            product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
-                product = product + features @ matrices[2]
+                product = product + features @ matrix_of("regression", part)
             # Most reads start after the early positions. In that case all tokens have the same
             # mean, and no gather is needed.
             late = (
@@ -347,11 +346,11 @@ class GroupTransform:
         constants = self._on(columns)
         # Append a column of zeros, which stands for a digit that a component does not have.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
-        components = [
-            xp.take(columns, low[:max_components], axis=1)
-            + xp.take(columns, high[:max_components], axis=1)
-            for low, high in zip(constants["low"], constants["high"], strict=True)
-        ]
+        components: list[Array] = []
+        for low, high in zip(constants["low"], constants["high"], strict=True):
+            low_digits = xp.take(columns, low[:max_components], axis=1)
+            high_digits = xp.take(columns, high[:max_components], axis=1)
+            components.append(low_digits + high_digits)
         return xp.concat(components, axis=1)
 
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
@@ -381,38 +380,43 @@ class GroupTransform:
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
-            self._constants[key] = {
-                name: [placed(item, like) for item in value]
-                if isinstance(value, list)
-                else placed(value, like)
-                for name, value in self._make_constants().items()
-            }
+            on_device: dict[str, Any] = {}
+            for name, value in self._make_constants().items():
+                if isinstance(value, list):
+                    on_device[name] = [placed(item, like) for item in value]
+                else:
+                    on_device[name] = placed(value, like)
+            self._constants[key] = on_device
         return self._constants[key]
 
     def _make_constants(self) -> dict[str, Any]:
         columns = self.fit.columns
         bases = self.fit.bases
-        column_ids = [
-            np.flatnonzero(columns.part == part).astype(np.int32) for part in range(len(bases))
-        ]
-        component = [columns.component[ids] for ids in column_ids]
+        column_ids: list[np.ndarray] = []
+        analysis: list[np.ndarray] = []
+        synthesis: list[np.ndarray] = []
+        low: list[np.ndarray] = []
+        high: list[np.ndarray] = []
+        for part, basis in enumerate(bases):
+            ids = np.flatnonzero(columns.part == part).astype(np.int32)
+            component = columns.component[ids]
+            column_ids.append(ids)
+            # The analysis matrix is divided by the steps, so that ``values @ analysis`` gives codes
+            # before rounding. The values in the tables for decoding are multiplied by the steps.
+            analysis.append(np.ascontiguousarray(basis.analysis[:, component] / columns.step[ids]))
+            synthesis.append(np.ascontiguousarray(basis.synthesis[component]))
+            low.append(self._digits(part, is_high=False))
+            high.append(self._digits(part, is_high=True))
         to_stored = np.empty(len(columns.part), np.int32)
         to_stored[np.concatenate(column_ids)] = np.arange(len(columns.part), dtype=np.int32)
         return {
             "mean": [basis.mean for basis in bases],
-            # The analysis matrix is divided by the steps, so that ``values @ analysis`` gives codes
-            # before rounding. The values in the tables for decoding are multiplied by the steps.
-            "analysis": [
-                np.ascontiguousarray(basis.analysis[:, c] / columns.step[ids])
-                for basis, c, ids in zip(bases, component, column_ids, strict=True)
-            ],
-            "synthesis": [
-                np.ascontiguousarray(b.synthesis[c]) for b, c in zip(bases, component, strict=True)
-            ],
+            "analysis": analysis,
+            "synthesis": synthesis,
             "regression": list(self.fit.regressions),
             "own": column_ids,
-            "low": [self._digits(part, is_high=False) for part in range(len(bases))],
-            "high": [self._digits(part, is_high=True) for part in range(len(bases))],
+            "low": low,
+            "high": high,
             "to_stored": to_stored,
             "rounding": columns.rounding,
             "limit": columns.limit.astype(np.float32),
@@ -467,6 +471,11 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
     return xp.reshape(xp.take(by_layer, ids, axis=1), (matrix.shape[0], -1))
 
 
+def row_bytes(runs: Sequence[StoredArray]) -> int:
+    """Return the number of bytes that runs take together for each token."""
+    return sum(run.row_bytes for run in runs)
+
+
 def piece_bytes(widths: Sequence[int]) -> int:
     """Choose the width in bytes of the pieces into which the codes of all groups are cut.
 
@@ -493,7 +502,7 @@ class Pieces:
         # only the array of all pieces.
         self._runs = runs
         self._n_bytes = n_bytes
-        self._n_pieces = [-(-sum(run.row_bytes for run in group) // n_bytes) for group in runs]
+        self._n_pieces = [-(-row_bytes(group) // n_bytes) for group in runs]
         self.array = StoredArray(
             name, "uint8", (sum(self._n_pieces), n_bytes), (TOKEN_AXIS, PIECE_AXIS, "byte")
         )
@@ -501,7 +510,10 @@ class Pieces:
     def of_groups(self, groups: Sequence[int]) -> list[int]:
         """Return the indices of the pieces of some groups, in the order of the groups."""
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
-        return [piece for group in groups for piece in range(firsts[group], firsts[group + 1])]
+        pieces: list[int] = []
+        for group in groups:
+            pieces += range(firsts[group], firsts[group + 1])
+        return pieces
 
     def join(self, codes: Codes) -> Array:
         """Join the rows of all runs into pieces.
@@ -516,7 +528,7 @@ class Pieces:
         for group, n_pieces in zip(self._runs, self._n_pieces, strict=True):
             columns += [codes[run.name] for run in group]
             xp = array_namespace(columns[0])
-            n_left = n_pieces * self._n_bytes - sum(run.row_bytes for run in group)
+            n_left = n_pieces * self._n_bytes - row_bytes(group)
             columns.append(
                 xp.zeros((len(columns[0]), n_left), dtype=xp.uint8, device=device(columns[0]))
             )

@@ -122,8 +122,10 @@ class FieldCodec:
 
     def arrays_read(self, layers: Layers = None) -> tuple[StoredArray, ...]:
         """Return all arrays that are read to decode these layers, including those of sources."""
-        of_sources = (array for source in self.sources for array in source.arrays_read())
-        return tuple(dict.fromkeys([*self.arrays_of(layers), *of_sources]))
+        arrays = list(self.arrays_of(layers))
+        for source in self.sources:
+            arrays += source.arrays_read()
+        return tuple(dict.fromkeys(arrays))
 
     def with_sources(self) -> "list[FieldCodec]":
         """List the codecs that are needed to decode this field.
@@ -131,11 +133,10 @@ class FieldCodec:
         The codecs of all fields from which this field is directly or indirectly predicted come
         first, then this codec.
         """
-        return list(
-            dict.fromkeys(
-                [*(codec for source in self.sources for codec in source.with_sources()), self]
-            )
-        )
+        codecs: list[FieldCodec] = []
+        for source in self.sources:
+            codecs += source.with_sources()
+        return list(dict.fromkeys([*codecs, self]))
 
     def check_finite(self, values: Array) -> None:
         """Raise StoreError if a value is NaN or infinite.

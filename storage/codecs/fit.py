@@ -22,7 +22,7 @@ which the basis was not learned.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -107,12 +107,19 @@ class Quantisers:
 
         The shape changes from [n_components, n_options] to [n_components].
         """
-        return Quantisers(
-            *(
-                np.take_along_axis(array, index[:, None], axis=1)[:, 0]
-                for array in vars(self).values()
-            )
-        )
+        columns: dict[str, np.ndarray] = {}
+        for name, array in vars(self).items():
+            columns[name] = np.take_along_axis(array, index[:, None], axis=1)[:, 0]
+        return Quantisers(**columns)
+
+    @staticmethod
+    def joined(groups: Sequence["Quantisers"]) -> "Quantisers":
+        """Concatenate the quantisers of several groups of components."""
+        columns: dict[str, np.ndarray] = {}
+        for column in fields(Quantisers):
+            name = column.name
+            columns[name] = np.concatenate([getattr(group, name) for group in groups])
+        return Quantisers(**columns)
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
@@ -142,18 +149,21 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
             ``base_step / sqrt(weight)``.
     """
     scales = np.sqrt(weights)
-    columns = [
-        _measure_component(np.abs(sample[:, i]) * scale, base_step)
-        for i, scale in enumerate(scales)
-    ]
+    columns: list[tuple[np.ndarray, ...]] = []
+    for i, scale in enumerate(scales):
+        columns.append(_measure_component(np.abs(sample[:, i]) * scale, base_step))
     levels, step, rounding, bits, error, shift_one, shift_more = (
         np.stack(parts) for parts in zip(*columns, strict=True)
     )
-    step, rounding, shift_one, shift_more = (
-        part.astype(np.float32)
-        for part in (step / scales[:, None], rounding, shift_one, shift_more)
+    return Quantisers(
+        levels.astype(np.int32),
+        (step / scales[:, None]).astype(np.float32),
+        rounding.astype(np.float32),
+        shift_one.astype(np.float32),
+        shift_more.astype(np.float32),
+        bits,
+        error,
     )
-    return Quantisers(levels.astype(np.int32), step, rounding, shift_one, shift_more, bits, error)
 
 
 def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
@@ -181,7 +191,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
     steps = np.repeat(STEP_RATIOS * base_step, len(ROUNDINGS))
     roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
     zeros = np.zeros(len(steps))
-    columns = [[np.array([value]) for value in (DROPPED, 1.0, 0.5, 0.0, squares[-1] / n, 0.0, 0.0)]]
+    dropped = np.array([DROPPED, 1.0, 0.5, 0.0, squares[-1] / n, 0.0, 0.0])
+    columns = [np.split(dropped, len(dropped))]
     max_code = min(int(ordered[-1] / steps.min() + 0.5), (coding.WIDE_LEVELS - 1) // 2)
     edges = (np.arange(1, max_code + 1) - roundings[:, None]) * steps[:, None]
     # ``first_index[option, code - 1]`` is the index of the smallest magnitude with this code.
@@ -204,9 +215,9 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
             if top >= max_code
             else np.concatenate([start[:, : top + 1], start[:, -1:]], axis=1)
         )
-        counts, s1, s2 = (
-            np.diff(table[cut], axis=1) for table in (np.arange(n + 1.0), sums, squares)
-        )
+        counts = np.diff(np.arange(n + 1.0)[cut], axis=1)
+        s1 = np.diff(sums[cut], axis=1)
+        s2 = np.diff(squares[cut], axis=1)
         columns.append(
             [zeros + levels, steps, roundings, *_bits_and_error(counts, s1, s2, steps, levels)]
         )
@@ -360,6 +371,20 @@ class _FittedPart(NamedTuple):
     energy: float  # Mean over tokens of the sum of squares of the part's values.
 
 
+class _MeasuredGroup(NamedTuple):
+    """A layer group, and the quantisers that were measured for its hopeful components.
+
+    A component is hopeful if it may get bits. ``hopeful`` are the indices of these components,
+    ascending, counted through all parts of the group.
+    """
+
+    parts: Sequence[_FittedPart]
+    hopeful: np.ndarray
+    # Where the file of the sample holds these components: an array [n_tokens, len(hopeful)].
+    components: Kept
+    options: Quantisers  # [len(hopeful), n_options]
+
+
 def fit_groups(
     sample: Sample,
     n_layers: Sequence[int],
@@ -403,41 +428,30 @@ def fit_groups(
                 _fit_part(sample, group, part, n_layers[group], metric, features, learning)
             )
     learning.progress(n_bases, n_steps, "learn: quantisers")
-    weights = _weights(fitted, n_layers, metrics)
-    variances = [
-        np.concatenate([p.variances for p in parts]) * w
-        for parts, w in zip(fitted, weights, strict=True)
-    ]
-    # Measure quantisers only for components that may get bits: those whose variance is above a
-    # tenth of the water level, and in each group the one with the largest variance.
-    level = water_level(np.concatenate(variances), bits_per_token)
-    hopeful = [np.union1d(np.flatnonzero(v > _HOPELESS * level), np.argmax(v)) for v in variances]
-    components = [
-        _hopeful_components(sample, parts, h) for parts, h in zip(fitted, hopeful, strict=True)
-    ]
-    measured = [
-        measure_options(sample.read(k), w[h], float(np.sqrt(12 * level)))
-        for k, w, h in zip(components, weights, hopeful, strict=True)
-    ]
-    options = Quantisers(
-        *map(np.concatenate, zip(*(vars(m).values() for m in measured), strict=True))
-    )
-    ends = np.cumsum([len(h) for h in hopeful])[:-1]
+    groups = _measure_groups(sample, fitted, _weights(fitted, n_layers, metrics), bits_per_token)
+    options = Quantisers.joined([group.options for group in groups])
+    ends = np.cumsum([len(group.hopeful) for group in groups])[:-1]
     # The estimated bits differ from the stored bits by a few percent, so the budget of the
     # estimated bits is scaled until the stored bits meet ``bits_per_token``.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(n_bases + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
-        index = np.split(allocate(options, budget), ends)
-        placed = [
-            _place_codes(sample.read(k), m.chosen(i), h, [len(p.variances) for p in parts])
-            for k, m, i, h, parts in zip(components, measured, index, hopeful, fitted, strict=True)
-        ]
-        stored = sum(bits for _, bits in placed)
+        placed: list[coding.CodeColumns] = []
+        group_bits: list[float] = []
+        for measured, index in zip(groups, np.split(allocate(options, budget), ends), strict=True):
+            columns, bits = _place_codes(
+                sample.read(measured.components),
+                measured.options.chosen(index),
+                measured.hopeful,
+                [len(part.variances) for part in measured.parts],
+            )
+            placed.append(columns)
+            group_bits.append(bits)
+        stored = sum(group_bits)
         if abs(stored / bits_per_token - 1) < _RATE_TOLERANCE:
             break
         budget *= bits_per_token / stored
-    return [_compact(parts, columns) for parts, (columns, _) in zip(fitted, placed, strict=True)]
+    return [_compact(parts, columns) for parts, columns in zip(fitted, placed, strict=True)]
 
 
 def _fit_part(
@@ -455,7 +469,7 @@ def _fit_part(
     """
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
-    learned_from = [i for i in range(n) if i % _STATISTICS_EVERY] or list(range(n))
+    learned_from = sorted(set(range(n)).difference(others)) or list(range(n))
     move = learning.place
     regression = None
     rows = sample.rows(group, part, learned_from)
@@ -467,9 +481,10 @@ def _fit_part(
     basis = learn_basis(rows, metric, scale, move)
     del rows  # Free the memory before the next rows are read.
     rows = sample.rows(group, part, others)
-    energy = float(
-        sum(np.square(s, dtype=np.float64).sum() for s in rows.sequences) / len(rows.values)
-    )
+    square_sum = 0.0
+    for values in rows.sequences:
+        square_sum += np.square(values, dtype=np.float64).sum()
+    energy = float(square_sum / len(rows.values))
     for i, values in zip(others, rows.sequences, strict=True):
         if features is not None and regression is not None:
             values -= features[i] @ regression
@@ -495,13 +510,41 @@ def _weights(
         # The basis was learned from values divided by the scale of their layer. After this
         # division, all layers have the same sum of squares: the part's energy divided by the number
         # of layers. Errors are measured relative to this sum.
-        part_weights = [n_layers[group] / max(part.energy, 1e-30) for part in parts]
+        part_weights: list[float] = []
+        for part in parts:
+            part_weights.append(n_layers[group] / max(part.energy, 1e-30))
         if metrics is not None:
             # ``learn_basis`` has divided the matrix that weighs errors by ``metric_scale``, so
             # errors must be multiplied by this number.
             part_weights = [metric_scale(metric) for metric in metrics[group]]
         weights.append(np.repeat(part_weights, [len(part.variances) for part in parts]))
     return weights
+
+
+def _measure_groups(
+    sample: Sample,
+    fitted: Sequence[Sequence[_FittedPart]],
+    weights: Sequence[np.ndarray],
+    bits_per_token: float,
+) -> list[_MeasuredGroup]:
+    """Measure quantisers for the components of each group that may get bits.
+
+    These are the components whose variance is above a tenth of the water level, and in each group
+    the one with the largest variance. ``weights`` are those that :func:`_weights` returns.
+    """
+    variances: list[np.ndarray] = []
+    for parts, group_weights in zip(fitted, weights, strict=True):
+        variances.append(np.concatenate([part.variances for part in parts]) * group_weights)
+    level = water_level(np.concatenate(variances), bits_per_token)
+    base_step = float(np.sqrt(12 * level))
+    groups: list[_MeasuredGroup] = []
+    for parts, group_weights, group_variances in zip(fitted, weights, variances, strict=True):
+        is_above = group_variances > _HOPELESS * level
+        hopeful = np.union1d(np.flatnonzero(is_above), np.argmax(group_variances))
+        components = _hopeful_components(sample, parts, hopeful)
+        options = measure_options(sample.read(components), group_weights[hopeful], base_step)
+        groups.append(_MeasuredGroup(parts, hopeful, components, options))
+    return groups
 
 
 def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
@@ -549,7 +592,6 @@ def _place_codes(
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
     is_wide = quantisers.levels == coding.WIDE_LEVELS
-    wide = np.flatnonzero(is_wide)
     zero_share = (codes == 0).mean(0)
     order = []
     arrays = []
@@ -558,20 +600,12 @@ def _place_codes(
     bits = 0.0
     n_arrays = 0
     for levels in coding.CODES_PER_BYTE:
-        columns = [(c, 0) for c in np.flatnonzero(quantisers.levels == levels)]
-        columns += [(c, 0) for c in wide] if levels == coding.LOW_LEVELS else []
-        columns += [(c, 1) for c in wide] if levels == coding.HIGH_LEVELS else []
-        if not columns:
+        ids, high_flags = _digits_with(levels, quantisers.levels, zero_share)
+        if not len(ids):
             continue
-        # A range of columns shares one Huffman code, so neighbouring columns should have similar
-        # statistics. Sort the columns by their share of zeros. High digits come first, because they
-        # are nearly always zero.
-        columns.sort(key=lambda entry: (-2.0 if entry[1] else -zero_share[entry[0]], entry[0]))
-        ids, high_flags = (np.array(x, np.int64) for x in zip(*columns, strict=True))
         packed = coding.pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
-        counts = np.stack(
-            [np.bincount(packed[:, i], minlength=256) for i in range(packed.shape[1])]
-        ) / len(packed)
+        histograms = [np.bincount(column, minlength=256) for column in packed.T]
+        counts = np.stack(histograms) / len(packed)
         start = 0
         # Bytes with different statistics need different Huffman codes, so each run gets an array or
         # pieces of its own.
@@ -605,19 +639,51 @@ def _place_codes(
     return columns_table, bits
 
 
+def _digits_with(
+    levels: int, code_levels: np.ndarray, zero_share: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """List the digits with this number of levels, in the order in which they are stored.
+
+    Args:
+        levels: Number of different values of a digit.
+        code_levels: Number of levels of each component's code, [n_components].
+        zero_share: Share of zeros among the codes of each component, [n_components].
+
+    Returns:
+        For each digit, the index of its component, and a flag: 1 for the high digit of a wide code,
+        otherwise 0. Both are int64 [n_digits].
+    """
+    is_wide = code_levels == coding.WIDE_LEVELS
+    has_digit = code_levels == levels
+    if levels == coding.LOW_LEVELS:
+        has_digit |= is_wide
+    # A range of columns shares one Huffman code, so neighbouring columns should have similar
+    # statistics. Sort the columns by their share of zeros. High digits come first, because they are
+    # nearly always zero.
+    ids = np.flatnonzero(has_digit)
+    ids = ids[np.argsort(-zero_share[ids], kind="stable")]
+    high_ids = np.flatnonzero(is_wide & (levels == coding.HIGH_LEVELS))
+    high_flags = np.repeat([1, 0], [len(high_ids), len(ids)])
+    return np.concatenate([high_ids, ids]), high_flags
+
+
 def _stored_bits(rows: np.ndarray) -> float:
     """Measure the stored bits per token of packed codes, uint8 [n_tokens, n_bytes].
 
     The codes are encoded by the byte chain. The result includes the chunks' entries in the index of
     a shard.
     """
-    chunks = [rows[start : start + CHUNK_TOKENS] for start in range(0, len(rows), CHUNK_TOKENS)]
-    return 8.0 * sum(len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES for chunk in chunks) / len(rows)
+    n_bytes = 0
+    for start in range(0, len(rows), CHUNK_TOKENS):
+        chunk = rows[start : start + CHUNK_TOKENS]
+        n_bytes += len(encode_chunk(chunk)) + _INDEX_ENTRY_BYTES
+    return 8.0 * n_bytes / len(rows)
 
 
 def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> coding.GroupFit:
     component = columns.component.copy()
-    compacted = []
+    compacted: list[coding.Basis] = []
+    regressions: list[np.ndarray] = []
     for part, fitted in enumerate(parts):
         is_of_part = columns.part == part
         used, renumbered = np.unique(columns.component[is_of_part], return_inverse=True)
@@ -626,8 +692,11 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
         compacted.append(
             replace(basis, synthesis=basis.synthesis[used], analysis=basis.analysis[:, used])
         )
-    regressions = tuple(part.regression for part in parts if part.regression is not None)
-    return coding.GroupFit(tuple(compacted), replace(columns, component=component), regressions)
+        if fitted.regression is not None:
+            regressions.append(fitted.regression)
+    return coding.GroupFit(
+        tuple(compacted), replace(columns, component=component), tuple(regressions)
+    )
 
 
 # Joint hidden states: each hidden state is predicted from the state of the layer below. A decoder
@@ -657,9 +726,8 @@ def left_variances(
     energy = float(np.square(values, dtype=np.float64).sum())
     if known is not None:
         other = place(known - known.mean(0))
-        gram, cross = (
-            on_host(product).astype(np.float64) for product in (other.T @ other, other.T @ centred)
-        )
+        gram = on_host(other.T @ other).astype(np.float64)
+        cross = on_host(other.T @ centred).astype(np.float64)
         ridge = _PREDICTION_RIDGE * np.trace(gram) / len(gram)
         gram += ridge * np.eye(len(gram)) + np.finfo(np.float64).tiny * np.eye(len(gram))
         left -= cross.T @ np.linalg.solve(gram, cross)
@@ -678,11 +746,10 @@ def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[f
     """
 
     def spent(error: float) -> list[float]:
-        lowest = [np.log2(np.maximum(variances[0] / error, 1))]
-        return [
-            float(bits.sum() / 2)
-            for bits in lowest + [np.log2(1 + variance / error) for variance in variances[1:]]
-        ]
+        bits = [float(np.log2(np.maximum(variances[0] / error, 1)).sum() / 2)]
+        for variance in variances[1:]:
+            bits.append(float(np.log2(1 + variance / error).sum() / 2))
+        return bits
 
     low = 1e-12
     high = max(float(variance.max(initial=0)) for variance in variances) + 1e-9
@@ -690,4 +757,5 @@ def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[f
         middle = float(np.sqrt(low * high))
         low, high = (middle, high) if sum(spent(middle)) > bits_per_token else (low, middle)
     state_bits = np.maximum(spent(high), 1e-9)
-    return [float(share) for share in state_bits / state_bits.sum() * bits_per_token]
+    scaled: list[float] = (state_bits / state_bits.sum() * bits_per_token).tolist()
+    return scaled

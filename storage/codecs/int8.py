@@ -19,6 +19,7 @@ NumPy and torch share one implementation. It uses only operations that round in 
 libraries and on all devices, so that the same values always give the same codes.
 """
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device
@@ -82,11 +83,10 @@ class Int8Codec(FieldCodec):
             shape = shape[:3]
             axes = (*axes[:2], axes[-1])
             parts = {f"{spec.name}/key_": (width, True), f"{spec.name}/value_": (others, False)}
-        self._parts = [
-            _part(name, (*shape[:-1], width), axes, is_per_channel)
-            for name, (width, is_per_channel) in parts.items()
-        ]
-        super().__init__(spec, _BITS, [array for part in self._parts for array in part])
+        self._parts: list[_Part] = []
+        for name, (part_width, is_per_channel) in parts.items():
+            self._parts.append(_part(name, (*shape[:-1], part_width), axes, is_per_channel))
+        super().__init__(spec, _BITS, list(chain.from_iterable(self._parts)))
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,9 @@ class StoreCodec:
     ) -> None:
         self.name = name
         settings = _settings(name)
-        self.fields: dict[str, FieldCodec] = {
-            spec.name: _field_codec(name, settings, spec) for spec in specs
-        }
+        self.fields: dict[str, FieldCodec] = {}
+        for spec in specs:
+            self.fields[spec.name] = _field_codec(name, settings, spec)
         for field, names in (self._named_sources() if sources is None else sources).items():
             self._predict(field, names)
         tokens = self.fields.get(TOKENS)
@@ -94,11 +95,11 @@ class StoreCodec:
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
         """Name of each predicted field -> names of the fields from which it is predicted."""
-        source_names = {
-            name: tuple(source.spec.name for source in codec.sources)
-            for name, codec in self.fields.items()
-        }
-        return {name: names for name, names in source_names.items() if names}
+        source_names: dict[str, tuple[str, ...]] = {}
+        for name, codec in self.fields.items():
+            if codec.sources:
+                source_names[name] = tuple(source.spec.name for source in codec.sources)
+        return source_names
 
     def with_sources(self, name: str) -> list[str]:
         """List the names of the fields that are needed to decode a field.
@@ -111,14 +112,10 @@ class StoreCodec:
     @property
     def in_order(self) -> list[str]:
         """Names of all fields, ordered so that each field follows its sources."""
-        return list(
-            dict.fromkeys(
-                needed
-                for name in self.fields
-                for needed in self.with_sources(name)
-                if needed in self.fields
-            )
-        )
+        needed: list[str] = []
+        for name in self.fields:
+            needed += self.with_sources(name)
+        return [name for name in dict.fromkeys(needed) if name in self.fields]
 
     def encode(
         self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
@@ -138,8 +135,10 @@ class StoreCodec:
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
         sources = self.sources
-        used = {name for names in sources.values() for name in names}
-        for name in (name for name in self.in_order if name in values):
+        used = set(chain.from_iterable(sources.values()))
+        for name in self.in_order:
+            if name not in values:
+                continue
             names = sources.get(name, ())
             # The sources of a field are the fields from which it is predicted. If the caller gave
             # no values for them, the field's codec gets no features, and raises an error that names
@@ -159,7 +158,10 @@ class StoreCodec:
     @property
     def arrays(self) -> list[StoredArray]:
         """All stored arrays, field by field."""
-        return [array for codec in self.fields.values() for array in codec.arrays]
+        arrays: list[StoredArray] = []
+        for codec in self.fields.values():
+            arrays += codec.arrays
+        return arrays
 
     @property
     def is_lossless(self) -> bool:
@@ -172,9 +174,11 @@ class StoreCodec:
 
         All of them must have learned before ``describe`` and ``files`` are called.
         """
-        return {
-            name: codec for name, codec in self.fields.items() if isinstance(codec, TransformCodec)
-        }
+        learned: dict[str, TransformCodec] = {}
+        for name, codec in self.fields.items():
+            if isinstance(codec, TransformCodec):
+                learned[name] = codec
+        return learned
 
     @property
     def joint(self) -> list[str]:
@@ -183,22 +187,23 @@ class StoreCodec:
         They are ordered from the lowest layer to the last hidden state. Each one is predicted from
         the one before it.
         """
-        names = [
-            name
-            for name, codec in self.learned.items()
-            if not codec.is_kv and codec.settings.is_joint
-        ]
-        layers = {name: int(name.removeprefix(_LAYER)) for name in names if name.startswith(_LAYER)}
-        return sorted(names, key=lambda name: layers.get(name, _LAST_LAYER))
+        layers: dict[str, int] = {}
+        for name, codec in self.learned.items():
+            if codec.is_kv or not codec.settings.is_joint:
+                continue
+            is_layer = name.startswith(_LAYER)
+            layers[name] = int(name.removeprefix(_LAYER)) if is_layer else _LAST_LAYER
+        return sorted(layers, key=layers.__getitem__)
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the codec that ``store.json`` contains.
 
         Codecs with different descriptions store different bytes.
         """
-        settings = {
-            name: codec.describe() for name, codec in self.fields.items() if not codec.is_identity
-        }
+        settings: dict[str, dict[str, Any]] = {}
+        for name, codec in self.fields.items():
+            if not codec.is_identity:
+                settings[name] = codec.describe()
         document = {
             "name": self.name,
             "transform": settings or "identity",
@@ -217,12 +222,10 @@ class StoreCodec:
         """
         if not self.learned:
             return {}
-        states = [(name, codec.state()) for name, codec in self.learned.items()]
-        arrays = {
-            f"{name}:{key}": np.ascontiguousarray(array)
-            for name, state in states
-            for key, array in state.items()
-        }
+        arrays: dict[str, np.ndarray] = {}
+        for name, codec in self.learned.items():
+            for key, array in codec.state().items():
+                arrays[f"{name}:{key}"] = np.ascontiguousarray(array)
         # Sort the arrays by name, so that equal states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
@@ -241,11 +244,16 @@ class StoreCodec:
             ) from error
         # Load the sources of a field before the field: their number of features determines the
         # shapes of the field's regressions.
-        for name in (name for name in self.in_order if name in self.learned):
+        learned = self.learned
+        for name in self.in_order:
+            if name not in learned:
+                continue
             prefix = f"{name}:"
-            self.learned[name].load_state(
-                {key[len(prefix) :]: arrays[key] for key in arrays if key.startswith(prefix)}
-            )
+            state: dict[str, np.ndarray] = {}
+            for key, array in arrays.items():
+                if key.startswith(prefix):
+                    state[key.removeprefix(prefix)] = array
+            learned[name].load_state(state)
 
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
@@ -331,9 +339,9 @@ def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     for name, of in settings.items() if isinstance(settings, Mapping) else ():
         if isinstance(of, Mapping) and "predicted_from" in of:
             names = of["predicted_from"]
-            sources[str(name)] = [
-                str(source) for source in (names if isinstance(names, list) else [names])
-            ]
+            if not isinstance(names, list):
+                names = [names]
+            sources[str(name)] = [str(source) for source in names]
     return sources
 
 

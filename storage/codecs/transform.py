@@ -40,6 +40,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ from .coding import (
     GroupTransform,
     Pieces,
     piece_bytes,
+    row_bytes,
 )
 from .field import Codes, FieldCodec, Layers, Learning, placed
 from .fit import fit_groups
@@ -135,8 +137,14 @@ class TransformSettings:
         group_layers = {None: None, "all": 0, "layer": 1}.get(
             match["scope"], int(match["layers"] or 0)
         )
-        words = (match[word] is not None for word in ("tokens", "from_kv", "joint"))
-        return cls(kv_bits, hidden_bits, group_layers, *words)
+        return cls(
+            kv_bits,
+            hidden_bits,
+            group_layers,
+            from_tokens=match["tokens"] is not None,
+            from_kv=match["from_kv"] is not None,
+            is_joint=match["joint"] is not None,
+        )
 
     def bits(self, spec: FieldSpec) -> float:
         """Return the stored bits per value of a field."""
@@ -232,8 +240,10 @@ class Rope:
         """
         xp = array_namespace(keys)
         half = self.inv_freq.shape[-1]
-        tables = self._tables(first_position, first_position + keys.shape[0], layers, undo, keys)
-        cosine, sine = (xp.astype(table, keys.dtype, copy=False) for table in tables)
+        stop = first_position + keys.shape[0]
+        cosine, sine = self._tables(first_position, stop, layers, undo, keys)
+        cosine = xp.astype(cosine, keys.dtype, copy=False)
+        sine = xp.astype(sine, keys.dtype, copy=False)
         low = keys[..., :half]
         high = keys[..., half : 2 * half]
         turned = [low * cosine - high * sine, high * cosine + low * sine]
@@ -273,8 +283,9 @@ class Rope:
             np.float64
         )
         factor = scaling.astype(np.float64).reshape(-1, 1) ** sign
-        values = np.cos(angles) * factor, sign * np.sin(angles) * factor
-        return [placed(table[:, :, None].astype(np.float32), like) for table in values]
+        cosine = (np.cos(angles) * factor)[:, :, None].astype(np.float32)
+        sine = (sign * np.sin(angles) * factor)[:, :, None].astype(np.float32)
+        return [placed(cosine, like), placed(sine, like)]
 
 
 class TransformCodec(FieldCodec):
@@ -337,9 +348,9 @@ class TransformCodec(FieldCodec):
         size = settings.group_size(self._n_layers, self.layer_width) if self.is_kv else 1
         layers = range(self._n_layers)
         # Indices of the layers of each group. A hidden state has one group of one layer.
-        self.groups = [
-            list(layers[first : first + size]) for first in range(0, self._n_layers, size)
-        ]
+        self.groups: list[list[int]] = []
+        for first in range(0, self._n_layers, size):
+            self.groups.append(list(layers[first : first + size]))
 
     @property
     def needs_tokens(self) -> bool:
@@ -355,12 +366,11 @@ class TransformCodec(FieldCodec):
         """Number of features per token, from which other fields are predicted."""
         if not self.is_kv:
             return self.spec.token_shape[0]
-        leading = [
-            min(self._max_leading, len(basis.synthesis))
-            for group in self._groups
-            for basis in group.fit.bases
-        ]
-        return sum(leading) + self._n_token_features
+        n_leading = 0
+        for group in self._groups:
+            for basis in group.fit.bases:
+                n_leading += min(self._max_leading, len(basis.synthesis))
+        return n_leading + self._n_token_features
 
     @property
     def _n_token_features(self) -> int:
@@ -371,14 +381,20 @@ class TransformCodec(FieldCodec):
         """Largest number of features from the keys (or from the values) of one layer group."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
+    @property
+    def _error_metric(self) -> str:
+        """How errors were measured for the learned bases, in the words of ``store.json``."""
+        metric = "plain"
+        for group in self._groups:
+            for basis in group.fit.bases:
+                if basis.scale is None:
+                    return "given"
+                if not np.all(basis.scale == 1):
+                    metric = "relative to layers"
+        return metric
+
     @override
     def describe(self) -> dict[str, Any]:
-        scales = [basis.scale for group in self._groups for basis in group.fit.bases]
-        metric = "plain"
-        if any(scale is None for scale in scales):
-            metric = "given"
-        elif not all(np.all(scale == 1) for scale in scales):
-            metric = "relative to layers"
         names = [source.spec.name for source in self.sources]
         predicted = {"predicted_from": names[0] if len(names) == 1 else names} if names else {}
         return predicted | {
@@ -386,7 +402,7 @@ class TransformCodec(FieldCodec):
             "bits_per_value": self.expected_bits,
             "group_layers": len(self.groups[0]),
             "unrotated_keys": self.rope is not None,
-            "error_metric": metric,
+            "error_metric": self._error_metric,
             "early_positions": EARLY_POSITIONS,
             "token_features": self._n_token_features,
         }
@@ -409,7 +425,8 @@ class TransformCodec(FieldCodec):
             }
         if self._features is not None:
             state["tokens/features"] = self._features
-        for group, fit in enumerate(transform.fit for transform in self._groups):
+        for group, transform in enumerate(self._groups):
+            fit = transform.fit
             for part, regression in enumerate(fit.regressions):
                 state[f"{group}/{part}/regression"] = regression.astype(np.float16)
             state[f"{group}/columns"] = fit.columns.table()
@@ -446,10 +463,9 @@ class TransformCodec(FieldCodec):
                 )
             n_features = 0 if features is None else features.shape[1]
             n_features += sum(source.n_features for source in self.sources)
-            fits = [
-                self._load_group(state, group, layers, n_features)
-                for group, layers in enumerate(self.groups)
-            ]
+            fits: list[GroupFit] = []
+            for group, layers in enumerate(self.groups):
+                fits.append(self._load_group(state, group, layers, n_features))
             if not any(len(fit.columns.part) for fit in fits):
                 raise ValueError("it contains no codes")
         except (KeyError, IndexError, ValueError) as error:
@@ -464,9 +480,7 @@ class TransformCodec(FieldCodec):
     ) -> GroupFit:
         def load(name: str, *shape: int | None) -> np.ndarray:
             array = np.asarray(state[f"{group}/{name}"], np.float32)
-            if array.ndim != len(shape) or any(
-                n not in (None, got) for n, got in zip(shape, array.shape, strict=True)
-            ):
+            if not _has_shape(array, shape):
                 raise ValueError(f"array {group}/{name} has shape {array.shape}, expected {shape}")
             return array
 
@@ -501,10 +515,9 @@ class TransformCodec(FieldCodec):
             raise ValueError(
                 f"the codec file is damaged: array {group}/columns has NaN or infinite values"
             )
-        regressions = (
-            load(f"{part}/regression", n_features, width)
-            for part in range(self.n_parts if n_features else 0)
-        )
+        regressions: list[np.ndarray] = []
+        for part_index in range(self.n_parts if n_features else 0):
+            regressions.append(load(f"{part_index}/regression", n_features, width))
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
@@ -518,11 +531,14 @@ class TransformCodec(FieldCodec):
         self._features = features
         self._feature_tables = {}
         prefix = f"{self.spec.name}/codes_"
-        names = [f"{prefix}{group:02d}_" if len(fits) > 1 else prefix for group in range(len(fits))]
-        self._groups = [GroupTransform(name, fit) for name, fit in zip(names, fits, strict=True)]
-        runs = [transform.arrays for transform in self._groups]
-        n_bytes = piece_bytes([sum(array.row_bytes for array in group) for group in runs])
-        self.arrays = tuple(array for group in runs for array in group)
+        transforms: list[GroupTransform] = []
+        for group, fit in enumerate(fits):
+            name = f"{prefix}{group:02d}_" if len(fits) > 1 else prefix
+            transforms.append(GroupTransform(name, fit))
+        self._groups = transforms
+        runs = [transform.arrays for transform in transforms]
+        n_bytes = piece_bytes([row_bytes(group_runs) for group_runs in runs])
+        self.arrays = tuple(chain.from_iterable(runs))
         self._pieces = None
         if n_bytes:
             self._pieces = Pieces(f"{self.spec.name}/codes", runs, n_bytes)
@@ -604,13 +620,18 @@ class TransformCodec(FieldCodec):
         order = []
         for group in self._groups_of(layers):
             members = self.groups[group]
-            indices = [i for i, layer in enumerate(chosen) if layer in members]
-            local = [chosen[i] - members[0] for i in indices]
+            indices: list[int] = []
+            wanted: list[int] = []
+            for i, layer in enumerate(chosen):
+                if layer in members:
+                    indices.append(i)
+                    wanted.append(layer)
+            local = [layer - members[0] for layer in wanted]
             selection = None if local == list(range(len(members))) else local
             parts = groups[group].decode(
                 codes, first_position, n_tokens, len(members), selection, features
             )
-            decoded.append(self._assemble(parts, first_position, [chosen[i] for i in indices]))
+            decoded.append(self._assemble(parts, first_position, wanted))
             order += indices
         xp = array_namespace(decoded[0])
         joined = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
@@ -639,17 +660,22 @@ class TransformCodec(FieldCodec):
             return self._decode(codes, first_position, n_tokens, None, features)
         of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         codes = self._split(codes, None)
-        components = [
-            transform.leading(codes, n_tokens, self._max_leading) for transform in self._learned()
-        ]
-        return side_by_side(components if of_tokens is None else [*components, of_tokens])
+        all_features: list[Array] = []
+        for transform in self._learned():
+            all_features.append(transform.leading(codes, n_tokens, self._max_leading))
+        if of_tokens is not None:
+            all_features.append(of_tokens)
+        return side_by_side(all_features)
 
     @override
     def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
         groups = self._learned()
         if self._pieces is not None:
             return self.arrays
-        return tuple(array for group in self._groups_of(layers) for array in groups[group].arrays)
+        arrays: list[StoredArray] = []
+        for group in self._groups_of(layers):
+            arrays += groups[group].arrays
+        return tuple(arrays)
 
     @override
     def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
@@ -672,25 +698,22 @@ class TransformCodec(FieldCodec):
         keys = values[:, :, :, 0, :]
         others = values[:, :, :, 1, :]
         keys = keys if self.rope is None else self.rope.rotate(keys, undo=True)
-        return [
-            [
-                xp.reshape(
-                    part[:, layers[0] : layers[-1] + 1, ...],
-                    (part.shape[0], len(layers) * self.layer_width),
-                )
-                for part in (keys, others)
-            ]
-            for layers in self.groups
-        ]
+        groups: list[list[Array]] = []
+        for layers in self.groups:
+            members = slice(layers[0], layers[-1] + 1)
+            shape = (values.shape[0], len(layers) * self.layer_width)
+            group_keys = xp.reshape(keys[:, members, ...], shape)
+            group_values = xp.reshape(others[:, members, ...], shape)
+            groups.append([group_keys, group_values])
+        return groups
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
         """Undo :meth:`parts`: join the layer groups of a sequence, and rotate the keys again."""
         if not self.is_kv:
             return groups[0][0]
-        joined = [
-            self._assemble(parts, 0, layers)
-            for parts, layers in zip(groups, self.groups, strict=True)
-        ]
+        joined: list[Array] = []
+        for parts, layers in zip(groups, self.groups, strict=True):
+            joined.append(self._assemble(parts, 0, layers))
         return array_namespace(*joined).concat(joined, axis=1)
 
     def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
@@ -701,9 +724,10 @@ class TransformCodec(FieldCodec):
         """
         _, n_heads, _, head_dim = self.spec.token_shape
         xp = array_namespace(*parts)
-        keys, others = (
-            xp.reshape(part, (part.shape[0], len(layers), n_heads, head_dim)) for part in parts
-        )
+        shape = (parts[0].shape[0], len(layers), n_heads, head_dim)
+        keys, others = parts
+        keys = xp.reshape(keys, shape)
+        others = xp.reshape(others, shape)
         keys = keys if self.rope is None else self.rope.rotate(keys, first_position, layers)
         return xp.stack([keys, others], axis=3)
 
@@ -751,11 +775,11 @@ class TransformCodec(FieldCodec):
 
     def _groups_of(self, layers: Layers) -> list[int]:
         wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
-        return [
-            group
-            for group, members in enumerate(self.groups)
-            if any(layer in members for layer in wanted)
-        ]
+        groups: list[int] = []
+        for group, members in enumerate(self.groups):
+            if not set(members).isdisjoint(wanted):
+                groups.append(group)
+        return groups
 
     def _learned(self) -> list[GroupTransform]:
         if not self._groups:
@@ -832,6 +856,17 @@ class Observation(Sample):
         codec.take_over(fits, table)
         self._features = features
 
+    def _sequence(self, index: int) -> list[list[Array]]:
+        """Read the parts of all groups of one sequence, and move them to the device of learning."""
+        move = self._learning.place
+        groups: list[list[Array]] = []
+        for group in range(len(self._codec.groups)):
+            parts: list[Array] = []
+            for part in range(self._codec.n_parts):
+                parts.append(move(self.rows(group, part, [index]).values))
+            groups.append(parts)
+        return groups
+
     def as_features(self) -> list[np.ndarray]:
         """Compute the features of each sequence, from which other fields are predicted.
 
@@ -844,17 +879,23 @@ class Observation(Sample):
         move = self._learning.place
         all_features = []
         for i, n_tokens in enumerate(self.lengths):
-            groups = [
-                [move(self.rows(group, part, [i]).values) for part in range(codec.n_parts)]
-                for group in range(len(codec.groups))
-            ]
             tokens = self.tokens[i] if self.tokens else None
             features = None if self._features is None else move(self._features[i])
             # Encode and decode the values, because a reader has only decoded values.
-            codes = codec.encode_parts(groups, tokens, features)
+            codes = codec.encode_parts(self._sequence(i), tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
             all_features.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
         return all_features
+
+
+def _has_shape(array: np.ndarray, shape: Sequence[int | None]) -> bool:
+    """Whether an array has this shape, in which None stands for any length."""
+    if array.ndim != len(shape):
+        return False
+    for length, expected in zip(array.shape, shape, strict=True):
+        if expected is not None and length != expected:
+            return False
+    return True
 
 
 def side_by_side(arrays: Sequence[Array]) -> Array:

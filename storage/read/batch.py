@@ -18,7 +18,7 @@ Reading and decoding release Python's global interpreter lock.
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -327,11 +327,9 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
     """
     plans = _plan_shards(shards, ranges)
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
-        reads = [
-            read
-            for plan in plans[start : start + MAX_SHARDS_AT_ONCE]
-            for read in _plan_reads(shards, plan)
-        ]
+        reads: list[_Read] = []
+        for plan in plans[start : start + MAX_SHARDS_AT_ONCE]:
+            reads.extend(_plan_reads(shards, plan))
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([partial(_decode, read) for read in window], n_threads)
@@ -370,7 +368,10 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     finally:
         # The queue is empty now, so helper tasks that have not started are cancelled. Wait for the
         # others, because they write into the caller's arrays.
-        started = [helper for helper in helpers if not helper.cancel()]
+        started: list[Future[None]] = []
+        for helper in helpers:
+            if not helper.cancel():
+                started.append(helper)
         wait(started)
     for helper in started:
         helper.result()
@@ -409,16 +410,18 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
     layer axis of the caller's buffer to which its layers are copied.
     """
     if layers is None:
-        return [
-            _Column(c, (c * chunk_layers, (c + 1) * chunk_layers), []) for c in range(n_columns)
-        ]
+        every_column: list[_Column] = []
+        for number in range(n_columns):
+            span = (number * chunk_layers, (number + 1) * chunk_layers)
+            every_column.append(_Column(number, span, []))
+        return every_column
     columns: dict[int, _Column] = {}
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)
         columns.setdefault(number, _Column(number, None, [])).pairs.append((inner, position))
     for column in columns.values():
         first = column.pairs[0][1]
-        if column.pairs == [(inner, first + inner) for inner in range(chunk_layers)]:
+        if column.pairs == list(enumerate(range(first, first + chunk_layers))):
             column.span = (first, first + chunk_layers)
     return sorted(columns.values(), key=lambda column: column.number)
 
@@ -473,25 +476,26 @@ def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
 
 def _fetch_ahead(reads: list[_Read]) -> None:
     """Fetch remote bytes, and ask the kernel to read local bytes ahead."""
-    remote: list[tuple[_Read, RemoteFile]] = []
+    remote_reads: list[_Read] = []
+    remote_ranges: list[tuple[RemoteFile, int, int]] = []
     # Ignore a missing local file here. Reading it later raises an error that names the file.
     with suppress(*MISSING):
         for read in reads:
             file = read.reader.file
+            stop = read.offset + read.n_bytes
             if isinstance(file, RemoteFile):
-                remote.append((read, file))
+                remote_reads.append(read)
+                remote_ranges.append((file, read.offset, stop))
             elif len(reads) > 1:
-                file.prefetch(read.offset, read.offset + read.n_bytes)
-    if remote:
+                file.prefetch(read.offset, stop)
+    if remote_reads:
         try:
-            fetched = fetch_ranges(
-                [(file, read.offset, read.offset + read.n_bytes) for read, file in remote]
-            )
+            fetched = fetch_ranges(remote_ranges)
         except FileNotFoundError as error:
             raise StoreDamaged(
                 f"{error} was deleted after the store was opened. Restore the file from a copy."
             ) from error
-        for (read, _), data in zip(remote, fetched, strict=True):
+        for read, data in zip(remote_reads, fetched, strict=True):
             read.data = np.frombuffer(data, np.uint8)
 
 

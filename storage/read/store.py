@@ -150,10 +150,10 @@ class ActivationStore:
         return {name: self.read(i, name) for name in self.fields}
 
     def __repr__(self) -> str:
-        shapes = [
-            f"{f.name} {f.dtype}[{', '.join(map(str, ('n', *f.token_shape)))}]"
-            for f in self.fields.values()
-        ]
+        shapes: list[str] = []
+        for spec in self.fields.values():
+            sizes = ", ".join(map(str, ("n", *spec.token_shape)))
+            shapes.append(f"{spec.name} {spec.dtype}[{sizes}]")
         return (
             f"ActivationStore({str(self.path)!r}: {len(self):,} sequences, "
             f"{self._n_tokens.sum():,} tokens, {len(self.commits)} of {self.manifest.n_parts} "
@@ -330,9 +330,14 @@ class ActivationStore:
             StoreDamaged: a checksum is wrong, a file is missing, or a token id is not in the
                 target's vocabulary.
         """
-        rows = [self._sequence(int(i)) for i in sequences]
-        lengths = [int(self._n_tokens[i]) for i in rows]
-        specs = [self._field(name) for name in ([fields] if isinstance(fields, str) else fields)]
+        rows: list[int] = []
+        lengths: list[int] = []
+        for sequence in sequences:
+            row = self._sequence(int(sequence))
+            rows.append(row)
+            lengths.append(int(self._n_tokens[row]))
+        names = [fields] if isinstance(fields, str) else fields
+        specs = [self._field(name) for name in names]
         has_layers = any(spec.layer_axis == 1 for spec in specs)
         batch: dict[str, np.ndarray] = {}
         ranges: list[RowRange] = []
@@ -358,9 +363,8 @@ class ActivationStore:
         for array, indices in shared_arrays(as_stored).items():
             shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
             buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
-            ranges += [
-                self._range(i, array, indices, 0, lengths[b], buffer[b]) for b, i in enumerate(rows)
-            ]
+            for b, i in enumerate(rows):
+                ranges.append(self._range(i, array, indices, 0, lengths[b], buffer[b]))
         # Read the rows of all fields in one call, so that the disk gets all requests at once.
         # Decode fields with lossy codecs afterwards.
         read_ranges(self._shards, ranges, n_threads)
@@ -523,14 +527,15 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         raise SelectionInvalid(
             f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
         ) from error
+    indices: list[int] = []
     for layer in chosen:
         if not -n_layers <= layer < n_layers:
             raise SelectionInvalid(
                 f"Field {spec.name!r} has {n_layers} layers, counted from 0, and {layer} is not "
                 "one of them."
             )
-    chosen = [layer % n_layers for layer in chosen]
-    return None if chosen == list(range(n_layers)) else chosen
+        indices.append(layer % n_layers)
+    return None if indices == list(range(n_layers)) else indices
 
 
 def token_shape(spec: FieldSpec, layers: Layers) -> tuple[int, ...]:

@@ -163,9 +163,10 @@ def verify_store(
     store = backend.open_path(path)
     with backend.check_guard(store):
         if backend.exists(store / schema.MANIFEST_NAME) and (damage := find_manifest_damage(store)):
-            return VerifyReport(
-                [Finding(None, name_below(store, file), str(error)) for file, error in damage]
-            )
+            findings = [
+                Finding(None, name_below(store, file), str(error)) for file, error in damage
+            ]
+            return VerifyReport(findings)
         manifest = read_manifest(store)
         try:
             StoreCodec.open(manifest, store)
@@ -289,13 +290,16 @@ class _Verification:
         decodes = self.depth == "values"
         contradicted = {damage.part for damage in self.report.damages}
         self.n_bytes = self.report.n_bytes
-        readable = [part for part in commits if decodes and part not in contradicted]
+        # Sequences of the parts whose values are decoded, each with its index in ``reader``.
+        rows: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+        for part in commits:
+            if decodes and part not in contradicted:
+                rows[part] = []
         reader = (
-            ActivationStore(self.store, parts=readable, cache=None, checks_sizes=False)
-            if readable
+            ActivationStore(self.store, parts=list(rows), cache=None, checks_sizes=False)
+            if rows
             else None
         )
-        rows: dict[int, list[tuple[int, dict[str, Any]]]] = {part: [] for part in readable}
         for i, row in enumerate(reader.sequences.to_pylist() if reader else ()):
             rows[row["part"]].append((i, row))
         for part, commit in commits.items():
@@ -387,17 +391,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
                     )
             else:
                 for array, n_bad, first, layers in _non_finite(reader, i, row, codec):
-                    position = ", ".join(
-                        f"{axis} {index}" for axis, index in zip(array.axes, first, strict=True)
-                    )
-                    layer_text = (
-                        f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-                        if layers
-                        else ""
-                    )
-                    messages[array.name] = (
-                        f"{n_bad} values are NaN or infinite{layer_text}; the first at {position}"
-                    )
+                    messages[array.name] = _non_finite_message(array, n_bad, first, layers)
         except StoreError as error:
             messages = {name: str(error)}
         except (OSError, MemoryError) as error:
@@ -405,6 +399,20 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
             continue
         for array_name, message in messages.items():
             yield Finding(part, f"{schema.PARTS_NAME}/{array_name}", f"{sequence_name}: {message}")
+
+
+def _non_finite_message(
+    array: schema.StoredArray, n_bad: int, first: list[int], layers: list[int]
+) -> str:
+    """Describe a result of :func:`_non_finite`."""
+    position: list[str] = []
+    for axis, index in zip(array.axes, first, strict=True):
+        position.append(f"{axis} {index}")
+    layer_text = ""
+    if layers:
+        plural = "s" if len(layers) > 1 else ""
+        layer_text = f" in layer{plural} {', '.join(map(str, layers))}"
+    return f"{n_bad} values are NaN or infinite{layer_text}; the first at {', '.join(position)}"
 
 
 def _non_finite(
@@ -548,10 +556,13 @@ def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[
         Field name -> number of parts.
     """
     n_parts: Counter[str] = Counter()
+    known = {array.name for array in codec.arrays}
     for commit in commits:
-        arrays = {array for array in map(array_of, commit.files) if array is not None}
-        paths = [name.split("/") for name in arrays - {array.name for array in codec.arrays}]
-        n_parts.update(
-            sorted({"/".join(steps[: 2 if steps[0] == "hidden" else 1]) for steps in paths})
-        )
+        fields: set[str] = set()
+        for array in map(array_of, commit.files):
+            if array is None or array in known:
+                continue
+            steps = array.split("/")
+            fields.add("/".join(steps[: 2 if steps[0] == "hidden" else 1]))
+        n_parts.update(sorted(fields))
     return n_parts

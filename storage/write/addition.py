@@ -19,7 +19,7 @@ from ...files import write_atomic
 from ..backend import put_if_absent, replace_file
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
-from ..commit import PartCommit, array_of, read_part_commit
+from ..commit import FileRecord, PartCommit, array_of, read_part_commit
 from ..paths import StorePath
 from ..read.verify import unfinished_fields
 from ..schema import CODEC_NAME, FieldSpec, StoreManifest, commit_path
@@ -31,9 +31,11 @@ from .store import StoreWriter
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
     """Return the fields for which the commit of a part lists no shards."""
     # The name of a shard starts with the name of its field, followed by a slash.
-    return tuple(
-        name for name in fields if not any(file.startswith(f"{name}/") for file in commit.files)
-    )
+    lacking: list[str] = []
+    for name in fields:
+        if not any(file.startswith(f"{name}/") for file in commit.files):
+            lacking.append(name)
+    return tuple(lacking)
 
 
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
@@ -86,9 +88,10 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
         path = commit_path(writer.path, part)
         commit = read_part_commit(path)
         if unfinished_fields([commit], writer.codec):
-            files = {
-                name: record for name, record in commit.files.items() if array_of(name) in arrays
-            }
+            files: dict[str, FileRecord] = {}
+            for name, record in commit.files.items():
+                if array_of(name) in arrays:
+                    files[name] = record
             if not replace_file(path, commit.to_json(), replace(commit, files=files).to_json()):
                 raise changed_meanwhile(path)
     writer.remove_uncommitted()
@@ -121,10 +124,10 @@ class StoreAddition:
             spec.name for spec in manifest.fields if spec not in writer.manifest.fields
         )
         self._writer = writer
-        self._lacking = {
-            part: lacking_fields(read_part_commit(commit_path(writer.path, part)), self.fields)
-            for part in writer.committed_parts()
-        }
+        self._lacking: dict[int, tuple[str, ...]] = {}
+        for part in writer.committed_parts():
+            commit = read_part_commit(commit_path(writer.path, part))
+            self._lacking[part] = lacking_fields(commit, self.fields)
         # Number of committed parts. The new fields are added to all of them.
         self.n_parts = len(self._lacking)
         self._is_laid_out = False

@@ -353,13 +353,14 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self._counts = counts
         self._files = files
         self._on_close = on_close
-        starts, lengths = (sequences[name].to_pylist() for name in ("first_token", "n_tokens"))
+        starts = sequences["first_token"].to_pylist()
+        lengths = sequences["n_tokens"].to_pylist()
         self._planned: dict[int, int] = dict(zip(starts, lengths, strict=True))
         pool = pool or EncodePool()
-        self._arrays = {
-            array.name: ArrayWriter(array, counts, grids[array.name], pool, files)
-            for array in codec.arrays
-        }
+        self._arrays: dict[str, ArrayWriter] = {}
+        for array in codec.arrays:
+            grid = grids[array.name]
+            self._arrays[array.name] = ArrayWriter(array, counts, grid, pool, files)
 
     def write(
         self, field: str, first_token: int, values: np.ndarray | Mapping[str, np.ndarray]
@@ -439,13 +440,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         with disk_full_guard(self._files.commit_path):
             for array in self._arrays.values():
                 array.finish()
+            records: dict[str, FileRecord] = {}
             for array in self._arrays.values():
                 array.wait_synced()
-            records = {
-                name: record
-                for array in self._arrays.values()
-                for name, record in array.records.items()
-            }
+                records |= array.records
             commit = PartCommit(
                 **self._counts, files=dict(sorted({**self._files.existing, **records}.items()))
             )

@@ -109,10 +109,9 @@ class Publication:
         """
         try:
             content = parse_object(backend.read_file(publication_path(commit)))
-            files = {
-                relative_name(name): whole_number(n, "bytes")
-                for name, n in mapping(content["files"], "files").items()
-            }
+            files: dict[str, int] = {}
+            for name, n_bytes in mapping(content["files"], "files").items():
+                files[relative_name(name)] = whole_number(n_bytes, "bytes")
             old = None if content["old"] is None else str(content["old"]).encode()
             return cls(commit, str(content["attempt"]), files, old, str(content["new"]).encode())
         except backend.MISSING:
@@ -384,7 +383,8 @@ class StoreFiles:
             folder = Path(name)
             yield folder
             for root, _, names in walk(folder):
-                for local in (root / file_name for file_name in names):
+                for file_name in names:
+                    local = root / file_name
                     below = local.relative_to(folder).as_posix()
                     files[below] = FileRecord(local.stat().st_size, backend.file_crc32(local))
                     _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
@@ -402,12 +402,11 @@ class StoreFiles:
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
         """Delete the files of a folder, except those in ``kept`` and those with temporary names."""
-        names = (
-            name
-            for name in backend.names_below(self.path / folder)
-            if not name.endswith(PARTIAL_SUFFIX)
-        )
-        backend.remove_files(*(self.path / folder / name for name in names if name not in kept))
+        others: list[StorePath] = []
+        for name in backend.names_below(self.path / folder):
+            if not name.endswith(PARTIAL_SUFFIX) and name not in kept:
+                others.append(self.path / folder / name)
+        backend.remove_files(*others)
 
     def _retract(self, *commits: StorePath) -> None:
         """Delete commits durably. Call this before the files that the commits list are changed."""
@@ -422,7 +421,9 @@ class StoreFiles:
         if isinstance(self.path, Path):
             for folder in (
                 self.path,
-                *(self.path / name for name in (COMMITS_NAME, RUNS_NAME, CODEC_NAME)),
+                self.path / COMMITS_NAME,
+                self.path / RUNS_NAME,
+                self.path / CODEC_NAME,
             ):
                 for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
                     if leftover.is_dir() and not leftover.is_symlink():
@@ -456,13 +457,13 @@ class StoreFiles:
         entries = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
             (self.path / TARGET_NAME).key
         )
-        bucket.delete(
-            key
-            for key, entry in entries.items()
-            if key.endswith(PARTIAL_SUFFIX)
-            and entry.modified is not None
-            and (now - entry.modified).total_seconds() > LEFTOVER_S
-        )
+        leftovers: list[str] = []
+        for key, entry in entries.items():
+            if not key.endswith(PARTIAL_SUFFIX) or entry.modified is None:
+                continue
+            if (now - entry.modified).total_seconds() > LEFTOVER_S:
+                leftovers.append(key)
+        bucket.delete(leftovers)
 
     def close(self) -> None:
         """Release the lock and delete temporary local files."""
@@ -500,11 +501,10 @@ def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
     """Delete all files and folders in ``parts`` except the files in ``kept`` (relative paths)."""
     for root, folders, names in walk(parts):
         below = "" if root == parts else f"{root.relative_to(parts).as_posix()}/"
-        for name in [
-            name for name in folders if not any(file.startswith(f"{below}{name}/") for file in kept)
-        ]:
-            shutil.rmtree(root / name)
-            folders.remove(name)
+        for name in list(folders):
+            if not any(file.startswith(f"{below}{name}/") for file in kept):
+                shutil.rmtree(root / name)
+                folders.remove(name)
         for name in names:
             if below + name not in kept:
                 (root / name).unlink()

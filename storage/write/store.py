@@ -282,7 +282,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 shutil.rmtree(str(self.path / name))
         # Keep texts.arrow: it contains a description of its own inputs, and this process may be
         # reading it.
-        backend.remove_files(*(self.path / name for name in (CARD_NAME, PLAN_NAME, MANIFEST_NAME)))
+        backend.remove_files(
+            self.path / CARD_NAME, self.path / PLAN_NAME, self.path / MANIFEST_NAME
+        )
         backend.sync_names(self.path)
 
     def _restore(self) -> None:
@@ -515,13 +517,15 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         )
 
     def _keep_listed(self, commits: Iterable[PartCommit]) -> None:
-        listed = {name for commit in commits for name in commit.files}
-        arrays = {name.rpartition("/")[0] for name in listed} | {
-            array.name for array in self.codec.arrays
-        }
-        self._remove_unlisted(
-            listed | {name.removeprefix(f"{PARTS_NAME}/") for name in metadata_names(arrays)}
-        )
+        listed: set[str] = set()
+        for commit in commits:
+            listed.update(commit.files)
+        arrays = {array.name for array in self.codec.arrays}
+        for name in listed:
+            arrays.add(name.rpartition("/")[0])
+        for name in metadata_names(arrays):
+            listed.add(name.removeprefix(f"{PARTS_NAME}/"))
+        self._remove_unlisted(listed)
 
 
 def _check_unoccupied(store: StorePath) -> None:
@@ -590,14 +594,13 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
     """
     changes: dict[str, tuple[Any, Any]] = {}
     if manifest is not None:
-        old, new = (
-            flatten(json.loads(document.to_json())) for document in (read_manifest(store), manifest)
-        )
-        pairs = {
-            key: (old.get(key, "(absent)"), new.get(key, "(absent)"))
-            for key in sorted(old.keys() | new.keys())
-        }
-        changes = {key: (was, now) for key, (was, now) in pairs.items() if was != now}
+        old = flatten(json.loads(read_manifest(store).to_json()))
+        new = flatten(json.loads(manifest.to_json()))
+        for key in sorted(old.keys() | new.keys()):
+            was = old.get(key, "(absent)")
+            now = new.get(key, "(absent)")
+            if was != now:
+                changes[key] = (was, now)
     old_plan = read_plan(store / PLAN_NAME)
     if not old_plan.equals(plan.replace_schema_metadata(None)):
         changes["plan"] = _first_difference(old_plan, plan)
@@ -610,11 +613,13 @@ def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
         a = old.slice(row, 1).to_pylist()[0]
         b = new.slice(row, 1).to_pylist()[0]
         if a != b:
-            keys = [key for key in a if a[key] != b[key]]
-            was, now = (
-                f"row {row}: " + ", ".join(f"{key}={side[key]}" for key in keys) for side in (a, b)
-            )
-            return was, now
+            was: list[str] = []
+            now: list[str] = []
+            for key in a:
+                if a[key] != b[key]:
+                    was.append(f"{key}={a[key]}")
+                    now.append(f"{key}={b[key]}")
+            return f"row {row}: {', '.join(was)}", f"row {row}: {', '.join(now)}"
     return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
 
 
@@ -633,7 +638,9 @@ def _write_array_metadata(
     documents = zarr_metadata(
         (array, array_grid(array, n_parts, longest_part)) for array in wanted.values()
     )
-    contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
+    contents: dict[str, bytes] = {}
+    for name, content in documents.items():
+        contents[f"{PARTS_NAME}/{name}"] = content
     restore_files(store, contents)
     # Write the zarr.json of a group before those of the groups and arrays in it.
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
@@ -642,10 +649,10 @@ def _write_array_metadata(
             backend.make_folder(path.parent)
             backend.put_if_absent(path, content)
             backend.sync_names(path.parent.parent)
-    return {
-        name: read_grid(store / PARTS_NAME, array, n_parts, longest_part)
-        for name, array in wanted.items()
-    }
+    grids: dict[str, ArrayGrid] = {}
+    for name, array in wanted.items():
+        grids[name] = read_grid(store / PARTS_NAME, array, n_parts, longest_part)
+    return grids
 
 
 def _begin(
@@ -658,8 +665,9 @@ def _begin(
     exists already is kept and compared with the new content.
     """
     if isinstance(store, Path):
-        for path in (store / PLAN_NAME, *(store / CODEC_NAME / name for name in codec_files)):
-            path.unlink(missing_ok=True)
+        (store / PLAN_NAME).unlink(missing_ok=True)
+        for name in codec_files:
+            (store / CODEC_NAME / name).unlink(missing_ok=True)
     for name, content in codec_files.items():
         backend.make_folder(store / CODEC_NAME)
         if not backend.put_if_absent(store / CODEC_NAME / name, content):

@@ -14,7 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
-from moa_data.moa.targets.chat import Chat, RejectReason, UnreadableRow, parse_chat, parse_prompt
+from moa_data.moa.targets.chat import (
+    Chat,
+    Rejection,
+    RejectReason,
+    UnreadableRow,
+    parse_chat,
+    parse_prompt,
+)
 from moa_data.pipeline import dataset as dataset_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.dataset import ChatSource, Columns, read_jsonl, writer_of_answers
@@ -106,7 +113,7 @@ def test_a_completion_that_is_marked_as_undesired_is_rejected() -> None:
     columns = Columns.parse(["prompt-completion"])
     row = {"prompt": "Hi", "completion": "Go away.", "label": False}
     rejected(columns.apply(row), RejectReason.MARKED_UNTRAINED)
-    assert columns.apply(row | {"label": True})["messages"]
+    assert not isinstance(columns.apply(row | {"label": True}), Rejection)
 
 
 def test_what_an_object_says_of_all_rows_is_not_dropped(tmp_path: Path) -> None:
