@@ -20,7 +20,7 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.command import TRAIN, refused, run
 from moa_data.tests.kit.disks import check_rights
 from moa_data.tests.kit.refusals import refusing
-from moa_data.tests.kit.variants import quick
+from moa_data.tests.kit.variants import quick, quick_rows
 
 CODES = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO,
@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "--max-rows", "3", "--max-new-tokens", "3", "--max-rejected-fraction", "1",
     ),
 }  # fmt: skip
+QUICK_COMMANDS = ["extract", "train", "export-drafter"]
 
 
 @pytest.fixture
@@ -105,9 +106,7 @@ def sweep(name: str, work: Path, chosen: random.Random | None) -> None:
         check_goes_on(name, work)
 
 
-@pytest.mark.parametrize(
-    "name", quick(COMMANDS, COMMANDS.keys() - {"learn", "recode", "index", "repair"})
-)
+@pytest.mark.parametrize("name", quick(COMMANDS, QUICK_COMMANDS))
 def test_a_refused_call_is_one_line_and_the_command_goes_on(work: Path, name: str) -> None:
     sweep(name, work, random.Random(name))
 
@@ -140,10 +139,10 @@ def largest_file(n_bytes: int) -> Iterator[None]:
 
 # By default, each command meets one size. Those with small files meet the smallest size.
 SMALL = {"extract", "add", "repair", "index", "export-drafter", "eval", "regenerate"}
-SIZES = [
-    pytest.param(name, n, marks=[] if n == (100 if name in SMALL else 20_000) else pytest.mark.slow)
-    for name, n in itertools.product(COMMANDS, (100, 3_000, 20_000))
-]
+SIZES = quick_rows(
+    itertools.product(COMMANDS, (100, 3_000, 20_000)),
+    [(name, 100 if name in SMALL else 20_000) for name in QUICK_COMMANDS],
+)
 
 
 @pytest.mark.parametrize(("name", "n_bytes"), SIZES)

@@ -29,7 +29,12 @@ GREEDY, SAMPLED = SamplingConfig(), SamplingConfig(0.9, top_k=20)
 CHAIN, TREE = TreeShape(4), TreeShape(2, 3, 6)
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("simulated", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def gpu(request: pytest.FixtureRequest) -> str:
     """Return "cuda", which is either a simulated or a real device."""
     if request.param == "simulated":

@@ -549,6 +549,7 @@ def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
     assert "wrote no part" in extract(config).describe()
 
 
+@pytest.mark.slow
 def test_a_learned_codec_is_learned_again(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def config_of(folder: Path, **changes: Any) -> ExtractConfig:
     )
 
 
+@pytest.mark.slow
 def test_stores_are_sound_and_alike_however_they_are_made(
     made: tuple[str, Path], tmp_path: Path
 ) -> None:

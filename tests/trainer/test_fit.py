@@ -93,6 +93,7 @@ def test_no_target_is_ever_loaded(
     assert run(store_path, tmp_path / "run", max_steps=3, target_layer_inference=1).n_steps == 3
 
 
+@pytest.mark.slow
 def test_resume_with_another_accumulation(
     store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +289,7 @@ def test_resume_refuses_another_store_and_damaged_records(store_path: Path, tmp_
 # A run that continues beyond its end, or starts with the weights of another run
 
 
+@pytest.mark.slow
 def test_a_longer_run_equals_one_that_was_that_long_from_the_start(
     store_path: Path, tmp_path: Path
 ) -> None:

@@ -51,7 +51,9 @@ LAUNCHES = {
     "dspark on memory": 381,
 }  # fmt: skip
 """Upper bounds of a whole greedy round: a chain of 4 drafts, and the call of a 2-layer target."""
-NOT_BY_DEFAULT = ("moa", "eagle", "glide", "dflash", "dspark", "dspark on kv")
+NOT_BY_DEFAULT = (
+    "moa", "eagle", "glide", "dflash", "dspark", "dspark on kv", "medusa", "independent",
+)  # fmt: skip
 BY_DEFAULT = [
     *(f"{drafter}: 4" for drafter in DRAFTERS if drafter not in NOT_BY_DEFAULT), "eagle: 3x3x8"
 ]  # fmt: skip

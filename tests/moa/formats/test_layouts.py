@@ -189,9 +189,9 @@ def test_transformers_drafts_with_a_block_as_we_do(tmp_path: Path) -> None:
     """The generate of transformers takes as many rounds; its last one may have no draft."""
     model: Any = build_model(num_hidden_layers=3, eos_token_id=None)
     model.generation_config.eos_token_id = None
-    target, prompts, n_new = Target(model), random_prompts(3, 3), 20
+    target, prompts, n_new = Target(model), random_prompts(2, 3), 20
     drafter = kit.build("dflash", model, block_layers=2, block_size=6, sample_from_anchor=False)
-    write(kit.teach(drafter, target, prompts, 80), "hf-dflash", tmp_path, model)
+    write(kit.teach(drafter, target, prompts, 60), "hf-dflash", tmp_path, model)
     loaded: Any = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assistant, info = loaded
     assert not any(info.values()), info

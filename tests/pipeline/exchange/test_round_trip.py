@@ -40,7 +40,7 @@ from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.families import write_family
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import read_tree
-from moa_data.tests.kit.variants import quick
+from moa_data.tests.kit.variants import quick, quick_rows
 
 
 def export(store: Path, name: Format, out: Path, **options: Any) -> Path:
@@ -81,7 +81,11 @@ def stop_at(n: int) -> Callable[[int, int, str], None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "zipped"), [*((name, False) for name in get_args(Format)), ("specforge", True)]
+    ("name", "zipped"),
+    quick_rows(
+        [*((name, False) for name in get_args(Format)), ("specforge", True)],
+        [("eagle", False), ("specforge", True)],
+    ),
 )
 def test_round_trip_keeps_every_bit(
     store: Path, target: Path, tmp_path: Path, name: Format, zipped: bool

@@ -285,7 +285,7 @@ def test_random_configurations_of_families(family: str) -> None:
         assert_served(target, build("medusa", target.model, seed), "2x2x6" if seed % 2 else "3")
 
 
-@pytest.mark.parametrize("name", quick(SPECULATING, ["memory"]))
+@pytest.mark.parametrize("name", quick(SPECULATING, []))
 def test_every_drafter_speculates_for_several_texts(name: str) -> None:
     target, (kind, sizes) = never_ending(build_model(num_hidden_layers=3)), SPECULATING[name]
     drafter = build(kind, target.model, **sizes)
