@@ -24,9 +24,11 @@ CONTINUATIONS = {"of", "which", "else", "that", "as", "than", "so", "whose", "th
 LIMITS = {
     "assignments of several values at once": 4.0,
     "variables with an empty name": 1.3,
+    "comprehensions": 35.0,
     "trailing comments that continue the code": 0.0,
     "texts with 'is no'": 0.0,
 }
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 Places = dict[str, list[str]]
 
 
@@ -51,6 +53,8 @@ def habits_of(node: ast.AST) -> Iterator[str]:
         yield "assignments of several values at once"
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES:
         yield "variables with an empty name"
+    if isinstance(node, COMPREHENSIONS):
+        yield "comprehensions"
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and " is no " in node.value:
         yield "texts with 'is no'"
 

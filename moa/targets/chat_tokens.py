@@ -399,7 +399,7 @@ def _prefix_span(
 
 
 def _skip_header(text: str, start: int, header: str) -> int:
-    """Return the index after the header at ``start``, or ``start`` if there is no header."""
+    """Return the index after the header at ``start``, or ``start`` if the header is missing."""
     rest = text[start:].lstrip()
     if not rest.startswith(header):
         return start

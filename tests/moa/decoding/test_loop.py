@@ -1,8 +1,9 @@
 """Speculative greedy decoding gives the exact tokens of plain greedy decoding for any drafts.
 
-One drafter has silenced blocks and repeats a bigram that the target often follows. Scripted
-drafters are never, always or sometimes right. The contract of drafters tests every drafter in every
-shape.
+Read the scripted drafters first: they are never right, always right, or right now and then, and the
+tests count what each call of the target commits. After them comes a real drafter with silenced
+blocks. It repeats a bigram that the target often follows. The contract of drafters tests every
+drafter in every shape.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,33 +33,6 @@ VOCABULARY, EOS, N_POSITIONS = (
 )
 Script = Callable[[list[int], list[int]], list[int]]
 """Function of the target's next tokens and of a wrong token for each that returns the drafts."""
-
-
-def silence(drafter: MoADrafter) -> MoADrafter:
-    """Let every block add nothing.
-
-    The drafter then proposes argmax head(embedding of the last token).
-    """
-    with torch.no_grad():
-        for block in (drafter.self_attention, drafter.cross_attention):
-            block.self_attn.o_proj.weight.zero_()
-            block.mlp.down_proj.weight.zero_()
-    return drafter
-
-
-def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
-    """Build a target whose residual stream is mostly the last token's embedding.
-
-    A silenced drafter is often right about it.
-    """
-    model = build_model(num_hidden_layers=2)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(scale)
-            layer.mlp.down_proj.weight.mul_(scale)
-    target = Target(model)
-    target.eos_token_ids = eos_token_ids
-    return target
 
 
 @contextmanager
@@ -94,36 +68,6 @@ SCRIPTS: dict[str, tuple[Script, list[int]]] = {
 ALWAYS, FIRST_TWO = SCRIPTS["always right"][0], SCRIPTS["first two right"][0]
 
 
-def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
-    eos = frozenset({3, 24, 28})
-    target = bigram_target(eos)
-    drafter, committed, n_ended_in_accepted = silence(build_drafter(target.model)), list[int](), 0
-    for index, prompt in enumerate(
-        [[token] for token in range(4, 12)] + random_prompts(40, seed=2)
-    ):
-        limit, draft_length = 1 + index % 16, 2 + index % 5
-        runs: list[tuple[list[int], list[bool]]] = []
-        plain = plain_generate(target, prompt, max_new_tokens=limit)
-        fast = generate(
-            target, drafter, prompt, max_new_tokens=limit, tree=TreeShape(draft_length),
-            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
-        )  # fmt: skip
-        assert fast.tokens == plain.tokens == [token for tokens, _ in runs for token in tokens], (
-            index,
-            prompt,
-        )
-        assert len(plain.tokens) == limit or plain.tokens[-1] in eos
-        stats = fast.stats
-        assert stats.n_tokens == len(fast.tokens)
-        assert [len(tokens) for tokens, _ in runs] == [1, *stats.committed_per_call]
-        assert all(1 <= count <= draft_length + 1 for count in stats.committed_per_call)
-        assert stats.draft_s + stats.verify_s + stats.prefill_s <= stats.total_s
-        committed += stats.committed_per_call
-        n_ended_in_accepted += fast.tokens[-1] in eos and runs[-1][1][-1]
-    assert all(committed.count(k) > 0.02 * len(committed) for k in (1, 2, 3, 4))
-    assert n_ended_in_accepted > 1
-
-
 @pytest.fixture(scope="module")
 def fluent() -> Target:
     """Build a target without EOS that writes token 0, which must not be taken for padding."""
@@ -152,6 +96,63 @@ def test_scripted_drafts_are_counted(
         assert fast.stats.committed_per_call == expected
         said |= {*plain.tokens}
     assert 0 in said
+
+
+def silence(drafter: MoADrafter) -> MoADrafter:
+    """Let every block add nothing.
+
+    The drafter then proposes argmax head(embedding of the last token).
+    """
+    with torch.no_grad():
+        for block in (drafter.self_attention, drafter.cross_attention):
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+    return drafter
+
+
+def bigram_target(eos_token_ids: frozenset[int], scale: float = 0.06) -> Target:
+    """Build a target whose residual stream is mostly the last token's embedding.
+
+    A silenced drafter is often right about it.
+    """
+    model = build_model(num_hidden_layers=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.down_proj.weight.mul_(scale)
+    target = Target(model)
+    target.eos_token_ids = eos_token_ids
+    return target
+
+
+def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
+    eos = frozenset({3, 24, 28})
+    target = bigram_target(eos)
+    drafter, committed, n_ended_in_accepted = silence(build_drafter(target.model)), list[int](), 0
+    for index, prompt in enumerate(
+        [[token] for token in range(4, 12)] + random_prompts(40, seed=2)
+    ):
+        limit, draft_length = 1 + index % 16, 2 + index % 5
+        runs: list[tuple[list[int], list[bool]]] = []
+        plain = plain_generate(target, prompt, max_new_tokens=limit)
+        fast = generate(
+            target, drafter, prompt, max_new_tokens=limit, tree=TreeShape(draft_length),
+            on_tokens=lambda tokens, drafted, runs=runs: runs.append((tokens, drafted)),  # type: ignore[misc]
+        )  # fmt: skip
+        assert fast.tokens == plain.tokens == [token for tokens, _ in runs for token in tokens], (
+            index,
+            prompt,
+        )
+        assert len(plain.tokens) == limit or plain.tokens[-1] in eos
+        stats = fast.stats
+        assert stats.n_tokens == len(fast.tokens)
+        assert [len(tokens) for tokens, _ in runs] == [1, *stats.committed_per_call]
+        assert all(1 <= count <= draft_length + 1 for count in stats.committed_per_call)
+        assert stats.draft_s + stats.verify_s + stats.prefill_s <= stats.total_s
+        committed += stats.committed_per_call
+        n_ended_in_accepted += fast.tokens[-1] in eos and runs[-1][1][-1]
+    assert all(committed.count(k) > 0.02 * len(committed) for k in (1, 2, 3, 4))
+    assert n_ended_in_accepted > 1
 
 
 @pytest.mark.parametrize("place", [1, 4, 7])
