@@ -398,10 +398,10 @@ def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.n
     """
     from datasets import Dataset
 
-    if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
-        return
     partial = folder / ("rows" + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
+    if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
+        return
     ids_type = pa.list_(pa.int64())
     schema = pa.schema([("input_ids", ids_type), ("loss_mask", ids_type), ("seq_len", pa.int64())])
     with disk_full_guard(folder):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import StoreError, StoreLocked
 from ...files import write_atomic
-from ..backend import put_if_absent, replace_file
+from ..backend import exists, put_if_absent, replace_file
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import FileRecord, PartCommit, array_of, read_part_commit
@@ -82,29 +82,40 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
 
     Shards of new fields that an interrupted addition has written are deleted, because they were
     encoded with a different basis.
+
+    Raises:
+        StoreLocked: in a bucket, an addition of other fields is unfinished.
     """
+    path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
+    # Refuse before any shard is removed, because the other addition may still be running.
+    if not isinstance(path, Path) and exists(path):
+        raise _unfinished(path)
     arrays = {array.name for array in writer.codec.arrays}
     for part in writer.committed_parts():
-        path = commit_path(writer.path, part)
-        commit = read_part_commit(path)
+        part_path = commit_path(writer.path, part)
+        commit = read_part_commit(part_path)
         if unfinished_fields([commit], writer.codec):
             files: dict[str, FileRecord] = {}
             for name, record in commit.files.items():
                 if array_of(name) in arrays:
                     files[name] = record
-            if not replace_file(path, commit.to_json(), replace(commit, files=files).to_json()):
-                raise changed_meanwhile(path)
+            new_commit = replace(commit, files=files)
+            if not replace_file(part_path, commit.to_json(), new_commit.to_json()):
+                raise changed_meanwhile(part_path)
     writer.remove_uncommitted()
-    path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
     if isinstance(path, Path):
         # The store's lock prevents other additions at the same time. If a new basis exists already,
         # an interrupted addition has left it, so it can be replaced.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not put_if_absent(path, codec.files()[BASIS_NAME]):
-        raise StoreLocked(
-            f"{path} belongs to an unfinished `moa-data add` of other fields. Finish that command "
-            "first. If no process runs it any more, you can delete the file instead."
-        )
+        raise _unfinished(path)
+
+
+def _unfinished(path: StorePath) -> StoreLocked:
+    return StoreLocked(
+        f"{path} belongs to an unfinished `moa-data add` of other fields. Finish that command "
+        "first. If no process runs it any more, you can delete the file instead."
+    )
 
 
 class StoreAddition:

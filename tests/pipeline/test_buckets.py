@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_data.errors import Interrupted
+from moa_data.errors import Interrupted, StoreLocked
 from moa_data.pipeline.add import add
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
@@ -126,6 +126,32 @@ def test_add_writes_to_a_bucket(
         assert report.n_parts_done == report.n_parts
     assert read_remote_tree(in_bucket) == read_tree(on_disk)
     assert verify_store(in_bucket).ok
+
+
+@pytest.mark.slow
+def test_another_addition_to_a_bucket_is_refused_before_it_changes_the_store(
+    config: ExtractConfig, endpoint: str
+) -> None:
+    out = f"{empty_place(endpoint)}/store"
+    extract(config.replaced(out=out, codec="transform:3"))
+    store = open_path(out)
+    assert isinstance(store, RemotePath)
+    first = AddConfig.of(
+        store=out, model=config.model, activations=("hidden:layer:0",), target_layers=1
+    )
+
+    def interrupt(done: int, total: int, message: str) -> None:
+        if message.startswith("add 1/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        add(first, progress=interrupt)
+    before = read_remote_tree(store)
+    with pytest.raises(StoreLocked):
+        add(first.replaced(activations=("hidden:layer:2",)))
+    assert read_remote_tree(store) == before
+    assert add(first).n_parts_done > 0
+    assert verify_store(store).ok
 
 
 @pytest.mark.slow
