@@ -1,4 +1,4 @@
-"""Write, lock and read local files safely, and parse JSON of other programs within limits."""
+"""Check, write, lock and read local files safely, and parse JSON within limits."""
 
 import errno
 import fcntl
@@ -8,13 +8,20 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .errors import DrafterError, MoaDataError, NotEnoughMemory, StorageUnavailable, StoreDamaged
+from .errors import (
+    DrafterError,
+    MoaDataError,
+    NotEnoughMemory,
+    OutputOccupied,
+    StorageUnavailable,
+    StoreDamaged,
+)
 from .text import first_line, format_bytes
 
 # Suffix of the names of files and folders that are being written. After a crash, files and folders
@@ -269,6 +276,58 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
             f"Writing to {folder} takes about {format_bytes(n_bytes)} of disk space, but only "
             f"{format_bytes(n_free)} are free. {advice}"
         )
+
+
+# Outputs of earlier commands
+
+
+def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] = ()) -> None:
+    """Refuse an output folder that holds files which the command can neither continue nor replace.
+
+    Args:
+        folder: the output folder. It may be missing or empty.
+        kind: the kind of earlier output that the command can continue, for the message. The caller
+            has found that the folder does not hold one. Empty if the command continues nothing.
+        leftovers: names of files that a killed command may have left, and that may be replaced.
+
+    Raises:
+        OutputOccupied: the path is not a folder, or the folder holds other files.
+    """
+    if not folder.exists() or (folder.is_dir() and set(os.listdir(folder)) <= set(leftovers)):
+        return
+    expected = f"neither an empty folder nor {kind}" if kind else "not an empty folder"
+    raise OutputOccupied(
+        f"{folder} is {expected}. Choose another output folder, or empty this one."
+    )
+
+
+def refuse_other_inputs(
+    out: Path,
+    recorded: Mapping[str, Any],
+    current: Mapping[str, Any],
+    free_to_change: Collection[str] = (),
+    advice: str = "Give the earlier settings, or choose another --out.",
+) -> None:
+    """Refuse to continue an output that was started with other inputs.
+
+    Args:
+        out: the output folder or file, for the message.
+        recorded: name -> value of each input with which the output was started. A name that is
+            missing here counts as None.
+        current: name -> value of each input of this command. Only these names are compared.
+        free_to_change: names of inputs that may differ.
+        advice: what the user can do.
+
+    Raises:
+        OutputOccupied: an input differs. The message lists both values of every such input.
+    """
+    changes: list[str] = []
+    for name, value in current.items():
+        earlier = recorded.get(name)
+        if value != earlier and name not in free_to_change:
+            changes.append(f"{name} was {earlier!r}, now {value!r}")
+    if changes:
+        raise OutputOccupied(f"{out} was started with other inputs: {'; '.join(changes)}. {advice}")
 
 
 # Locks use flock directly. The filelock package supports neither shared locks nor messages that

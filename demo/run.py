@@ -7,7 +7,6 @@ settings, and the duration and results of each finished phase.
 
 import importlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Interrupted, OptionInvalid
-from ..files import PARTIAL_SUFFIX, write_atomic
+from ..errors import Interrupted, OutputOccupied
+from ..files import PARTIAL_SUFFIX, refuse_other_files, refuse_other_inputs, write_atomic
 from ..moa.drafters.advice import FAST_KIND, advise
 from ..pipeline.config import (
     DataSettings,
@@ -107,7 +106,7 @@ def run_demo(
     """Run the phases of the demo that are not finished yet.
 
     Raises:
-        OptionInvalid: the folder holds other files, or a demo with other settings.
+        OutputOccupied: the folder holds other files, or a demo with other settings.
     """
     folder = Path(config.out)
     phases = {"corpus": _corpus, "target": _target}
@@ -174,18 +173,13 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
         The results of the finished phases, by phase.
 
     Raises:
-        OptionInvalid: the folder holds other files, or a demo with other settings. The folder is
+        OutputOccupied: the folder holds other files, or a demo with other settings. The folder is
             not changed.
     """
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
-        is_free = not folder.exists() or (folder.is_dir() and set(os.listdir(folder)) <= _OURS)
-        if not is_free:
-            raise OptionInvalid(
-                f"{folder} exists, but holds no demo ({STATE_FILE} is missing). Choose another "
-                "--out."
-            )
+        refuse_other_files(folder, f"a demo ({STATE_FILE} is missing)", _OURS)
         folder.mkdir(parents=True, exist_ok=True)
         _save(config, folder, {})
         return {}
@@ -193,18 +187,10 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
         state = json.loads(file.read_text(encoding="utf-8"))
         before, finished = dict(state["settings"]), dict(state["phases"])
     except (KeyError, TypeError, ValueError) as error:
-        raise OptionInvalid(
+        raise OutputOccupied(
             f"{file} cannot be read ({error}). Delete {folder}, or choose another --out."
         ) from error
-    changed: list[str] = []
-    for name, now in settings.items():
-        if now != before.get(name):
-            changed.append(f"{name} is {now!r}, was {before.get(name)!r}")
-    if changed:
-        raise OptionInvalid(
-            f"{folder} holds a demo with other settings: {'; '.join(changed)}. Choose another "
-            "--out."
-        )
+    refuse_other_inputs(folder, before, settings)
     return finished
 
 

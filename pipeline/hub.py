@@ -12,8 +12,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
-from ..errors import DatasetError, MoaDataError, OutputOccupied
-from ..files import PARTIAL_SUFFIX, machine_trouble
+from ..errors import DatasetError, MoaDataError
+from ..files import PARTIAL_SUFFIX, machine_trouble, refuse_other_files
 from ..storage.read.verify import summarize_store, verify_store
 from ..storage.schema import (
     CARD_NAME,
@@ -110,13 +110,8 @@ def pull(
         OutputOccupied: the folder holds other files.
     """
     folder = folder.expanduser()
-    if folder.exists() and not (
-        folder.is_dir() and ((folder / _CACHE).is_dir() or not any(folder.iterdir()))
-    ):
-        raise OutputOccupied(
-            f"{folder} exists already, and is not an interrupted pull. Choose another folder, or "
-            "delete it."
-        )
+    if not (folder / _CACHE).is_dir():
+        refuse_other_files(folder, "an interrupted pull")
     api = _connect()
     with _one_line(repo):
         # Look up the commit first, so that all files are of the same commit even if somebody pushes

@@ -38,7 +38,7 @@ from pydantic import BaseModel
 
 from .. import __version__
 from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, TemplateError
-from ..files import disk_full_guard, parsing, write_atomic
+from ..files import disk_full_guard, parsing, refuse_other_inputs, write_atomic
 from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import SamplingConfig
@@ -442,29 +442,22 @@ class Answers:
             "Choose another --out.",
         ):
             recorded = _Record.model_validate_json(self.record.read_bytes())
-        current = self._record.settings
-        earlier = recorded.settings
-        changes: list[str] = []
-        for name in {**earlier, **current}:
-            if earlier.get(name) != current.get(name):
-                changes.append(f"{name} was {earlier.get(name)} and is now {current.get(name)}")
         # If no row is counted, nothing was answered with the earlier settings, and new settings are
         # allowed.
-        if changes and recorded.rows.n_rows:
-            raise OutputOccupied(
-                f"{self.path} was started with other settings: {', '.join(changes)}. Give the "
-                "earlier settings again, or choose another --out."
-            )
+        if recorded.rows.n_rows:
+            # A setting that this run lacks, such as the drafter, counts as None.
+            current = dict.fromkeys(recorded.settings) | self._record.settings
+            refuse_other_inputs(self.path, recorded.settings, current)
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
             raise OutputOccupied(
                 f"{self.path} was changed after `moa-data regenerate` had written it. Choose "
                 f"another --out, or delete this file and {self.record}."
             )
         self.file.truncate(recorded.n_bytes)
-        if changes:
-            self._save()
-        else:
+        if recorded.rows.n_rows:
             self._record = recorded
+        else:
+            self._save()
 
     def append(self, rows: Sequence[Row]) -> None:
         """Append a batch of rows to the file of chats, and sync the file to the disk."""

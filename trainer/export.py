@@ -16,8 +16,8 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from ..errors import DrafterError, OutputOccupied, StoreError, TargetError
-from ..files import PARTIAL_SUFFIX, disk_full_guard
+from ..errors import DrafterError, StoreError, TargetError
+from ..files import PARTIAL_SUFFIX, disk_full_guard, refuse_other_files
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_target_fits
 from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
@@ -70,8 +70,7 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     source = Path(config.drafter).expanduser()
     folder = Path(config.out).expanduser()
     drafter = load_drafter(source)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputOccupied(f"{folder} is not an empty folder. Choose another --out.")
+    refuse_other_files(folder)
     pieces: dict[str, Any] = {}
     if config.model or (layout.kind == drafter.kind and layout.needs):
         identity, pieces = find_target(config.model, source, layout.needs)

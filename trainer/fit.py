@@ -24,7 +24,7 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,10 @@ from ..files import (
     LockHeld,
     check_room,
     disk_full_guard,
-    kind_of,
     lock_file,
     nearest_folder,
+    refuse_other_files,
+    refuse_other_inputs,
     write_atomic,
 )
 from ..machine import is_first_process, keep_freed_memory
@@ -582,7 +583,6 @@ def _precision(machine: MachineSettings) -> Any:
 
 def _check_folder(config: TrainConfig, out: Path) -> None:
     """Refuse an output folder that holds files of a different run."""
-    record = out / RUN_FILE
     last = out / LAST
     if config.resume:
         if not last.exists():
@@ -590,28 +590,22 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
                 f"there is nothing to resume, because {last} does not exist; run without --resume."
             )
         checkpoints.read_step(last)
-        now = config.named()
-        for name in _FREE_TO_CHANGE:
-            now.pop(name, None)
-        if changed := _changes(_recorded_config(out).named(), now):
+        refuse_other_inputs(
+            out,
+            _recorded_config(out).named(),
+            config.named(),
+            _FREE_TO_CHANGE,
+            advice="Give the earlier settings, or choose another --out without --resume.",
+        )
+    elif (out / RUN_FILE).is_file():
+        # If the earlier run in this folder ended before its first checkpoint, there is nothing to
+        # resume, so the run starts again.
+        if last.is_file():
             raise OutputOccupied(
-                f"cannot resume {out} with other settings: {changed}. Give the earlier settings, "
-                "or choose another --out without --resume."
+                f"{out} already holds a run; pass --resume to continue it, or another --out."
             )
-    elif out.exists() and not out.is_dir():
-        raise OutputOccupied(
-            f"{out} is {kind_of(out)}, expected a folder or nothing; choose another --out."
-        )
-    elif record.is_file():
-        if not last.is_file():
-            # The earlier run in this folder ended before its first checkpoint. There is nothing to
-            # resume, so the run starts again.
-            return
-        raise OutputOccupied(
-            f"{out} already holds a run; pass --resume to continue it, or another --out."
-        )
-    elif out.is_dir() and set(os.listdir(out)) - {RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE}:
-        raise OutputOccupied(f"{out} is not empty and holds no training run; choose another --out.")
+    else:
+        refuse_other_files(out, "a training run", {RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE})
 
 
 def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
@@ -627,15 +621,6 @@ def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
         if is_open(now[name]) and name not in fixed:
             filled_in[name] = recorded[name]
     return config.replaced(**filled_in)
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    changes: list[str] = []
-    for name, new in now.items():
-        old = before.get(name)
-        if old != new:
-            changes.append(f"{name} was {old!r}, now {new!r}")
-    return "; ".join(changes)
 
 
 def _recorded_config(out: Path) -> TrainConfig:
@@ -692,14 +677,17 @@ def _check_resumed(
             raise TrainingError(
                 f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it."
             ) from error
+        facts = _store_facts(store)
         # Compare only recorded facts. Earlier releases recorded fewer of them, for example no
         # codec.
-        facts = {name: value for name, value in _store_facts(store).items() if name in recorded}
-        if changed := _changes(recorded, facts):
-            raise OutputOccupied(
-                f"cannot resume {out} with another store: {changed}. Give the store that the run "
-                "was trained from, or choose another --out without --resume."
-            )
+        refuse_other_inputs(
+            out,
+            recorded,
+            facts,
+            free_to_change=facts.keys() - recorded.keys(),
+            advice="Give the store that the run was trained from, or choose another --out without "
+            "--resume.",
+        )
     step = checkpoints.read_step(out / LAST)
     if data.max_steps < step:
         raise OutputOccupied(

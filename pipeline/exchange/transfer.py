@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DatasetError, OutputOccupied
-from ...files import parse_object, replacing, whole_number, write_atomic
+from ...files import (
+    parse_object,
+    refuse_other_files,
+    refuse_other_inputs,
+    replacing,
+    whole_number,
+    write_atomic,
+)
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
 from ...moa.targets.families import (
     family_of,
@@ -210,27 +217,24 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
     }
     if path.is_file():
         try:
-            old = parse_object(path.read_bytes())
-            is_longer = whole_number(old.get("n_sequences"), "n_sequences") <= n_sequences
+            recorded = parse_object(path.read_bytes())
+            n_recorded = whole_number(recorded.get("n_sequences"), "n_sequences")
         except ValueError as error:
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another --out."
             ) from error
-        changed: list[str] = []
-        for key, value in record.items():
-            may_differ = key == "n_sequences" and is_longer
-            if old.get(key) != value and not may_differ:
-                changed.append(key)
-        if changed:
-            raise OutputOccupied(
-                f"{folder} holds an export of another store or with other settings: {RECORD_NAME} "
-                f"differs in {', '.join(changed)}. Choose another --out."
-            )
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OutputOccupied(
-            f"{folder} is neither an empty folder nor an earlier export of this program. Choose "
-            "another --out."
+        free_to_change = {"target", "identities"}  # The hash of the store covers both.
+        if n_recorded <= n_sequences:
+            free_to_change.add("n_sequences")
+        refuse_other_inputs(
+            folder,
+            recorded,
+            record,
+            free_to_change,
+            advice="Give the earlier store and settings, or choose another --out.",
         )
+    else:
+        refuse_other_files(folder, "an earlier export of this program")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps(record, indent=2, sort_keys=True) + "\n").encode())
 

@@ -11,7 +11,7 @@ import pytest
 from moa_data.demo import run, serving
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.run import PHASES, run_demo
-from moa_data.errors import Interrupted, OptionInvalid
+from moa_data.errors import Interrupted, OptionInvalid, OutputOccupied
 from moa_data.tests.kit.command import DEMO
 
 from .conftest import Interrupt
@@ -47,10 +47,10 @@ def test_all_phases_then_reuse_then_refusal(
     assert run_demo(config).reused == PHASES
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == before
 
-    with pytest.raises(OptionInvalid, match="other settings: seed is 7, was 0"):
+    with pytest.raises(OutputOccupied, match="other inputs: seed was 0, now 7"):
         run_demo(config.replaced(seed=7))
     (first.folder / "demo.json").write_text("{")
-    with pytest.raises(OptionInvalid, match=r"demo\.json cannot be read"):
+    with pytest.raises(OutputOccupied, match=r"demo\.json cannot be read"):
         run_demo(config)
 
 

@@ -418,7 +418,7 @@ def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: Regenera
     with pytest.raises(DatasetError, match="first: row 9"):
         regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=0.2))
     assert record(config)["rows"]["n_rows"] == 11, "certain after the last batch"
-    with pytest.raises(OutputOccupied, match="max_new_tokens was 1 and is now"):
+    with pytest.raises(OutputOccupied, match="max_new_tokens was 1, now"):
         regenerate(config)
     answers = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
     assert answers.counts.n_rows == 11
@@ -482,7 +482,7 @@ def test_extract_takes_the_answers(
     assert extracted.exit_code == 0, extracted.output
     assert f": {n_chats} sequences" in extracted.stdout, "none rejected, and the record is no chat"
     assert read_tree(store)
-    refused(run(*arguments, *shown[:-4]), "started with", "max_length was 160 and is now 2048")
+    refused(run(*arguments, *shown[:-4]), "started with", "max_length was 160, now 2048")
 
 
 @pytest.mark.parametrize(

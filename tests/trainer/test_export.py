@@ -214,7 +214,7 @@ def test_the_command_says_what_it_did_and_how_it_failed(
     ]
     again = CliRunner().invoke(main, arguments)
     assert again.exit_code == 2
-    assert "is not an empty folder. Choose another --out." in again.output
+    assert "is not an empty folder. Choose another output folder" in again.output
 
 
 def test_formats_without_embeddings_are_refused_where_the_target_scales_them(
