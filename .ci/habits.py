@@ -1,6 +1,6 @@
 """Checks that the package has few habits that make code slow to read.
 
-# --list names every place, not only those of habits above their limit.
+# --list lists every finding, not only those of habits above their limit.
 python .ci/habits.py [--list]
 """
 
@@ -20,7 +20,7 @@ EMPTY_NAMES = {
 }  # fmt: skip
 # First words of a trailing comment that continues the sentence of the code.
 CONTINUATIONS = {"of", "which", "else", "that", "as", "than", "so", "whose", "they"}
-# Habit -> its limit, in places per 1,000 statements of the package.
+# Habit -> its limit, in findings per 1,000 statements of the package.
 LIMITS = {
     "assignments of several values at once": 4.0,
     "variables with an empty name": 1.3,
@@ -29,7 +29,7 @@ LIMITS = {
     "texts with 'is no'": 0.0,
 }
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-Places = dict[str, list[str]]
+Findings = dict[str, list[str]]
 
 
 def package_files() -> list[Path]:
@@ -71,25 +71,25 @@ def continuing_comments(text: str) -> Iterator[int]:
 
 def main() -> int:
     """Check the package. Returns 1 if a habit is above its limit."""
-    places: Places = {habit: [] for habit in LIMITS}
+    findings: Findings = {habit: [] for habit in LIMITS}
     n_statements = 0
     for file in package_files():
         text = file.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)):
             n_statements += isinstance(node, ast.stmt)
             for habit in habits_of(node):
-                places[habit].append(f"{file}:{getattr(node, 'lineno', 0)}")
+                findings[habit].append(f"{file}:{getattr(node, 'lineno', 0)}")
         for line in continuing_comments(text):
-            places["trailing comments that continue the code"].append(f"{file}:{line}")
+            findings["trailing comments that continue the code"].append(f"{file}:{line}")
     is_above = False
     for habit, limit in LIMITS.items():
-        share = 1000 * len(places[habit]) / n_statements
+        share = 1000 * len(findings[habit]) / n_statements
         if share > limit or "--list" in sys.argv:
-            sys.stderr.write("".join(f"{line}: {habit}\n" for line in places[habit]))
+            sys.stderr.write("".join(f"{line}: {habit}\n" for line in findings[habit]))
         if share > limit:
             is_above = True
             sys.stderr.write(
-                f"{len(places[habit])} {habit}, {share:.1f} in 1,000 statements; "
+                f"{len(findings[habit])} {habit}, {share:.1f} in 1,000 statements; "
                 f"the limit is {limit:g}\n"
             )
     return int(is_above)

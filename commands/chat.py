@@ -219,13 +219,13 @@ class _Conversation:
 
 def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
     can_rewrite = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-    view = TerminalAnswer() if can_rewrite else PlainAnswer()
+    view = TerminalView() if can_rewrite else PlainView()
     try:
         stats = answer_to(view.note).stats
     finally:
         view.end()
     # Print statistics, unless the terminal's status line below the answer has already shown them.
-    if isinstance(view, PlainAnswer):
+    if isinstance(view, PlainView):
         tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
 
 
@@ -262,7 +262,7 @@ def _prompts() -> Iterator[str]:
         out.print()
 
 
-class PlainAnswer:
+class PlainView:
     """Writes an answer to a pipe or file. Only verified text is written, because it is final."""
 
     def __init__(self) -> None:
@@ -293,7 +293,7 @@ class PlainAnswer:
         self._n_verified += n_tokens
 
 
-class TerminalAnswer:
+class TerminalView:
     """Writes an answer to a terminal, above a status line.
 
     If tokens change, the text is overwritten from the first changed token on.

@@ -71,7 +71,7 @@ ANIMALS = (
     "badger",
     "goat",
 )
-PLACES = (
+LOCATIONS = (
     "forest",
     "village",
     "harbor",
@@ -176,7 +176,7 @@ def story(rng: random.Random) -> Chat:
     """Draw a chat with a tiny story about an animal, a name, a place and a treasure."""
     animal = rng.choice(ANIMALS)
     name = rng.choice(NAMES)
-    setting = rng.choice(PLACES)
+    setting = rng.choice(LOCATIONS)
     treasure = rng.choice(TREASURES)
     mood = rng.choice(MOODS)
     friend = rng.choice(FRIENDS)

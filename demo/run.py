@@ -230,8 +230,8 @@ def _own_corpus(
         device="cpu",
         questions=QuestionSettings(max_rejected_fraction=0.5),
     )
-    answers = regenerate(settings, progress)
-    rows = [*read_jsonl(answers.path)]
+    chat_file = regenerate(settings, progress)
+    rows = [*read_jsonl(chat_file.path)]
     held_out = rows[: config.n_held_out]
     questions = {opening(row["messages"]).casefold() for row in held_out}
     train: list[dict[str, Any]] = []
@@ -243,7 +243,7 @@ def _own_corpus(
     return {
         "n_chats": len(train),
         "n_held_out": len(held_out),
-        "n_answer_tokens": answers.counts.n_tokens,
+        "n_answer_tokens": chat_file.counts.n_tokens,
     }
 
 

@@ -59,12 +59,12 @@ def _transformers(job: dict[str, Any]) -> Answers:
     for prompt in job["prompts"]:
         rounds.clear()
         ids = torch.tensor([prompt])
-        text = target.generate(
+        token_ids = target.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False,
             max_new_tokens=job["max_new_tokens"], assistant_model=drafter,
             **({"speculation_type": "dflash"} if is_block else {}),
         )  # fmt: skip
-        answers.append({"tokens": text[0, len(prompt) :].tolist(), "rounds": [*rounds]})
+        answers.append({"tokens": token_ids[0, len(prompt) :].tolist(), "rounds": [*rounds]})
     return answers
 
 
@@ -125,31 +125,32 @@ def _speculators(job: dict[str, Any]) -> Answers:
     for prompt in job["prompts"]:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            text = target.generate(
+            token_ids = target.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=job["max_new_tokens"],
             )
-            states = [*target(text, output_hidden_states=True).hidden_states[:-1], last[-1]]
+            states = [*target(token_ids, output_hidden_states=True).hidden_states[:-1], last[-1]]
             hidden = torch.cat([states[layer] for layer in model.target_layer_ids], dim=-1)
-            rounds = chain(model, text, hidden, len(prompt) + 1, job["n_drafts"])
-        answers.append({"tokens": text[0, len(prompt) :].tolist(), "rounds": rounds})
+            rounds = chain(model, token_ids, hidden, len(prompt) + 1, job["n_drafts"])
+        answers.append({"tokens": token_ids[0, len(prompt) :].tolist(), "rounds": rounds})
     return answers
 
 
 def _chains_of_eagle3(
-    model: Any, text: Any, hidden: Any, first: int, n_drafts: int
+    model: Any, token_ids: Any, hidden: Any, first: int, n_drafts: int
 ) -> list[tuple[int, list[int]]]:
-    n_slots = text.shape[1] - 1
+    n_slots = token_ids.shape[1] - 1
     drafted = model(
-        hidden[:, :-1], text[:, 1:], document_ids=text.new_zeros(1, n_slots), ttt_steps=n_drafts,
+        hidden[:, :-1], token_ids[:, 1:],
+        document_ids=token_ids.new_zeros(1, n_slots), ttt_steps=n_drafts,
     )  # fmt: skip
     steps: list[Any] = []
     for step in drafted:
         draft_ids = step[0]
         steps.append(draft_ids if model.d2t is None else draft_ids + model.d2t[draft_ids])
-    tokens = text[0].tolist()
+    tokens = token_ids[0].tolist()
     rounds = []
     for n in range(first, len(tokens)):
         chain = [int(step[n - 2]) for step in steps]
@@ -163,26 +164,26 @@ def _chains_of_eagle3(
 
 
 def _chains_of_blocks(
-    model: Any, text: Any, hidden: Any, first: int, n_drafts: int
+    model: Any, token_ids: Any, hidden: Any, first: int, n_drafts: int
 ) -> list[tuple[int, list[int]]]:
     import torch
     from speculators.models.dflash import core
 
-    anchors = torch.arange(text.shape[1] - model.block_size)[first - 1 :]
+    anchors = torch.arange(token_ids.shape[1] - model.block_size)[first - 1 :]
     if not len(anchors):  # The answer is shorter than a block.
         return []
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     states, logits, *_ = model._backbone_forward(
-        hidden, text, torch.ones_like(text), hidden[..., : model.norm.weight.shape[0]],
-        torch.zeros_like(text),
+        hidden, token_ids, torch.ones_like(token_ids), hidden[..., : model.norm.weight.shape[0]],
+        torch.zeros_like(token_ids),
         max_anchors=len(anchors),
     )  # fmt: skip
     first_slot = 0 if model.config.sample_from_anchor else 1
     # [N, K, V]: N blocks of K drafts, V tokens of the draft vocabulary.
     blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]
     head: Any = getattr(model, "markov_head", None)
-    before = text[0, anchors][:, None].repeat(1, model.block_size)
-    tokens = torch.empty_like(blocks[..., 0], dtype=text.dtype)
+    before = token_ids[0, anchors][:, None].repeat(1, model.block_size)
+    tokens = torch.empty_like(blocks[..., 0], dtype=token_ids.dtype)
     for k in range(blocks.shape[1]):
         scores = blocks[:, k]
         if head is not None:

@@ -308,7 +308,7 @@ CHOICES: dict[str, Choice] = {
     ),
     # Order and precision
     "embedding and hidden state are joined the other way round": _put(
-        "join", lambda own, plain: lambda embeddings, hidden: plain(hidden, embeddings)
+        "combine", lambda own, plain: lambda embeddings, hidden: plain(hidden, embeddings)
     ),
     "each hidden state is joined with its own token, not the next one": _text(
         "draft_root", lambda row: [row[0], *row[:-1]]

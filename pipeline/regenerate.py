@@ -305,11 +305,11 @@ def preview(config: RegenerateConfig, progress: Progress | None = None) -> str:
     return f"{work.text}; {LocalTarget(config).estimate(work.most_tokens)}"
 
 
-def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "Answers":
+def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "ChatFile":
     """Let the target answer the questions of a dataset, or its own. Resume an earlier run.
 
     Returns:
-        The answers, whose file is already closed.
+        The file of answered chats, which is already closed.
 
     Raises:
         DatasetError: the dataset has no questions, or more rows are rejected than allowed.
@@ -338,28 +338,28 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "A
     }
     settings = json.loads(json.dumps(settings))
     limit = config.questions.max_rejected_fraction
-    with open_answers(
+    with open_chat_file(
         out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress
-    ) as answers:
-        n_done = answers.counts.n_rows
+    ) as chat_file:
+        n_done = chat_file.counts.n_rows
         if progress and isinstance(answering, LocalTarget):
             most_tokens = work.most_tokens * (1 - n_done / work.n_rows)
             progress(n_done, work.n_rows, f"regenerate, {answering.estimate(most_tokens)}")
-        answering.answer(islice(_rows(config, work.source), n_done, None), answers)
-    return answers
+        answering.answer(islice(_rows(config, work.source), n_done, None), chat_file)
+    return chat_file
 
 
 @contextmanager
-def open_answers(
+def open_chat_file(
     path: Path, settings: Mapping[str, Any], n_rows: int, **others: Any
-) -> "Iterator[Answers]":
+) -> "Iterator[ChatFile]":
     """Open and lock a file of answered chats. Create the file if it does not exist.
 
     Args:
         path: path of the file.
         settings: settings that determine the answers.
         n_rows: number of rows to answer.
-        others: further fields of `Answers`.
+        others: further fields of `ChatFile`.
 
     Raises:
         OutputOccupied: another process writes the file, or the file was made with other settings.
@@ -372,7 +372,7 @@ def open_answers(
             raise OutputOccupied(
                 f"Another process is writing {path}. Wait until it ends, or choose another --out."
             ) from error
-        yield Answers(path, file, settings, n_rows, **others)
+        yield ChatFile(path, file, settings, n_rows, **others)
 
 
 class _Record(BaseModel):
@@ -389,7 +389,7 @@ class _Record(BaseModel):
 
 
 @dataclass
-class Answers:
+class ChatFile:
     """The file of answered chats.
 
     ``record`` is the path of the JSON file next to the chats, with the settings and the progress.
@@ -576,13 +576,13 @@ class LocalTarget:
             "device": self._target.device.type,
         }
 
-    def answer(self, rows: Iterator[Row], answers: Answers) -> None:
+    def answer(self, rows: Iterator[Row], chat_file: ChatFile) -> None:
         """Answer all turns of the rows, batch by batch, and commit each batch."""
         # A batch is committed as a whole. After an interruption, all of its rows are asked again,
         # because the rounding of a forward depends on all rows in its batch.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
-                self._ask(batch, answers)
+                self._ask(batch, chat_file)
             active = batch
             while active := [row for row in active if row.begin_turn()]:
                 prompts: list[tuple[Row, list[int]]] = []
@@ -590,7 +590,7 @@ class LocalTarget:
                     if tokens := self._prompt(row):
                         prompts.append((row, tokens))
                 self._generate(prompts)
-            answers.append([self._checked(row) for row in batch])
+            chat_file.append([self._checked(row) for row in batch])
 
     def estimate(self, most_tokens: float) -> str:
         """Return a text with an upper bound of the time for ``most_tokens`` tokens.
@@ -607,15 +607,15 @@ class LocalTarget:
             f"{tokens_per_s:.3g} tokens/s"
         )
 
-    def _ask(self, rows: Sequence[Row], answers: Answers) -> None:
+    def _ask(self, rows: Sequence[Row], chat_file: ChatFile) -> None:
         """Let the target write a question for each row. Repeated questions are dropped.
 
         Raises:
             DatasetError: too many questions are unusable.
         """
         settings = self._config.questions
-        n_answered = answers.counts.n_rows
-        dropped = answers.counts.dropped
+        n_answered = chat_file.counts.n_rows
+        dropped = chat_file.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
         questions: dict[str, list[Message]] = {}  # question as one line -> the turn that asks it
@@ -644,7 +644,7 @@ class LocalTarget:
                     dropped[LossReason.EMPTY_QUESTION] += 1
                 elif "\ufffd" in line or self._template.control_tokens.everywhere.search(line):
                     dropped[LossReason.NO_TEXT_QUESTION] += 1
-                elif line in questions or line in answers.asked:
+                elif line in questions or line in chat_file.asked:
                     dropped[LossReason.REPEATED_QUESTION] += 1
                 else:
                     questions[line] = turn
@@ -720,11 +720,11 @@ class Server:
             "template_kwargs": self._arguments,
         }
 
-    def answer(self, rows: Iterable[Row], answers: Answers) -> None:
+    def answer(self, rows: Iterable[Row], chat_file: ChatFile) -> None:
         """Answer all turns of the rows. A row is committed once all rows before it are finished."""
-        asyncio.run(self._answer_all(rows, answers))
+        asyncio.run(self._answer_all(rows, chat_file))
 
-    async def _answer_all(self, rows: Iterable[Row], answers: Answers) -> None:
+    async def _answer_all(self, rows: Iterable[Row], chat_file: ChatFile) -> None:
         waiting: deque[asyncio.Task[Row]] = deque()
 
         async def commit_finished() -> None:
@@ -732,7 +732,7 @@ class Server:
             finished = []
             while waiting and waiting[0].done():
                 finished.append(waiting.popleft().result())
-            answers.append(finished)
+            chat_file.append(finished)
 
         async with self._client() as client:
             try:

@@ -93,7 +93,7 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
         n_workers: number of workers.
     """
     remaining = store.pending_parts()
-    if store.joined:
+    if store.has_other_writers:
         # A bucket has no locks that show which parts other commands are writing. Shuffle the parts,
         # so that two commands rarely write the same part.
         random.Random(store.attempt).shuffle(remaining)

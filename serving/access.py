@@ -236,7 +236,7 @@ class Connection(H11Protocol):
         self.pool = pool
         self.address = address
         self._socket = sock
-        self._routes, self.app = self.app, self._answer
+        self._routes, self.app = self.app, self._respond
         # Whether a request has arrived completely and is not answered yet.
         self.is_working = False
         # Whether this connection exceeds a limit on connections, so that its requests are refused.
@@ -278,7 +278,7 @@ class Connection(H11Protocol):
         else:
             self.transport.close()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request whose head has arrived.
 
         A pipelined request may start before the previous one has ended.

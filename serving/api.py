@@ -153,7 +153,7 @@ class _Body(BaseModel):
         return request
 
 
-class AnswerRequest(_Body):
+class GenerationRequest(_Body):
     """Settings that requests for chat completions and for completions share."""
 
     model: str
@@ -248,7 +248,7 @@ class AnswerRequest(_Body):
         return request
 
 
-class ChatRequest(AnswerRequest):
+class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``."""
 
     messages: _Messages
@@ -280,7 +280,7 @@ class ChatRequest(AnswerRequest):
             )
 
 
-class CompletionRequest(AnswerRequest):
+class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``."""
 
     prompt: str | list[Any]
@@ -380,7 +380,7 @@ def _invalid(error: ValidationError) -> ApiError:
     )
 
 
-class AnswerText:
+class CompletionOutput:
     """One answer of a request, passed from the engine's thread to a reader in the event loop."""
 
     def __init__(
@@ -463,7 +463,7 @@ class AnswerText:
             self._hold(True)
 
 
-class Answers:
+class RequestOutput:
     """The answers of one request.
 
     At the time ``ends_s`` the answers end, complete or not. It is a time of ``time.monotonic()``,
@@ -475,33 +475,35 @@ class Answers:
     ) -> None:
         self._has_come = asyncio.Event()
         self._is_late = False
-        self.texts: list[AnswerText] = []
+        self.outputs: list[CompletionOutput] = []
         try:
             for index, request in enumerate(requests):
-                self.texts.append(AnswerText(engine, request, index, stops, self._has_come))
+                self.outputs.append(CompletionOutput(engine, request, index, stops, self._has_come))
         except ServingError:
-            for text in self.texts:
-                text.close()
+            for output in self.outputs:
+                output.close()
             raise
         self._timer = asyncio.get_running_loop().call_at(ends_s, self._end_late)
 
     @property
     def n_tokens(self) -> int:
         """Number of new tokens of all answers."""
-        return sum(text.n_tokens for text in self.texts)
+        return sum(output.n_tokens for output in self.outputs)
 
     @property
     def first_s(self) -> float | None:
         """Seconds from the request to the first token of any answer."""
-        return min((text.first_s for text in self.texts if text.first_s is not None), default=None)
+        return min(
+            (output.first_s for output in self.outputs if output.first_s is not None), default=None
+        )
 
     @property
     def finish_reason(self) -> str:
         """Why the answers have ended, each reason once; empty while an answer is unfinished."""
-        reasons = [text.finish_reason for text in self.texts]
+        reasons = [output.finish_reason for output in self.outputs]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
-    async def pieces(self) -> AsyncIterator[tuple[AnswerText, str]]:
+    async def pieces(self) -> AsyncIterator[tuple[CompletionOutput, str]]:
         """Yield each new piece of text, with the answer that it belongs to.
 
         Raises:
@@ -518,33 +520,33 @@ class Answers:
                     "timeout",
                 )
             self._has_come.clear()
-            for text in self.texts:
-                for piece in text.pieces():
-                    yield text, piece
+            for output in self.outputs:
+                for piece in output.pieces():
+                    yield output, piece
 
     async def whole(self) -> list[str]:
         """Wait until all answers have ended, and return their texts."""
-        pieces: list[list[str]] = [[] for _ in self.texts]
-        async for text, piece in self.pieces():
-            pieces[text.index].append(piece)
+        pieces: list[list[str]] = [[] for _ in self.outputs]
+        async for output, piece in self.pieces():
+            pieces[output.index].append(piece)
         return ["".join(parts) for parts in pieces]
 
     def close(self) -> None:
         """Remove the sequences from the engine: the answers have ended, or their reader is gone."""
         self._timer.cancel()
-        for text in self.texts:
-            text.close()
+        for output in self.outputs:
+            output.close()
 
     def _end_late(self) -> None:
         self._is_late = True
         self._has_come.set()
 
 
-class AnswerForm:
+class ResponseFormatter:
     """Formats the answers to a request as one JSON object or as server-sent events."""
 
     def __init__(
-        self, asked: AnswerRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any
+        self, asked: GenerationRequest, fingerprint: str | None, n_prompt: int, tokenizer: Any
     ) -> None:
         self._is_chat = isinstance(asked, ChatRequest)
         self._n_prompt = n_prompt
@@ -561,71 +563,77 @@ class AnswerForm:
             "created": int(time.time()), "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
 
-    def whole(self, texts: Sequence[str], answers: Answers) -> dict[str, Any]:
+    def whole(self, texts: Sequence[str], request_output: RequestOutput) -> dict[str, Any]:
         """Return the response with all answers, once they are complete."""
         choices = []
-        for text, answer in zip(texts, answers.texts, strict=True):
+        for text, output in zip(texts, request_output.outputs, strict=True):
             message = {"message": {"role": "assistant", "content": text, "refusal": None}}
             choices.append(
                 self._choice(
-                    answer, message if self._is_chat else {"text": text}, answer.finish_reason
+                    output, message if self._is_chat else {"text": text}, output.finish_reason
                 )
             )
         name = "chat.completion" if self._is_chat else "text_completion"
-        return self._facts | {"object": name, "choices": choices, "usage": self._usage(answers)}
+        return self._facts | {
+            "object": name,
+            "choices": choices,
+            "usage": self._usage(request_output),
+        }
 
-    def first(self, answers: Answers) -> bytes:
+    def first(self, request_output: RequestOutput) -> bytes:
         """Return the events before all text. In a chat they name the role, otherwise none exist."""
-        texts = answers.texts if self._is_chat else ()
+        outputs = request_output.outputs if self._is_chat else ()
         delta = {"role": "assistant", "content": ""}
-        return b"".join(self._delta(text, delta, None) for text in texts)
+        return b"".join(self._delta(output, delta, None) for output in outputs)
 
-    def piece(self, answer: AnswerText, text: str) -> bytes:
+    def piece(self, output: CompletionOutput, text: str) -> bytes:
         """Return the event of a piece of text, followed by the final event after the last piece."""
-        events = self._text(answer, text) if text else b""
-        if reason := answer.finish_reason:
-            events += self._delta(answer, {} if self._is_chat else "", reason)
+        events = self._text(output, text) if text else b""
+        if reason := output.finish_reason:
+            events += self._delta(output, {} if self._is_chat else "", reason)
         return events
 
-    def last(self, answers: Answers) -> bytes:
+    def last(self, request_output: RequestOutput) -> bytes:
         """Return the events after all text, with the usage if it was requested."""
         events = (
-            event(self._chunk([]) | {"usage": self._usage(answers)}) if self._has_usage else b""
+            event(self._chunk([]) | {"usage": self._usage(request_output)})
+            if self._has_usage
+            else b""
         )
         return events + b"data: [DONE]\n\n"
 
-    def _text(self, answer: AnswerText, text: str) -> bytes:
-        if answer.scored:
-            return self._delta(answer, {"content": text} if self._is_chat else text, None)
+    def _text(self, output: CompletionOutput, text: str) -> bytes:
+        if output.scored:
+            return self._delta(output, {"content": text} if self._is_chat else text, None)
         # Only the text differs between the events of an answer. Serializing the other fields would
         # take longer than serializing the text, so it is done once per answer.
-        if answer.index not in self._frames:
-            frame = self._delta(answer, {"content": ""} if self._is_chat else "", None)
+        if output.index not in self._frames:
+            frame = self._delta(output, {"content": ""} if self._is_chat else "", None)
             head, _, tail = frame.rpartition(b'""')
-            self._frames[answer.index] = head, tail
-        head, tail = self._frames[answer.index]
+            self._frames[output.index] = head, tail
+        head, tail = self._frames[output.index]
         return head + _ENCODER.encode(text).encode() + tail
 
-    def _delta(self, answer: AnswerText, delta: Any, finish_reason: str | None) -> bytes:
+    def _delta(self, output: CompletionOutput, delta: Any, finish_reason: str | None) -> bytes:
         chunk = self._chunk(
-            [self._choice(answer, {"delta" if self._is_chat else "text": delta}, finish_reason)]
+            [self._choice(output, {"delta" if self._is_chat else "text": delta}, finish_reason)]
         )
         return event(chunk | {"usage": None} if self._has_usage else chunk)
 
     def _choice(
-        self, answer: AnswerText, content: dict[str, Any], finish_reason: str | None
+        self, output: CompletionOutput, content: dict[str, Any], finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if answer.scored:
-            logprobs = self._chat_logprobs(answer) if self._is_chat else self._logprobs(answer)
-            answer.scored.clear()
+        if output.scored:
+            logprobs = self._chat_logprobs(output) if self._is_chat else self._logprobs(output)
+            output.scored.clear()
         return (
-            {"index": answer.index}
+            {"index": output.index}
             | content
             | {"logprobs": logprobs, "finish_reason": finish_reason}
         )
 
-    def _chat_logprobs(self, answer: AnswerText) -> dict[str, Any]:
+    def _chat_logprobs(self, output: CompletionOutput) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._decode([token])
             # The replacement character shows that the token has only some bytes of a character.
@@ -634,19 +642,19 @@ class AnswerForm:
             return shown | {"bytes": list(text.encode()) if is_whole else None}
 
         content: list[dict[str, Any]] = []
-        for token, (logprob, likeliest) in answer.scored:
+        for token, (logprob, likeliest) in output.scored:
             scored_token = entry(token, logprob)
             scored_token["top_logprobs"] = [entry(*alternative) for alternative in likeliest]
             content.append(scored_token)
         return {"content": content, "refusal": None}
 
-    def _logprobs(self, answer: AnswerText) -> dict[str, Any]:
-        tokens = [self._decode([token]) for token, _ in answer.scored]
-        offsets = [*accumulate(map(len, tokens), initial=self._offsets[answer.index])]
-        self._offsets[answer.index] = offsets.pop()
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
+        tokens = [self._decode([token]) for token, _ in output.scored]
+        offsets = [*accumulate(map(len, tokens), initial=self._offsets[output.index])]
+        self._offsets[output.index] = offsets.pop()
         values = []
         tops = []
-        for text, (_, (logprob_of_text, likeliest)) in zip(tokens, answer.scored, strict=True):
+        for text, (_, (logprob_of_text, likeliest)) in zip(tokens, output.scored, strict=True):
             values.append(max(logprob_of_text, _MIN_LOGPROB))
             # Tokens with incomplete characters can decode to the same text. Of these, keep the
             # token of the answer if it is among them, else the most likely one.
@@ -667,9 +675,9 @@ class AnswerForm:
             "choices": choices,
         }  # fmt: skip
 
-    def _usage(self, answers: Answers) -> dict[str, int]:
+    def _usage(self, request_output: RequestOutput) -> dict[str, int]:
         n_prompt = self._n_prompt
-        n_new = answers.n_tokens
+        n_new = request_output.n_tokens
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_new,

@@ -2,8 +2,8 @@
 
 Each drafting session has one bidirectional stream at a time.
 
-A *stream* carries messages in both directions. A *session* (see ``sessions``) has a text, and
-outlives its streams. The engine decodes the text. An invalid message can end at most its own
+A *stream* carries messages in both directions. A *session* (see ``sessions``) has a sequence, and
+outlives its streams. The engine decodes the sequence. An invalid message can end at most its own
 stream, with a ``Failure`` message and the matching gRPC status.
 """
 
@@ -34,7 +34,7 @@ from .access import BearerTokens, Rate
 from .config import ServeConfig
 from .engine.engine import Engine, count
 from .engine.sequence import Request
-from .sessions import DraftingSession, Stream
+from .sessions import ServerSession, Stream
 from .wire import ERRORS, PROTOCOL, STATUSES, check_codec
 
 _LOG = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class DraftingServer:
         self._tokens = tokens
         self._settings = config.drafting
         self._limits = config.limits
-        self._sessions: dict[str, DraftingSession] = {}
+        self._sessions: dict[str, ServerSession] = {}
         self._streams: set[Stream] = set()
         self._is_draining = False
 
@@ -334,11 +334,11 @@ class DraftingServer:
         known = self._sessions.get(body.session)
         if known is None or known.owner != stream.owner:
             session = self._new_session(stream, request)
-            self._answer_open(stream, session, body, request, was_rebuilt=bool(body.session))
+            self._reply_to_open(stream, session, body, request, was_rebuilt=bool(body.session))
             return
         async with known.resuming:
             was_rebuilt = await self._resume(known, request)
-            self._answer_open(stream, known, body, request, was_rebuilt)
+            self._reply_to_open(stream, known, body, request, was_rebuilt)
 
     def _request(self, body: pb.Open) -> Request:
         self._identities.check(body)
@@ -360,10 +360,10 @@ class DraftingServer:
             drafter, wants_context, body.n_context,
         )  # fmt: skip
 
-    def _answer_open(
+    def _reply_to_open(
         self,
         stream: Stream,
-        session: DraftingSession,
+        session: ServerSession,
         body: pb.Open,
         request: Request,
         was_rebuilt: bool,
@@ -391,11 +391,11 @@ class DraftingServer:
         if width and request.n_context >= session.contexts.first:
             stream.send_contexts(session.contexts, body.codec, request.n_context, width)
 
-    async def _resume(self, known: DraftingSession, request: Request) -> bool:
+    async def _resume(self, known: ServerSession, request: Request) -> bool:
         """Detach a session from its current stream, if it has one, so that another can attach.
 
         Returns:
-            Whether the session's text must be prefilled again.
+            Whether the session's sequence must be prefilled again.
         """
         known.check_text(request)
         known.send_failure("invalid", "another connection has resumed this session.", ends=True)
@@ -411,7 +411,7 @@ class DraftingServer:
         known.restart(request)
         return True
 
-    def _new_session(self, stream: Stream, request: Request) -> DraftingSession:
+    def _new_session(self, stream: Stream, request: Request) -> ServerSession:
         client_sessions = [
             session
             for session in self._sessions.values()
@@ -422,7 +422,7 @@ class DraftingServer:
         if len(self._sessions) >= self._settings.max_sessions:
             self._make_room(list(self._sessions.values()))
         try:
-            session = DraftingSession(stream, self._engine, request, self._forget)
+            session = ServerSession(stream, self._engine, request, self._forget)
         except Overloaded:
             # The engine removes a sequence only between two target calls. So this attempt fails,
             # and the client's next one finds room.
@@ -433,13 +433,13 @@ class DraftingServer:
         self.counts.n_sessions = len(self._sessions)
         return session
 
-    def _make_room(self, sessions: list[DraftingSession]) -> None:
+    def _make_room(self, sessions: list[ServerSession]) -> None:
         """Remove the session that has been without a stream for the longest time.
 
         If all sessions have streams, remove the one that has been silent for the longest time.
         """
         late = time.monotonic() - _SILENT_S
-        silent: list[DraftingSession] = []
+        silent: list[ServerSession] = []
         for other in sessions:
             is_stuck = other.stream is not None and (other.stopped.is_set() or other.stream.is_full)
             if other.stream is None or (is_stuck and other.used_s < late):
@@ -457,7 +457,7 @@ class DraftingServer:
         )
         self._forget(session)
 
-    def _forget(self, session: DraftingSession) -> None:
+    def _forget(self, session: ServerSession) -> None:
         session.close()
         self._sessions.pop(session.id, None)
         self.counts.n_sessions = len(self._sessions)

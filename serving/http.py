@@ -39,12 +39,12 @@ from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Connection, Guard, Rate
 from .api import (
-    AnswerForm,
-    AnswerRequest,
-    Answers,
     ApiError,
     ChatRequest,
     CompletionRequest,
+    GenerationRequest,
+    RequestOutput,
+    ResponseFormatter,
     TokenizeRequest,
     event,
 )
@@ -128,7 +128,7 @@ class Service:
     async def _chat(self, request: HttpRequest) -> Response:
         asked = ChatRequest.parse(await self._body(request))
         self._check_model(asked.model)
-        return await self._answer(
+        return await self._respond(
             request, asked, [await self._chat_prompt(request, asked.messages, asked.tools, True)]
         )
 
@@ -141,7 +141,7 @@ class Service:
                 prompts.append(prompt)
             else:
                 prompts.append(await self._prompt(request, prompt))
-        return await self._answer(request, asked, prompts)
+        return await self._respond(request, asked, prompts)
 
     async def _tokens(self, request: HttpRequest) -> Response:
         asked = TokenizeRequest.parse(await self._body(request))
@@ -318,25 +318,29 @@ class Service:
 
     # Answers
 
-    async def _answer(
-        self, request: HttpRequest, asked: AnswerRequest, prompts: list[list[int]]
+    async def _respond(
+        self, request: HttpRequest, asked: GenerationRequest, prompts: list[list[int]]
     ) -> Response:
         """Answer prompts. The middleware of the request log closes the answers in any case."""
-        answers = await self._begin(asked, prompts, request.scope["moa_data.connection"])
+        output = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
-        facts.answer = answers
+        facts.output = output
         facts.n_prompt = sum(map(len, prompts))
-        form = AnswerForm(asked, self._fingerprint, facts.n_prompt, self.target.tokenizer)
+        formatter = ResponseFormatter(
+            asked, self._fingerprint, facts.n_prompt, self.target.tokenizer
+        )
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return StreamingResponse(
-                _events(request, answers, form), 200, headers, "text/event-stream"
+                _events(request, output, formatter), 200, headers, "text/event-stream"
             )
-        return JSONResponse(form.whole(await _while_connected(request, answers.whole()), answers))
+        return JSONResponse(
+            formatter.whole(await _while_connected(request, output.whole()), output)
+        )
 
     async def _begin(
-        self, asked: AnswerRequest, prompts: list[list[int]], connection: Connection
-    ) -> Answers:
+        self, asked: GenerationRequest, prompts: list[list[int]], connection: Connection
+    ) -> RequestOutput:
         """Start the answers; if the engine is full, a connection with a stuck reader is dropped."""
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same
@@ -357,7 +361,7 @@ class Service:
         ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
         while True:
             try:
-                answers = Answers(self.engine, requests, asked.stops, ends_s)
+                output = RequestOutput(self.engine, requests, asked.stops, ends_s)
             except Overloaded:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
@@ -367,9 +371,9 @@ class Service:
                 await asyncio.sleep(0.02)
             else:
                 connection.ends_s = ends_s
-                return answers
+                return output
 
-    def _request(self, asked: AnswerRequest, tokens: list[int], seed: int) -> Request:
+    def _request(self, asked: GenerationRequest, tokens: list[int], seed: int) -> Request:
         engine = self.engine
         drafter = next(iter(self.engine.drafters), None)
         if asked.drafter is not None:
@@ -402,7 +406,7 @@ class Service:
             n_logprobs=asked.n_logprobs, ignores_eos=bool(asked.ignore_eos), min_new_tokens=least,
         )  # fmt: skip
 
-    def _logit_bias(self, asked: AnswerRequest) -> tuple[tuple[int, float], ...]:
+    def _logit_bias(self, asked: GenerationRequest) -> tuple[tuple[int, float], ...]:
         biases = asked.logit_bias or {}
         n_vocab = self.target.sizes["vocab_size"]
         for name, value in biases.items():
@@ -417,7 +421,7 @@ class Service:
                 raise ApiError(400, message, "logit_bias", "invalid_value")
         return tuple((int(name), value) for name, value in biases.items())
 
-    def _max_new_tokens(self, asked: AnswerRequest, n_prompt: int) -> int:
+    def _max_new_tokens(self, asked: GenerationRequest, n_prompt: int) -> int:
         context = self.engine.max_positions
         n_new = asked.max_tokens
         limit = self.limits.max_new_tokens
@@ -502,13 +506,15 @@ def _text_tokens(template: ChatTemplate, text: str, adds_special: bool) -> list[
     return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
 
-async def _events(request: HttpRequest, answers: Answers, form: AnswerForm) -> AsyncIterator[bytes]:
-    if first := form.first(answers):
+async def _events(
+    request: HttpRequest, request_output: RequestOutput, formatter: ResponseFormatter
+) -> AsyncIterator[bytes]:
+    if first := formatter.first(request_output):
         yield first
     try:
-        async for answer, piece in answers.pieces():
-            yield form.piece(answer, piece)
-        yield form.last(answers)
+        async for output, piece in request_output.pieces():
+            yield formatter.piece(output, piece)
+        yield formatter.last(request_output)
     except (ApiError, ServingError) as error:
         failure = ApiError.of(error)
         request.scope["moa_data.facts"].error = failure.message

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from .api import Answers
+from .api import RequestOutput
 from .engine.engine import Counts
 from .grpc import DraftingCounts
 
@@ -81,7 +81,7 @@ class Facts:
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
     # The answers are closed when the request ends, even if it fails.
-    answer: Answers | None = None
+    output: RequestOutput | None = None
     n_prompt: int | None = None
     status: int | None = None  # The HTTP status that was sent.
     error: str | None = None
@@ -137,13 +137,13 @@ class RequestLog:
             "status": facts.status, "client": (scope.get("client") or ("",))[0],
             "seconds": round(seconds, 6),
         }  # fmt: skip
-        if (answer := facts.answer) is not None:
-            answer.close()
-            if answer.first_s is not None:
-                self._metrics.first_token.observe(answer.first_s)
-                line["first_token_seconds"] = round(answer.first_s, 6)
-            line |= {"prompt_tokens": facts.n_prompt, "new_tokens": answer.n_tokens}
-            line["finish"] = answer.finish_reason or "client gone"
+        if (output := facts.output) is not None:
+            output.close()
+            if output.first_s is not None:
+                self._metrics.first_token.observe(output.first_s)
+                line["first_token_seconds"] = round(output.first_s, 6)
+            line |= {"prompt_tokens": facts.n_prompt, "new_tokens": output.n_tokens}
+            line["finish"] = output.finish_reason or "client gone"
         if connection.is_cut:
             facts.error = "cut off: the client took its answer too slowly"
         if facts.error is not None:

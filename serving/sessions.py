@@ -1,8 +1,8 @@
-"""Drafting sessions: the engine decodes the text of each session on request of its client.
+"""Drafting sessions: the engine decodes the sequence of each session on request of its client.
 
-A *text* is the sequence of tokens of one prompt and its answer. A *stream* is one gRPC call, in
-which client and server exchange messages. The *contexts* are the drafter's inputs, one for each
-position of the text.
+A *sequence* holds the tokens of one prompt and its answer. A *stream* is one gRPC call, in which
+client and server exchange messages. The *contexts* are the drafter's inputs, one for each position
+of the sequence.
 
 A session outlives its stream. This module runs in the event loop. Commits, the results of target
 calls, come from the engine's thread. Messages are processed in order, one at a time, because the
@@ -58,15 +58,18 @@ _MAX_KEPT = 4 << 20
 _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
-class DraftingSession:
-    """One text, opened by a stream. ``on_lost`` is called if the engine fails to decode it."""
+class ServerSession:
+    """The server's side of a session: one sequence, which a stream opened.
+
+    ``on_lost`` is called if the engine fails to decode the sequence.
+    """
 
     def __init__(
         self,
         opener: "Stream",
         engine: Engine,
         request: Request,
-        on_lost: Callable[["DraftingSession"], None],
+        on_lost: Callable[["ServerSession"], None],
     ) -> None:
         self.id = secrets.token_urlsafe()
         self.owner = opener.owner
@@ -94,7 +97,7 @@ class DraftingSession:
         self.begin(request)
 
     def begin(self, request: Request) -> None:
-        """Add the text to the engine, which leaves the text idle until a message is processed."""
+        """Add the sequence to the engine, which leaves it idle until a message is processed."""
         self._sequence_id: int | None = self._engine.add(request, self._hand_commit)
         self.request = request
         self.tokens = list(request.tokens)
@@ -102,7 +105,7 @@ class DraftingSession:
         self.contexts = ContextLog(request.n_context)
 
     def restart(self, request: Request) -> None:
-        """Add the text to the engine again, so that the engine prefills it again.
+        """Add the sequence to the engine again, so that the engine prefills it again.
 
         No stream may be attached to the session.
         """
@@ -120,7 +123,7 @@ class DraftingSession:
         more than those of the session, but must not contradict them.
         """
         # If the server has lost the session, this check is impossible, and the client's tokens
-        # become the text of a new session.
+        # become the sequence of a new session.
         known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
         settings = (known.n_prompt, known.max_new_tokens, known.sampling, known.seed)
@@ -136,7 +139,7 @@ class DraftingSession:
             )
 
     def must_rebuild(self, request: Request) -> bool:
-        """Return whether the text must be prefilled again.
+        """Return whether the sequence must be prefilled again.
 
         This is necessary if the client needs contexts that were dropped, or if it has more tokens
         than the session.
@@ -213,7 +216,7 @@ class DraftingSession:
         self._is_held = is_full
 
     def close(self) -> None:
-        """Remove the text from the engine."""
+        """Remove the sequence from the engine."""
         if self._sequence_id is not None:
             self._engine.remove(self._sequence_id)
             self._sequence_id = None
@@ -273,7 +276,7 @@ class DraftingSession:
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
-            return  # The commit is of a text that was removed meanwhile.
+            return  # The commit is of a sequence that was removed meanwhile.
         if commit.error is not None:
             self._sequence_id = None
             # The details are in the server's log only; clients must not see them.
@@ -348,7 +351,7 @@ def _microseconds(seconds: float) -> int:
 
 
 class ContextLog:
-    """The contexts of one text, in order: all unsent ones, and the newest of the sent ones."""
+    """The contexts of one sequence, in order: all unsent ones, and the newest sent ones."""
 
     def __init__(self, start: int) -> None:
         # First position in the log, and the position after the last one that may be sent.
@@ -405,10 +408,10 @@ class Stream:
         # Identifies the client for the limit on sessions per client: the owner of the token, or the
         # address of the connection if there are no tokens.
         self.counted_by = ""
-        self.session: DraftingSession | None = None
+        self.session: ServerSession | None = None
         self.last_sequence = 0  # Number of the last message received.
         self.failure: pb.Failure | None = None  # The failure that ended the stream.
-        self._answers: deque[pb.ServerMessage] = deque()
+        self._replies: deque[pb.ServerMessage] = deque()
         self._contexts: ContextLog | None = None
         self._codec = ""
         self._n_context = 0
@@ -419,7 +422,7 @@ class Stream:
         self.has_room.set()
 
     def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
-        """From a position on, send the contexts of a text as the engine computes them."""
+        """From a position on, send the contexts of a sequence as the engine computes them."""
         self._contexts = contexts
         self._codec = codec
         self._n_context = n_context
@@ -429,7 +432,7 @@ class Stream:
     def put(self, message: pb.ServerMessage) -> None:
         """Queue an answer, unless the stream is closed."""
         if not self._is_closed:
-            self._answers.append(message)
+            self._replies.append(message)
         self.wake()
 
     def fail(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
@@ -458,7 +461,7 @@ class Stream:
     def is_full(self) -> bool:
         """Whether the reader is slow."""
         unsent = self._contexts.n_unsent_bytes(self._n_context) if self._contexts is not None else 0
-        return len(self._answers) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
+        return len(self._replies) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def next(self) -> pb.ServerMessage | None:
         """Wait for the next message to send; None if the stream is closed and empty."""
@@ -470,8 +473,8 @@ class Stream:
         return message
 
     def _take(self) -> pb.ServerMessage | None:
-        if self._answers:
-            return self._answers.popleft()
+        if self._replies:
+            return self._replies.popleft()
         if self._contexts is None or self._n_context >= self._contexts.released:
             return None
         part = self._contexts.read(self._n_context, self._chunk)

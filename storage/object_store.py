@@ -157,13 +157,13 @@ class ObjectStore:
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
         def found() -> tuple[bytes, Any]:
-            answer = obstore.get(self.connection, name)
-            versions = {"e_tag": answer.meta["e_tag"], "version": answer.meta["version"]}
+            response = obstore.get(self.connection, name)
+            versions = {"e_tag": response.meta["e_tag"], "version": response.meta["version"]}
             reported: dict[str, str] = {}
             for key, value in versions.items():
                 if value is not None:
                     reported[key] = value
-            return answer.bytes().to_bytes(), reported
+            return response.bytes().to_bytes(), reported
 
         content, version = self._asked(name, found)
         return content == old and self._settled(name, new, version)

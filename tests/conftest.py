@@ -214,10 +214,10 @@ def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def s3(moto_server: str) -> Iterator[str]:
     """Yield the URL of an empty prefix of a bucket."""
-    from moa_data.tests.kit.object_stores import empty_place, use
+    from moa_data.tests.kit.object_stores import empty_prefix, use
 
     with use(moto_server):
-        yield empty_place(moto_server)
+        yield empty_prefix(moto_server)
 
 
 @pytest.fixture(scope="session")

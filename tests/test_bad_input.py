@@ -119,10 +119,10 @@ def pickle_weights(room: Path) -> None:
     (model / "model.safetensors").rename(model / "other.safetensors")
 
 
-def weights_at(place: str) -> Callable[[Path], None]:
+def weights_at(path: str) -> Callable[[Path], None]:
     def change(room: Path) -> None:
         pickle_weights(room)
-        index = {"metadata": {}, "weight_map": {"model.norm.weight": place}}
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": path}}
         (room / "model/model.safetensors.index.json").write_text(json.dumps(index))
 
     return change
@@ -445,7 +445,7 @@ def test_files_of_a_model_folder_that_never_end(work: Path, name: str, kind: str
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a device", "a file"])
-def test_what_is_given_in_place_of_a_folder_is_named(work: Path, kind: str) -> None:
+def test_what_is_given_instead_of_a_folder_is_named(work: Path, kind: str) -> None:
     os.mkfifo(work / "a FIFO")
     (work / "a device").symlink_to("/dev/null")
     (work / "a file").write_text("")

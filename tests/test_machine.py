@@ -16,8 +16,8 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace /proc and /sys/fs/cgroup by a folder. 20 GiB are available."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {20 * GIB // 1024} kB\n")
     (tmp_path / "cgroup").write_text("")
-    places = {"/proc/meminfo": "meminfo", "/proc/self/cgroup": "cgroup"}
-    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / places[path])
+    files = {"/proc/meminfo": "meminfo", "/proc/self/cgroup": "cgroup"}
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / files[path])
     monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "sys")
     return tmp_path
 

@@ -113,7 +113,7 @@ class GroupedKV:
     parts: dict[str, Tensor | EncodedField]
     # Maps each KV field to the indices of its layers on axis L of the tensor that :meth:`decode`
     # returns.
-    places: dict[str, list[int]]
+    layer_indices: dict[str, list[int]]
     width: int  # Packed width of the widest layer, D.
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -129,9 +129,13 @@ class GroupedKV:
         for name, part in self.parts.items():
             values[name] = part if isinstance(part, Tensor) else part.decode(tokens)
         first = next(iter(values.values()))
-        packed = first.new_zeros(*first.shape[:2], sum(map(len, self.places.values())), self.width)
+        packed = first.new_zeros(
+            *first.shape[:2], sum(map(len, self.layer_indices.values())), self.width
+        )
         for name, layers in values.items():
-            for index, layer in zip(self.places[name], layers.flatten(3).unbind(2), strict=True):
+            for index, layer in zip(
+                self.layer_indices[name], layers.flatten(3).unbind(2), strict=True
+            ):
                 packed[:, :, index, : layer.shape[2]] = layer
         return packed
 
@@ -389,9 +393,9 @@ class BatchReader:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fields = needed_fields(store, config)
         kv_layers = _kv_read(store, _reads(store, config.drafter))
-        self._kv_places: dict[str, list[int]] = {}
+        self._kv_layer_indices: dict[str, list[int]] = {}
         for name, layers in kv_layers.items():
-            self._kv_places[name] = [position for position, _ in layers]
+            self._kv_layer_indices[name] = [position for position, _ in layers]
         self._layers = {name: needed_layers(store, config, name) for name in self._fields.values()}
         self._token_bytes = sequence_bytes(store, config, 1)
 
@@ -445,7 +449,7 @@ class BatchReader:
                 kv_parts[name] = encoded.pop(attribute, read[attribute])
         if kv_parts:
             encoded[KV] = GroupedKV(
-                kv_parts, self._kv_places, int(self.store.manifest.target["kv_width"])
+                kv_parts, self._kv_layer_indices, int(self.store.manifest.target["kv_width"])
             )
             read[KV] = torch.empty(0)
         if response is None:

@@ -193,8 +193,8 @@ def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any
     raise TargetError(f"{folder} lacks the tensor {names[0]}, which the format needs. {_GIVE}")
 
 
-def _is_store(place: str) -> bool:
-    path = open_path(place)
+def _is_store(location: str) -> bool:
+    path = open_path(location)
     if isinstance(path, RemotePath):
         return exists(path / MANIFEST_NAME)
     return (path / TARGET_NAME / FROZEN_FILE).is_file()

@@ -207,7 +207,9 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
         "learn_s": learn_s,
     }
     rows: Rows = []
-    for device, n_threads in places(options.device, options.threads, codec.is_identity):
+    for device, n_threads in devices_and_threads(
+        options.device, options.threads, codec.is_identity
+    ):
         torch.set_num_threads(n_threads)
         works: dict[str, Callable[[], object]] = {}
         if device == "cpu":
@@ -223,7 +225,9 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
     return rows
 
 
-def places(device: str, threads: list[int], is_host_only: bool) -> list[tuple[str, int]]:
+def devices_and_threads(
+    device: str, threads: list[int], is_host_only: bool
+) -> list[tuple[str, int]]:
     """List the device and the number of torch threads of each measurement of a codec.
 
     A codec is timed on the host, and also on a device if there is one.

@@ -61,14 +61,14 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
     ]
     files[0]["model.norm.weight"] = (wide,)
     generator = torch.Generator(device).manual_seed(0)
-    places: dict[str, str] = {}
+    files_of_tensors: dict[str, str] = {}
     for number, shapes in enumerate(files):
         file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
         tensors = {name: random_weight(shape, generator) for name, shape in shapes.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
+        files_of_tensors |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": places})
+        json.dumps({"metadata": {}, "weight_map": files_of_tensors})
     )
 
 

@@ -192,10 +192,10 @@ def run_table(clients: Clients, job: JSON) -> JSON:
 
     def session(number: int) -> None:
         try:
-            for place in range(number, len(chats), n):
-                shown = answer(opened[number], chats[place], job["max_new_tokens"])
+            for index in range(number, len(chats), n):
+                shown = answer(opened[number], chats[index], job["max_new_tokens"])
                 text = "".join(shown.texts)
-                found[place] = {
+                found[index] = {
                     "text": text,
                     "times_s": token_times(clients.tokenizer, text, shown),
                 }

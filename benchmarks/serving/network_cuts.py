@@ -66,7 +66,7 @@ def complete_cut(result: JSON, reference: list[int]) -> JSON:
     return {
         "alone_after_s": alone[0]["at_s"] - cut_s if alone else None,
         "alone_tokens": len(tokens),
-        "prefix": next((place for place, same in enumerate(right) if not same), len(right)),
+        "prefix": next((index for index, same in enumerate(right) if not same), len(right)),
         "rolled_back": result["n_rolled_back"],
         "recovery_s": later[0] - restored_s if later else None,
     }
@@ -109,10 +109,10 @@ def cuts_of(world: World, method: str, chats: list[Any], options: argparse.Names
                     "equal": result["text"] == whole["text"]
                 }
                 complete[f"{share:.0%}"].append(row)
-        places = sorted(
+        indices = sorted(
             chance.sample(range(1, max(2, n - 1)), min(options.random_cuts, max(1, n - 2)))
         )
-        cuts = [(place, chance.uniform(0.05, 2.0)) for place in places]
+        cuts = [(index, chance.uniform(0.05, 2.0)) for index in indices]
         result = cut_answer(world, method, chat, limit, cuts)
         row = {
             "tokens": n,

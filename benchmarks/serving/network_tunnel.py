@@ -177,7 +177,7 @@ class Tunnel:
             undo.callback(self._delete_namespaces)
             devices = [undo.enter_context(_device()) for _ in _ADDRESSES]
             for device, (side, address) in zip(devices, _ADDRESSES.items(), strict=True):
-                _place(device, self.namespaces[side], address)
+                _move_to_namespace(device, self.namespaces[side], address)
             self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(self._control.close)
             settings = {"condition": asdict(condition), "seed": seed}
@@ -275,7 +275,7 @@ def _device() -> Iterator[BinaryIO]:
         yield file
 
 
-def _place(device: BinaryIO, namespace: str, address: str) -> None:
+def _move_to_namespace(device: BinaryIO, namespace: str, address: str) -> None:
     """Make a namespace and move a device there, with this address."""
     name = fcntl.ioctl(device, _TUNGETIFF, bytes(40))[:16].rstrip(b"\0").decode()
     _ip("netns", "add", namespace)

@@ -29,7 +29,7 @@ import pytest
 from benchmarks.kit.harness import run
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.read.store import ActivationStore
-from moa_data.tests.kit.object_stores import Seaweed, copy_up, empty_place, use
+from moa_data.tests.kit.object_stores import Seaweed, copy_up, empty_prefix, use
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.fit import train
 
@@ -56,7 +56,7 @@ class Link:
         return found
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_use(self) -> Iterator[None]:
         """Send every request of this process over the link."""
         real = ObjectStore._asked
 
@@ -123,18 +123,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             server.start()
             stack.callback(server.kill)
             endpoint = stack.enter_context(_used(server))
-        url = f"{empty_place(endpoint)}/store"
+        url = f"{empty_prefix(endpoint)}/store"
         copy_up(options.store, url)
-        stack.enter_context(link.in_place())
-        places = {
+        stack.enter_context(link.in_use())
+        locations = {
             "disk": (str(options.store), None),
             "bucket": (url, None),
             "bucket, first epoch into the cache": (url, folder / "cache"),
             "bucket, second epoch from the cache": (url, folder / "cache"),
         }
-        for name, (place, cache) in places.items():
+        for name, (location, cache) in locations.items():
             link.take()
-            found = trained(options, place, folder / f"run-{len(cases)}", cache)
+            found = trained(options, location, folder / f"run-{len(cases)}", cache)
             requests, fetched = link.take()
             usd = requests.get("read", 0) * USD_PER_READ + requests.get("list", 0) * USD_PER_WRITE
             n_gb = found["store_bytes"] / 1e9
@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             }
     losses = {case["loss"] for case in cases.values()}
     if len(losses) > 1 and not all(math.isnan(loss) for loss in losses):
-        raise SystemExit(f"The same training gave other losses from other places: {losses}.")
+        raise SystemExit(f"The same training gave other losses from other locations: {losses}.")
     return {"store_bytes": n_bytes, "cases": cases}
 
 

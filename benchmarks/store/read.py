@@ -103,18 +103,18 @@ def in_turns(
     formats: list[Format], folder: Path, data: read_data.Data, options: argparse.Namespace
 ) -> Timing:
     """Read with all formats in turn, ``options.turns`` times."""
-    places = {
+    folders = {
         entry.name: folder / (entry.shares or entry.name.replace(" ", "-")) for entry in formats
     }
     found: Timing = {case: {entry.name: [] for entry in formats} for case in options.cases}
     for case in options.cases:
         _, what = case.split()
         out = buffers(data, what, options.batch)
-        opened = {entry.name: entry.open(places[entry.name], data) for entry in formats}
+        opened = {entry.name: entry.open(folders[entry.name], data) for entry in formats}
         for turn in range(options.turns + 1):  # The first turn opens files and is not counted.
             rows = batches(data, case, options.batch, options.batches, turn)
             for entry in formats if turn % 2 else reversed(formats):
-                read_data.read_all(places[entry.name])
+                read_data.read_all(folders[entry.name])
                 result = timed(opened[entry.name], data, what, rows, out)
                 if turn:
                     found[case][entry.name].append(result)
@@ -161,14 +161,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="moa-data-read-", dir=options.folder) as name:
         folder = Path(name)
         for entry in formats:
-            place = folder / (entry.shares or entry.name.replace(" ", "-"))
-            if not place.exists():
-                place.mkdir()
-                entry.write(data, place)
+            location = folder / (entry.shares or entry.name.replace(" ", "-"))
+            if not location.exists():
+                location.mkdir()
+                entry.write(data, location)
             stored[entry.name] = (
-                sum(path.stat().st_size for path in read_data.files_below(place)) / raw
+                sum(path.stat().st_size for path in read_data.files_below(location)) / raw
             )
-            check(entry.open(place, data), data, some, entry.name)
+            check(entry.open(location, data), data, some, entry.name)
         found = in_turns(formats, folder, data, options)
     shape = {
         "n_sequences": len(data.lengths),

@@ -47,7 +47,7 @@ class Format:
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
 
-def place(out: np.ndarray, b: int, values: np.ndarray) -> None:
+def copy_into(out: np.ndarray, b: int, values: np.ndarray) -> None:
     """Copy a sequence into a row of the batch, and zero the padding."""
     out[b, : len(values)] = values
     out[b, len(values) :] = 0
@@ -62,9 +62,9 @@ def per_sequence(
         for b, row in enumerate(rows.tolist()):
             kv, hidden = sequence(row, what)
             if kv is not None and what != "hidden":
-                place(out["kv"], b, kv)
+                copy_into(out["kv"], b, kv)
             if hidden is not None and what != "layer":
-                place(out["hidden/last"], b, hidden)
+                copy_into(out["hidden/last"], b, hidden)
 
     return read
 
@@ -223,7 +223,7 @@ def open_tensorstore(folder: Path, data: Data) -> Read:
                 array = opened[name][span, last:] if what == "layer" else opened[name][span]
                 running.append((name, b, array.read()))
         for name, b, future in running:
-            place(out[name], b, future.result())
+            copy_into(out[name], b, future.result())
 
     return read
 

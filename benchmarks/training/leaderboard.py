@@ -114,7 +114,8 @@ def by_position(options: argparse.Namespace, name: str, run: str) -> str:
         row["accepted_by_position"] for row in report["methods"] if row["method"] == "chain"
     ]
     return ", ".join(
-        f"{100 * found[place - 1]:.0f}" if place <= len(found) else "0" for place in POSITIONS
+        f"{100 * found[position - 1]:.0f}" if position <= len(found) else "0"
+        for position in POSITIONS
     )
 
 

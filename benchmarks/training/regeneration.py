@@ -120,13 +120,13 @@ def figures(
     values = {kind: [acceptance(one["rows"]) for one in runs] for kind, runs in found.items()}
     rows = []
     for kind, by_seed in values.items():
-        joined = [value for own in by_seed for value in own]
+        pooled = [value for own in by_seed for value in own]
         base = [value for own in values["dataset"] for value in own]
         mean, interval = ratio_with_interval(
-            [one[0] for one in joined], [one[1:] for one in joined]
+            [one[0] for one in pooled], [one[1:] for one in pooled]
         )
-        pairs = [(*own[1:], *other[1:]) for own, other in zip(joined, base, strict=True)]
-        ratio, ratio_interval = ratio_with_interval([one[0] for one in joined], pairs)
+        pairs = [(*own[1:], *other[1:]) for own, other in zip(pooled, base, strict=True)]
+        ratio, ratio_interval = ratio_with_interval([one[0] for one in pooled], pairs)
         rows.append(
             {
                 "kind": kind,

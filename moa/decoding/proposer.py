@@ -178,7 +178,7 @@ class DrafterProposer(Proposer):
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
-        is_captured = cache.stays_in_place and self._device.type == "cuda"
+        is_captured = cache.has_static_buffer and self._device.type == "cuda"
         self._uses_graphs = (
             is_captured and self.drafter.by_graph and self._sampling.temperature == 0
         )

@@ -357,7 +357,7 @@ def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
 
 
 @dataclass(frozen=True)
-class Text:
+class SamplingState:
     """The tokens of a sequence so far, and the settings that determine its next tokens."""
 
     tokens: list[int]  # prompt and answer so far
@@ -406,46 +406,46 @@ class Text:
         )
 
 
-def choose_rows(logits: Sequence[Tensor], texts: Sequence[Text]) -> list[int]:
+def choose_rows(logits: Sequence[Tensor], states: Sequence[SamplingState]) -> list[int]:
     """Choose the next token of each sequence as :func:`choose` does, with one synchronization.
 
     Args:
         logits: one tensor [V] per sequence.
-        texts: the tokens so far and the settings of each sequence.
+        states: the tokens so far and the settings of each sequence.
     """
-    pairs = [(text.choosable(row), text) for row, text in zip(logits, texts, strict=True)]
+    pairs = [(state.choosable(row), state) for row, state in zip(logits, states, strict=True)]
     if not logits[0].is_cuda:
         return [
-            choose(row, text.tokens, text.sampling, text.seed, len(text.tokens), text.n_prompt)
-            for row, text in pairs
+            choose(row, state.tokens, state.sampling, state.seed, len(state.tokens), state.n_prompt)
+            for row, state in pairs
         ]
     probabilities = torch.stack(
-        [distribution(row, text.tokens, text.sampling, text.n_prompt) for row, text in pairs]
+        [distribution(row, state.tokens, state.sampling, state.n_prompt) for row, state in pairs]
     )
     return [
-        _likeliest_with_noise(p, text.seed, len(text.tokens))
-        for p, text in zip(probabilities.cpu(), texts, strict=True)
+        _likeliest_with_noise(p, state.seed, len(state.tokens))
+        for p, state in zip(probabilities.cpu(), states, strict=True)
     ]
 
 
 class ChainChoice:
     """Chooses the drafted tokens of chains, level by level.
 
-    Each row of the batch has a :class:`Text` whose last token is the root.
+    Each row of the batch has a :class:`SamplingState` whose last token is the root.
     """
 
-    def __init__(self, texts: Sequence[Text]) -> None:
-        self._texts = [replace(text, tokens=list(text.tokens)) for text in texts]
-        self._is_argmax = all(text.is_argmax for text in texts)
+    def __init__(self, states: Sequence[SamplingState]) -> None:
+        self._states = [replace(state, tokens=list(state.tokens)) for state in states]
+        self._is_argmax = all(state.is_argmax for state in states)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
         # A plain argmax needs no copy of the logits to the host.
         if self._is_argmax:
             return logits.argmax(dim=-1)
-        chosen = choose_rows(logits.unbind(), self._texts)
-        for text, token in zip(self._texts, chosen, strict=True):
-            text.tokens.append(token)
+        chosen = choose_rows(logits.unbind(), self._states)
+        for state, token in zip(self._states, chosen, strict=True):
+            state.tokens.append(token)
         return to_device(chosen, logits.device)
 
 
@@ -478,7 +478,7 @@ def accept_argmax(
 class Verified(NamedTuple):
     """A sequence up to the root, the drafts after it, and the target's logits for these tokens."""
 
-    text: Text
+    state: SamplingState
     tokens: Sequence[int]  # the N drafted tokens
     parents: Sequence[int]
     logits: Tensor  # [N + 1, V], after the root and after each draft
@@ -491,7 +491,7 @@ def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
         For each sequence, the accepted drafts and the next token, as :func:`accept_argmax` returns
         them.
     """
-    texts = [replace(verified.text, tokens=list(verified.text.tokens)) for verified in rounds]
+    states = [replace(verified.state, tokens=list(verified.state.tokens)) for verified in rounds]
     accepted: list[list[int]] = [[] for _ in rounds]
     bonus = [0] * len(rounds)
     open_ = list(range(len(rounds)))
@@ -499,7 +499,7 @@ def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
         nodes = [accepted[row][-1] if accepted[row] else -1 for row in open_]
         logits = [rounds[row].logits[node + 1] for row, node in zip(open_, nodes, strict=True)]
         bonus_of = zip(
-            open_, nodes, choose_rows(logits, [texts[row] for row in open_]), strict=True
+            open_, nodes, choose_rows(logits, [states[row] for row in open_]), strict=True
         )
         open_ = []
         for row, node, token in bonus_of:
@@ -509,7 +509,7 @@ def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
                 bonus[row] = token
                 continue
             accepted[row].append(draft)
-            texts[row].tokens.append(token)
+            states[row].tokens.append(token)
             open_.append(row)
     return list(zip(accepted, bonus, strict=True))
 
@@ -544,7 +544,7 @@ def accept_sampled(
         row,
         logits,
         previous,
-        lambda node_logits, text: distribution(node_logits, text, config, n_prompt),
+        lambda node_logits, before: distribution(node_logits, before, config, n_prompt),
     )
     while True:
         last_accepted = accepted[-1] if accepted else -1
@@ -597,8 +597,8 @@ class _Judge:
             while above >= 0:
                 path.append(self.tokens[above])
                 above = self._parents[above]
-            text = [*self._previous, *reversed(path)]
-            self._after[at] = self._of(self._logits[at + 1], text)
+            before = [*self._previous, *reversed(path)]
+            self._after[at] = self._of(self._logits[at + 1], before)
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:

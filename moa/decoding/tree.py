@@ -217,10 +217,10 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     # ``topk`` alone is not enough, because its order of equal scores depends on the device and on
     # the number of rows.
-    places = scores.topk(k, dim=-1).indices.sort(dim=-1).values
-    values = scores.gather(-1, places)
+    indices = scores.topk(k, dim=-1).indices.sort(dim=-1).values
+    values = scores.gather(-1, indices)
     order = values.sort(dim=-1, descending=True, stable=True)
-    return order.values, places.gather(-1, order.indices)
+    return order.values, indices.gather(-1, order.indices)
 
 
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:

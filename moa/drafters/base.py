@@ -199,7 +199,7 @@ class Drafter(nn.Module, ABC):
         pack(self, is_exact=False)
         for module in self.modules():
             if isinstance(module, DecoderBlock):
-                module.join()
+                module.fuse()
         if self.config.draft_tokens and self.own_head is not None:
             self._own_rows = [rows_of(self.own_head, self.draft_ids, is_packed=True)]
 

@@ -377,7 +377,7 @@ class BlockDrafter(KVEncoder, Drafter):
 
     # Features: the hidden state of a slot, followed by the Markov head's memory
 
-    def text_features(self, hidden: Tensor, before: Tensor) -> Tensor:
+    def make_features(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Make features [..., K, F] from hidden states [..., K, E] and previous tokens [..., K]."""
         if self.markov_head is None:
             return hidden
@@ -428,7 +428,7 @@ class BlockDrafter(KVEncoder, Drafter):
 
     # Training
 
-    def text_hidden(
+    def hidden_at_anchors(
         self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor
     ) -> Tensor:
         """Run the blocks at anchor positions [B, N] of training sequences.
@@ -440,14 +440,14 @@ class BlockDrafter(KVEncoder, Drafter):
         n_tokens = inputs.tokens.shape[1]
         x = self.slots(frozen, inputs.tokens.gather(1, anchors))
         appends: list[AppendKV] = []
-        for keys_values in self._text_context(frozen, inputs, x.dtype):
+        for keys_values in self._training_context(frozen, inputs, x.dtype):
             appends.append(partial(concatenated, keys_values))
         mask = training.block_mask(anchors, valid, size, n_tokens)
         return self.drafting(
             self.run_layers(x, training.draft_positions(anchors, size).flatten(1), appends, mask)
         )
 
-    def _text_context(
+    def _training_context(
         self, frozen: FrozenTarget, inputs: TrainingInputs, dtype: torch.dtype
     ) -> list[KeysValues]:
         """Compute the keys and values of the context for each layer, [B, H_kv, T, d] each."""
@@ -491,10 +491,10 @@ class BlockDrafter(KVEncoder, Drafter):
         anchors, valid = training.draw_anchors(inputs.response_mask, draws)
         # Weights in the loss: [B, N, K] for N anchors in each row, and K drafts after each anchor
         shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)
-        indices = training.places(shares > 0)
-        hidden = self.text_hidden(frozen, inputs, anchors, valid)
+        indices = training.true_indices(shares > 0)
+        hidden = self.hidden_at_anchors(frozen, inputs, anchors, valid)
         # [P, F]
-        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors))[indices]
+        features = self.make_features(hidden, self.tokens_before(inputs.tokens, anchors))[indices]
         rows = indices[0]
         share = shares[indices]
         positions = training.draft_positions(anchors, self.config.n_drafts)[indices]
@@ -549,8 +549,8 @@ class BlockDrafter(KVEncoder, Drafter):
         self.config.check_depth(1 + int(depth.max()))
         begins = drafted & (index == root)
         anchors, is_block = training.loss_queries(begins)
-        hidden = self.text_hidden(frozen, inputs, anchors, is_block)
-        features = self.text_features(hidden, self.tokens_before(inputs.tokens, anchors)).flatten(
+        hidden = self.hidden_at_anchors(frozen, inputs, anchors, is_block)
+        features = self.make_features(hidden, self.tokens_before(inputs.tokens, anchors)).flatten(
             1, 2
         )
         block = (begins.cumsum(dim=1) - 1).gather(1, queries).clamp(min=0)
@@ -601,7 +601,7 @@ class BlockDrafter(KVEncoder, Drafter):
             self.slots(frozen, anchors), positions_from(before, size, device), appends, mask
         )
         state.hidden = self.drafting(hidden)[:, 0]
-        return self.text_features(state.hidden[:, :1], anchors)
+        return self.make_features(state.hidden[:, :1], anchors)
 
     def _write_after_target(
         self, cache: KVSource, before: Sequence[int], index: int, keys: Tensor, values: Tensor

@@ -62,7 +62,7 @@ class RowState:
         # End both rounds, because the two states may have fed different numbers of drafts.
         other.forget_drafts()
         for name, value in vars(self).items():
-            setattr(self, name, _joined(value, getattr(other, name)))
+            setattr(self, name, _concatenated(value, getattr(other, name)))
 
 
 def _taken(value: Any, rows: Sequence[int]) -> Any:
@@ -75,7 +75,7 @@ def _taken(value: Any, rows: Sequence[int]) -> Any:
     return value[to_device(rows, value.device)] if isinstance(value, Tensor) else value
 
 
-def _joined(value: Any, more: Any) -> Any:
+def _concatenated(value: Any, more: Any) -> Any:
     if isinstance(value, KVBuffer):
         value.add_rows(more)
     if isinstance(value, tuple):

@@ -86,7 +86,7 @@ class FeatureDrafter(Drafter):
     rotary: Rotary
 
     @abstractmethod
-    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    def combine(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """Make the layers' input from embeddings of tokens t+1 and features of t [..., E]."""
 
     def target_states(self, inputs: TrainingInputs) -> Tensor:
@@ -118,11 +118,11 @@ class FeatureDrafter(Drafter):
         # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings = frozen.embed(inputs.tokens[:, 1:])
-        joined = self.join(
+        combined = self.combine(
             embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
         )
         true_keys_values = []
-        features = joined
+        features = combined
         rotation = self.rotary(slots[None, :])
         causal = (slots[None, :] <= slots[:, None])[None]
         for block in self.blocks:
@@ -138,7 +138,7 @@ class FeatureDrafter(Drafter):
             seen = torch.cat(
                 (slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1
             )
-            x = self.join(
+            x = self.combine(
                 training.at_queries(embeddings, queries),
                 training.at_queries(features, (queries - 1).clamp(min=0)),
             )
@@ -178,14 +178,14 @@ class FeatureDrafter(Drafter):
         # computed again, because they were computed from the drafter's own features.
         tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
         assert hidden is not None  # [B, n, E or K * E]
-        x = self.join(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
+        x = self.combine(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
         return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts)[0])
 
     @override
     def draft_level(
         self, state: FeatureState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
     ) -> Tensor:
-        x = self.join(frozen.embed(level.tokens), level.parent_features)
+        x = self.combine(frozen.embed(level.tokens), level.parent_features)
         return self.fed_back(state.feed_level(self.blocks, self.rotary, x, level))
 
 
@@ -249,12 +249,12 @@ class EagleDrafter(FeatureDrafter):
             self.config = replace(self.config, eagle_embedding_scale=2.0 ** -round(math.log2(size)))
 
     @override
-    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    def combine(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         if (scale := self.config.eagle_embedding_scale) != 1:
             embeddings = embeddings * scale
-        joined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
+        combined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
         # Under autocast, convert the result back, so that the residual stream keeps its precision.
-        return joined.to(embeddings.dtype)
+        return combined.to(embeddings.dtype)
 
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
@@ -265,12 +265,12 @@ class EagleDrafter(FeatureDrafter):
         state.fresh[0] = (*state.fresh[0], context)
         cache.extend(len(context), None, 0)
 
-    def forward(self, joined: Tensor, queries: Tensor) -> Tensor:
+    def forward(self, combined: Tensor, queries: Tensor) -> Tensor:
         """Run the layers over slots [B, S, E] and return the features of the slots [B, Q].
 
         Slot t gives the feature of position t+1.
         """
-        return causal_features(self.blocks, self.rotary, joined, queries)
+        return causal_features(self.blocks, self.rotary, combined, queries)
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -286,8 +286,8 @@ class EagleDrafter(FeatureDrafter):
         noise = _draw_noise(step.draws, inputs.hidden)
         seen = hidden if noise is None else hidden + noise
         queries, valid = training.loss_queries(inputs.response_mask[:, 1:].bool())
-        indices = training.places(valid)
-        features = self(self.join(embeddings, seen[:, :-1]), queries)[indices]  # [P, E]
+        indices = training.true_indices(valid)
+        features = self(self.combine(embeddings, seen[:, :-1]), queries)[indices]  # [P, E]
         goal = training.at_queries(hidden[:, 1:], queries)[indices]
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), weights.divergence

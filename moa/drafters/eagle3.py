@@ -46,7 +46,7 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import losses
-from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm
+from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm
 from ..targets.bundle import FrozenTarget
 from ..targets.families import target_sizes
 from .eagle import FeatureDrafter
@@ -58,7 +58,7 @@ from .training import (
     TrainingStep,
     at_queries,
     loss_queries,
-    places,
+    true_indices,
 )
 from .vocabulary import most_frequent, over_all_tokens
 
@@ -147,7 +147,7 @@ class Eagle3Block(DecoderBlock):
     ``llama_eagle3.py``).
     """
 
-    def __init__(self, sizes: BlockSizes, norm_before_residual: bool = False) -> None:
+    def __init__(self, sizes: DecoderBlockSizes, norm_before_residual: bool = False) -> None:
         super().__init__(sizes)
         self.hidden_norm = RMSNorm(sizes.width, eps=sizes.norm_eps)
         self._norms_residual = norm_before_residual
@@ -263,7 +263,7 @@ class Eagle3Drafter(FeatureDrafter):
             )
 
     @override
-    def join(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    def combine(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat((embeddings, hidden.to(embeddings.dtype)), dim=-1)
 
     @override
@@ -306,7 +306,7 @@ class Eagle3Drafter(FeatureDrafter):
         inputs = step.inputs
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
-        indices = places(valid)
+        indices = true_indices(valid)
         n_steps = features.shape[0]
         n_positions = len(indices[0])
         outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])  # [P, J, E]
@@ -389,9 +389,9 @@ class Eagle3Drafter(FeatureDrafter):
         block = self.midlayer
         slots = torch.arange(embeddings.shape[1], device=queries.device)
         first = (queries - 1).clamp(min=0)  # the slot at which each round starts
-        joined = self.join(embeddings, hidden)
-        keys, values = block.keys_values(joined, self.rotary(slots[None, :]))
-        seen, x = slots <= first[..., None], at_queries(joined, first)  # [B, Q, S], [B, Q, 2E]
+        combined = self.combine(embeddings, hidden)
+        keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
+        seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
         own_kv: list[tuple[Tensor, Tensor]] = []
         features: list[Tensor] = []
         reached: list[Tensor] = []
@@ -400,7 +400,7 @@ class Eagle3Drafter(FeatureDrafter):
             fed_slots = (first + step).clamp(max=len(slots) - 1)
             rotation = self.rotary(fed_slots)
             if step:
-                x = self.join(at_queries(embeddings, fed_slots), outputs)
+                x = self.combine(at_queries(embeddings, fed_slots), outputs)
                 own_kv.append(block.keys_values(x, rotation))
             attended = attend_with_own_steps(block.queries(x, rotation), keys, values, seen, own_kv)
             outputs = self.fed_back(

@@ -142,7 +142,7 @@ class GlideDrafter(Drafter):
         draws = step.draws
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
-        indices = training.places(valid)
+        indices = training.true_indices(valid)
         features = self._features(frozen, inputs, last_seen, queries)[indices]  # [P, E]
         goal = training.at_queries(inputs.hidden, queries)[indices]
         kl, feature = training.distillation(

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import losses
-from ..nn.layers import BlockSizes, DecoderBlock, RMSNorm, Rotary
+from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.families import mlp_width
@@ -37,8 +37,8 @@ from .training import (
     TrainingStep,
     at_queries,
     loss_queries,
-    places,
     round_queries,
+    true_indices,
 )
 
 
@@ -77,10 +77,10 @@ class IndependentSizes(DrafterSizes):
         )
 
     @property
-    def own_block(self) -> BlockSizes:
+    def own_block(self) -> DecoderBlockSizes:
         """Sizes of each layer. A layer has the same number of KV heads and query heads."""
         n_heads = self.independent_width // self.own_head_dim
-        return BlockSizes(
+        return DecoderBlockSizes(
             self.independent_width,
             n_heads,
             n_heads,
@@ -126,7 +126,7 @@ class IndependentDrafter(Drafter):
         """Compute the loss of one mini-batch: the forward KL from the target's distribution."""
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
-        indices = places(valid)
+        indices = true_indices(valid)
         features = self(inputs.tokens, queries)[indices]  # [P, W]
         goal = at_queries(inputs.hidden, queries)[indices]  # [P, E]
         total, _ = losses.chunked_losses(

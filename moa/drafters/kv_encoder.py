@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
-from ..nn.layers import BlockSizes, DecoderBlock, Rotary
+from ..nn.layers import DecoderBlock, DecoderBlockSizes, Rotary
 from ..nn.masks import added
 from ..targets.cache import KVSource, check_arrived
 from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
@@ -190,7 +190,7 @@ class KVEncoder(nn.Module):
         """Create the weights of the encoder."""
         config = self.config
         if config.layer_attention:
-            sizes = BlockSizes(
+            sizes = DecoderBlockSizes(
                 config.kv_width, config.layer_attention_heads, config.layer_attention_kv_heads,
                 config.layer_attention_head_dim, config.layer_attention_mlp_width, config.norm_eps,
                 config.qkv_bias,

@@ -42,8 +42,8 @@ from .training import (
     TrainingInputs,
     TrainingStep,
     at_queries,
-    places,
     round_queries,
+    true_indices,
 )
 
 # The loss weight of head k is ``HEAD_DECAY ** k`` (section 2.2.1 of the Medusa paper). Heads that
@@ -147,7 +147,7 @@ class MedusaDrafter(Drafter):
         n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         # Head k is trained at no position before k, so ``head_positions - k`` is never negative.
-        _, rows, positions = places(every)
+        _, rows, positions = true_indices(every)
         of_heads = zip(self.heads, rows.split(counts), positions.split(counts), strict=True)
         for k, (head, head_rows, head_positions) in enumerate(of_heads, start=1):
             # [P_k, E], computed from the hidden states k positions earlier.

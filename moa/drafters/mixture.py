@@ -58,7 +58,7 @@ from .training import (
     TrainingStep,
     at_queries,
     distillation,
-    places,
+    true_indices,
 )
 
 
@@ -229,7 +229,7 @@ class MoADrafter(KVEncoder, Drafter):
         """Compute the losses of the outputs of :meth:`forward` at the loss positions."""
         inputs = step.inputs
         n_layers = self.config.target_layer_inference
-        indices = places(rounds.weights > 0)
+        indices = true_indices(rounds.weights > 0)
         weights = rounds.weights[indices]  # [P]
         scale = step.scale(weights.sum())
         features = features[indices]  # [P, E]

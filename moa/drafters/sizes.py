@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from typing_extensions import override
 
 from ...errors import DrafterError, TargetError
-from ..nn.layers import BlockSizes, Rotary
+from ..nn.layers import DecoderBlockSizes, Rotary
 from ..targets.families import mlp_width, norm_eps, rope_parameters, target_sizes
 
 _MAX_SIZE = 1 << 26
@@ -189,9 +189,9 @@ class DrafterSizes:
         """Create the rotary embedding for heads of the target's size."""
         return Rotary(self.head_dim, self.rope_parameters, self.max_position_embeddings)
 
-    def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> BlockSizes:
+    def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> DecoderBlockSizes:
         """Create the sizes of a decoder block that has the target's width and query heads."""
-        return BlockSizes(
+        return DecoderBlockSizes(
             self.hidden_size,
             self.n_heads,
             kv_heads,
@@ -226,7 +226,7 @@ class LayerSizes(DrafterSizes):
         }
 
     @property
-    def layer(self) -> BlockSizes:
+    def layer(self) -> DecoderBlockSizes:
         """Sizes of each decoder layer."""
         return self.block(
             self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias

@@ -238,7 +238,7 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
     return torch.where(valid, order, 0), valid
 
 
-def places(mask: Tensor) -> tuple[Tensor, ...]:
+def true_indices(mask: Tensor) -> tuple[Tensor, ...]:
     """Return the indices at which a mask is true, in row-major order: [P] int64 for each dimension.
 
     This synchronizes with the device once. Indexing with the mask itself would synchronize at every

@@ -64,9 +64,9 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
     """
     width = sizes.hidden_size
     layout.check_shape(weights, "fc.weight", [width, 2 * width])
-    joining = weights["fc.weight"].clone()
-    joining[:, :width] *= scale
-    return weights | {"fc.weight": joining}
+    fc_weight = weights["fc.weight"].clone()
+    fc_weight[:, :width] *= scale
+    return weights | {"fc.weight": fc_weight}
 
 
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:

@@ -193,7 +193,7 @@ class KVBuffer:
         taken = copy.copy(self)
         taken.lengths = [self.lengths[row] for row in rows]
         if self._buffer is not None:
-            taken._place(self._buffer.index_select(2, to_device(rows, self._buffer.device)))
+            taken._set_buffer(self._buffer.index_select(2, to_device(rows, self._buffer.device)))
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
@@ -211,7 +211,7 @@ class KVBuffer:
                         2, self._n_layers, len(side.lengths), heads, 0, head_dim
                     )
                 parts.append(F.pad(buffer, (0, 0, 0, n_slots - buffer.shape[4])))
-            self._place(torch.cat(parts, dim=2))
+            self._set_buffer(torch.cat(parts, dim=2))
         self.lengths = self.lengths + other.lengths
 
     def reserve(self, n_slots: int, like: Tensor) -> None:
@@ -238,7 +238,7 @@ class KVBuffer:
         grown = self._allocate(shape, like) if into is None else into
         if self._buffer is not None:
             grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer[:, :, :, :, :n_slots]
-        self._place(grown)
+        self._set_buffer(grown)
 
     def clear(self) -> None:
         """Drop all tokens and free the buffer."""
@@ -252,7 +252,7 @@ class KVBuffer:
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(shape)
 
-    def _place(self, buffer: Tensor) -> None:
+    def _set_buffer(self, buffer: Tensor) -> None:
         self._buffer = buffer
         self._layers = list(zip(buffer[0].unbind(), buffer[1].unbind(), strict=True))
 

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ...errors import DrafterError
 from ...files import parsing
 from .attention import attend
-from .joined import Joined, group_means, join
+from .fused import FusedWeights, fuse_weights, group_means
 from .masks import Mask
 
 Rotation = tuple[Tensor, Tensor]
@@ -36,7 +36,7 @@ The function returns the keys and values of all tokens in the cache, each [B, H_
 
 
 @dataclass(frozen=True)
-class BlockSizes:
+class DecoderBlockSizes:
     """Sizes of one decoder block."""
 
     width: int
@@ -249,7 +249,7 @@ class Attention(nn.Module):
     The weights have the same names as in a Llama layer of transformers.
     """
 
-    def __init__(self, sizes: BlockSizes) -> None:
+    def __init__(self, sizes: DecoderBlockSizes) -> None:
         super().__init__()
         query_width = sizes.n_heads * sizes.head_dim
         key_width = sizes.n_kv_heads * sizes.head_dim
@@ -347,7 +347,7 @@ class GatedMLP(nn.Module):
 class DecoderBlock(nn.Module):
     """Pre-norm decoder block: x += attention(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(self, sizes: BlockSizes) -> None:
+    def __init__(self, sizes: DecoderBlockSizes) -> None:
         super().__init__()
         self.self_attn = Attention(sizes)
         self.mlp = GatedMLP(sizes.width, sizes.mlp_width, sizes.mlp_bias)
@@ -402,8 +402,8 @@ class DecoderBlock(nn.Module):
         ``append`` adds the keys and values of x to the cache, and returns the keys and values of
         all tokens.
         """
-        if (joined := self._current(x)) is not None:
-            return self._attend_joined(joined, x, rotation, append, mask)
+        if (fused := self._current(x)) is not None:
+            return self._attend_fused(fused, x, rotation, append, mask)
         queries, keys, values = self.self_attn.project(self.normed(x), rotation)
         return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
 
@@ -412,38 +412,38 @@ class DecoderBlock(nn.Module):
 
         The result has the shape [B, 1, E].
         """
-        joined = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
-        if joined is not None:
-            return self._attend_joined(joined, x, rotation, append, None, n_last=1)
+        fused = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
+        if fused is not None:
+            return self._attend_fused(fused, x, rotation, append, None, n_last=1)
         keys, values = append(*self.keys_values(x, rotation))
         cosines, sines = rotation
         return self.forward(x[:, -1:], (cosines[:, -1:], sines[:, -1:]), keys, values, None)
 
-    def join(self) -> None:
-        """Use fused products (:mod:`.joined`) for drafting if the weights are packed.
+    def fuse(self) -> None:
+        """Use fused products (:mod:`.fused`) for drafting if the weights are packed.
 
         The fused products may round the weights, because drafts need not be exact.
         """
-        known: Joined | None = vars(self).get("joined")
+        known: FusedWeights | None = vars(self).get("fused")
         if known is not None and known.is_current():
             return
         has_head_norms = hasattr(self.self_attn, "q_norm")
-        vars(self)["joined"] = None if has_head_norms else join(self, is_exact=False)
+        vars(self)["fused"] = None if has_head_norms else fuse_weights(self, is_exact=False)
 
-    def _current(self, x: Tensor) -> Joined | None:
-        joined: Joined | None = vars(self).get("joined")
+    def _current(self, x: Tensor) -> FusedWeights | None:
+        fused: FusedWeights | None = vars(self).get("fused")
         if (
-            joined is None
+            fused is None
             or torch.is_grad_enabled()
             or x.dtype != torch.float32
-            or not joined.is_current()
+            or not fused.is_current()
         ):
             return None
-        return joined
+        return fused
 
-    def _attend_joined(
+    def _attend_fused(
         self,
-        joined: Joined,
+        fused: FusedWeights,
         x: Tensor,
         rotation: Rotation,
         append: AppendKV,
@@ -455,17 +455,17 @@ class DecoderBlock(nn.Module):
         has_own_norms = type(self).normed is not DecoderBlock.normed
         block_input = self.normed(x) if has_own_norms else x
         cosines, sines = rotation
-        queries, keys, values = joined.project(
+        queries, keys, values = fused.project(
             block_input, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
         )
         attended = (
             attend(queries[:, :, -n_last:], *append(keys, values), mask).transpose(1, 2).flatten(2)
         )
-        return joined.finish(attended, self.residual(x[:, -n_last:]), n_groups)
+        return fused.finish(attended, self.residual(x[:, -n_last:]), n_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the fused products, because they cannot be copied."""
-        return {name: value for name, value in vars(self).items() if name != "joined"}
+        return {name: value for name, value in vars(self).items() if name != "fused"}
 
     def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
         """Let x [B, T, E] attend to itself.
@@ -481,9 +481,9 @@ class DecoderBlock(nn.Module):
 
         x [B, T, E] becomes [B, G, E]. No mask is used.
         """
-        if (joined := self._current(x)) is not None:
-            return self._attend_joined(
-                joined, x, rotation, lambda keys, values: (keys, values), None, n_groups
+        if (fused := self._current(x)) is not None:
+            return self._attend_fused(
+                fused, x, rotation, lambda keys, values: (keys, values), None, n_groups
             )
         # The down projection and the residual sums are linear. So they are applied to the mean of
         # each group instead of to each token.

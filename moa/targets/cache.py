@@ -118,7 +118,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # their own.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
-        self.stays_in_place = buffers is not None
+        self.has_static_buffer = buffers is not None
         # The whole allocated buffer. `buffer` is a view of its remaining rows.
         self._whole: Tensor | None = None
         # Number of tokens per row that the last target call wrote, over all its chunks, and that
@@ -274,7 +274,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # many times the memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
-        super()._place(fewer)
+        super()._set_buffer(fewer)
         self.lengths = [self.lengths[row] for row in rows]
 
     def release(self) -> None:
@@ -327,10 +327,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         return free.pop().zero_() if free else like.new_zeros(shape)
 
     @override
-    def _place(self, buffer: Tensor) -> None:
+    def _set_buffer(self, buffer: Tensor) -> None:
         self.release()
         self._whole = buffer
-        super()._place(buffer)
+        super()._set_buffer(buffer)
 
 
 def _widened(x: Tensor, n_heads: int, width: int) -> Tensor:

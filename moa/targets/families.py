@@ -31,7 +31,7 @@ from transformers.models.auto import modeling_auto
 
 from ...errors import DrafterError, TargetError
 from ...files import parsing
-from ..nn.layers import ROPE_TYPES, BlockSizes, Rotary
+from ..nn.layers import ROPE_TYPES, DecoderBlockSizes, Rotary
 from ..nn.masks import Chunk
 from .model_files import FLOATS, check_model_folder, quantised_by, read_config
 
@@ -589,7 +589,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": parameters.get("rope_theta") or 10_000.0}
 
 
-def layer_sizes(config: Any) -> BlockSizes:
+def layer_sizes(config: Any) -> DecoderBlockSizes:
     """Return the sizes of the target's decoder layers as block sizes.
 
     Raises:
@@ -607,7 +607,7 @@ def layer_sizes(config: Any) -> BlockSizes:
         )
     sizes = target_sizes(config)
     has_bias = bool(getattr(config, "attention_bias", False))
-    return BlockSizes(
+    return DecoderBlockSizes(
         width=sizes["hidden_size"],
         n_heads=sizes["n_heads"],
         n_kv_heads=sizes["n_kv_heads"],

@@ -1,6 +1,6 @@
 """Runs a target's decoder layers with fewer operations, for decoding on a CPU.
 
-The fused operations are in :mod:`..nn.joined`.
+The fused operations are in :mod:`..nn.fused`.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from typing_extensions import override
 
-from ..nn.joined import JOINED, Joined, Weights, join, normed, prepared_norm
+from ..nn.fused import FUSED_PRODUCTS, FusedWeights, Weights, fuse_weights, normed, prepared_norm
 from ..nn.packed import pack
 from .families import decoder_layers, text_model
 
@@ -44,20 +44,20 @@ class _FusedLayer(nn.Module):
 
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        joined: Joined | None = vars(self).get("joined")
-        if joined is None or args or torch.is_grad_enabled() or not joined.is_current():
+        fused: FusedWeights | None = vars(self).get("fused")
+        if fused is None or args or torch.is_grad_enabled() or not fused.is_current():
             return super().forward(hidden_states, *args, **kwargs)
         # Layers that rotate only a part of each head run without fused operations.
-        if kwargs["position_embeddings"][0].shape[-1] != joined.attention.head_dim:
+        if kwargs["position_embeddings"][0].shape[-1] != fused.attention.head_dim:
             return super().forward(hidden_states, *args, **kwargs)
         kwargs["position_embeddings"] = _rotation(*kwargs["position_embeddings"])
-        return _forward(joined, hidden_states, **kwargs)
+        return _forward(fused, hidden_states, **kwargs)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as a layer of the base class, because fused weights cannot be pickled."""
         state = vars(self).copy()
-        state.pop("joined", None)
+        state.pop("fused", None)
         return object.__new__, (type(self).__bases__[1],), state
 
 
@@ -69,23 +69,23 @@ def fuse(model: nn.Module) -> None:
     noticed.
     """
     pack(model)
-    fused: dict[type, type] = {}
+    fused_classes: dict[type, type] = {}
     n_wrong = 0
     for layer in decoder_layers(model):
-        known: Joined | None = vars(layer).pop("joined", None)
-        joined = known if known is not None and known.is_current() else join(layer)
-        if joined is None:
+        known: FusedWeights | None = vars(layer).pop("fused", None)
+        fused = known if known is not None and known.is_current() else fuse_weights(layer)
+        if fused is None:
             continue
-        if joined is not known and not _is_right(layer, joined):
+        if fused is not known and not _is_right(layer, fused):
             n_wrong += 1
             continue
         layer_class = type(layer)
         if not isinstance(layer, _FusedLayer):
-            layer.__class__ = fused.setdefault(
+            layer.__class__ = fused_classes.setdefault(
                 layer_class, type(f"Fused{layer_class.__name__}", (_FusedLayer, layer_class), {})
             )
-        vars(layer)["joined"] = joined
-        for name in itertools.chain(*JOINED):
+        vars(layer)["fused"] = fused
+        for name in itertools.chain(*FUSED_PRODUCTS):
             vars(layer.get_submodule(name)).pop("packed", None)
     if n_wrong:
         _LOG.warning(
@@ -107,18 +107,18 @@ class FusedBody:
         self._embed = body.get_input_embeddings()
         self._rotary = body.rotary_emb
         self._norm = body.norm
-        self._layers: list[Joined] = [vars(layer)["joined"] for layer in decoder_layers(model)]
+        self._layers: list[FusedWeights] = [vars(layer)["fused"] for layer in decoder_layers(model)]
         head_sizes: set[tuple[int, int, float]] = set()
         # Layers with the same shape of ``o_proj`` have the same number of query heads.
         output_shapes: set[torch.Size] = set()
-        for joined in self._layers:
-            attention = joined.attention
-            head_sizes.add((joined.n_kv_heads, attention.head_dim, attention.scaling))
+        for fused in self._layers:
+            attention = fused.attention
+            head_sizes.add((fused.n_kv_heads, attention.head_dim, attention.scaling))
             output_shapes.add(attention.o_proj.weight.shape)
         is_alike = len(output_shapes) == 1
         # (H_kv, d, scale of attention scores) of all layers; None if layers differ.
         self.heads = head_sizes.pop() if is_alike and len(head_sizes) == 1 else None
-        self._weights = [(joined.norms, joined.products) for joined in self._layers]
+        self._weights = [(fused.norms, fused.products) for fused in self._layers]
         self._last_norm = prepared_norm(self._norm)
 
     @classmethod
@@ -171,9 +171,9 @@ class FusedBody:
             layer_states = run_layers(x, *rotation, self._weights)
             x = layer_states[-1]
             outputs = {index: layer_states[index] for index in watched_layers}
-        for index, joined in enumerate(self._layers if run_layers is None else ()):
+        for index, fused in enumerate(self._layers if run_layers is None else ()):
             x = _forward(
-                joined,
+                fused,
                 x,
                 rotation,
                 wanted=wanted if index == len(self._layers) - 1 else None,
@@ -185,7 +185,7 @@ class FusedBody:
 
 
 @torch.inference_mode()
-def _is_right(layer: Any, joined: Joined) -> bool:
+def _is_right(layer: Any, fused: FusedWeights) -> bool:
     width = layer.self_attn.q_proj.in_features
     head_dim = layer.self_attn.head_dim
     generator = torch.Generator().manual_seed(0)
@@ -196,7 +196,7 @@ def _is_right(layer: Any, joined: Joined) -> bool:
     arguments["position_ids"] = torch.arange(3)[None] + _FAR
     try:
         expected = layer(x, position_embeddings=rotation, **arguments)
-        output = _forward(joined, x, _rotation(*rotation), **arguments)
+        output = _forward(fused, x, _rotation(*rotation), **arguments)
         return torch.allclose(
             output, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
         )
@@ -214,7 +214,7 @@ def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    joined: Joined,
+    fused: FusedWeights,
     x: Tensor,  # [B, n, E]
     position_embeddings: tuple[Tensor, Tensor],  # The result of `_rotation`.
     attention_mask: Any = None,
@@ -226,8 +226,8 @@ def _forward(
     wanted: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    attention = joined.attention
-    q, k, v = joined.project(x, *position_embeddings)
+    attention = fused.attention
+    q, k, v = fused.project(x, *position_embeddings)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     attend = _ATTENTION[attention.config._attn_implementation]
@@ -238,4 +238,4 @@ def _forward(
     if wanted is not None:
         attended = attended.index_select(1, wanted)
         x = x.index_select(1, wanted)
-    return joined.finish(attended, x)
+    return fused.finish(attended, x)

@@ -536,13 +536,13 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         OptionInvalid: a text is malformed, or names an argument that moa-data sets itself.
     """
-    joined = ",".join(texts).strip()
-    if joined.startswith("{"):
+    json_text = ",".join(texts).strip()
+    if json_text.startswith("{"):
         try:
-            arguments = json.loads(joined)
+            arguments = json.loads(json_text)
         except ValueError as error:
             raise OptionInvalid(
-                f"template_kwargs is {joined!r}, which is not a JSON object ({error})"
+                f"template_kwargs is {json_text!r}, which is not a JSON object ({error})"
             ) from error
     else:
         arguments = {}

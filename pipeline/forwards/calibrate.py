@@ -84,7 +84,7 @@ def learning_on(
     """
     learning = Learning(folder, progress=progress) if progress else Learning(folder)
     return replace(
-        learning, place=lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        learning, to_device=lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
     )
 
 
@@ -166,7 +166,9 @@ def calibrate(
             if name == HIDDEN_LAST:
                 learning.progress(0, 1, "learn: metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
-                learned.metrics = [[logit_metric(np.concatenate(last), head, place=learning.place)]]
+                learned.metrics = [
+                    [logit_metric(np.concatenate(last), head, to_device=learning.to_device)]
+                ]
             observation.learn(_features(codec, name, offered), bits.get(name))
             if name in used:
                 offered[name] = observation.as_features()
@@ -220,7 +222,7 @@ def _joint_bits(
                 features.append(np.concatenate(offered[source]))
         features += below
         known = np.concatenate(features, axis=1) if features else None
-        variances.append(left_variances(values, known, learning.place))
+        variances.append(left_variances(values, known, learning.to_device))
         below = [values]
     bits = sum(
         len(layer_variances) * codec.fields[name].expected_bits

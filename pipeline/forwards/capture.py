@@ -81,7 +81,7 @@ class HostSlot:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self.wait: Callable[[], float] = lambda: 0.0
 
-    def place(self, source: Tensor) -> Tensor:
+    def reserve(self, source: Tensor) -> Tensor:
         """Reserve host memory for a copy of a tensor.
 
         Returns:
@@ -100,7 +100,7 @@ class HostSlot:
         return target
 
     def start(self) -> None:
-        """Start the copies of all tensors passed to :meth:`place`."""
+        """Start the copies of all tensors passed to :meth:`reserve`."""
         self.wait = self._slots.copy(self._copies)
 
     def release(self) -> None:
@@ -178,7 +178,7 @@ class Capture:
         if slots is None:
             return self._mapped(Tensor.cpu)
         slot = slots.free.popleft()
-        copies = self._mapped(slot.place)
+        copies = self._mapped(slot.reserve)
         slot.start()
         return replace(copies, slot=slot)
 

@@ -35,7 +35,7 @@ from ...moa.targets.chat_tokens import prompt_tokens
 from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import check_codec, decode, drafter_identity, target_identity, tokenizer_identity
-from .drafting import DraftingModel, TextDrafter
+from .drafting import DraftingModel, SequenceDrafter
 from .link import Link, LinkEvent
 from .session import (
     GREEDY_SHAPE,
@@ -43,9 +43,9 @@ from .session import (
     SENT_SAMPLING,
     AnswerSettings,
     ChosenMode,
+    ClientSession,
     Done,
     OnEvent,
-    Session,
     Stats,
 )
 
@@ -201,7 +201,7 @@ class DraftingClient:
         self._codec = codec
         self._max_offline = max_offline
         self._offline_below = offline_below
-        self.drafter = TextDrafter(self.model)
+        self.drafter = SequenceDrafter(self.model)
         self._identities = pb.Identities(
             target=target_identity(self.model.drafter.config.target),
             tokenizer=tokenizer_identity(self.model.tokenizer),
@@ -287,7 +287,9 @@ class DraftingClient:
         )  # fmt: skip
         n_context = self.drafter.begin(saved.tokens, saved.sampling, saved.seed)
         texts = Detokenizer(self.text_of)
-        session = Session(saved.tokens, saved.n_prompt, settings, texts, saved.session, n_context)
+        session = ClientSession(
+            saved.tokens, saved.n_prompt, settings, texts, saved.session, n_context
+        )
         turn = _Turn(self, session, saved, on_event)
         turn.run()
         answer = tuple(session.tokens[session.n_prompt :])
@@ -316,7 +318,11 @@ class _Turn:
     """Makes one answer: moves messages between link and session, drafts if useful, and measures."""
 
     def __init__(
-        self, client: DraftingClient, session: Session, saved: SavedAnswer, on_event: OnEvent | None
+        self,
+        client: DraftingClient,
+        session: ClientSession,
+        saved: SavedAnswer,
+        on_event: OnEvent | None,
     ) -> None:
         self._drafter = client.drafter
         self._link = client.link

@@ -41,8 +41,8 @@ from .session import Draft
 # bundle.
 _RUN_FILE = "run.yaml"
 _BUNDLE = "target"
-# Maximum number of known tokens that one call of ``TextDrafter.next`` feeds to the drafter. Between
-# calls the caller polls the network.
+# Maximum number of known tokens that one call of ``SequenceDrafter.next`` feeds to the drafter.
+# Between calls the caller polls the network.
 _MAX_FED = 16
 # If a chain has this many levels and newer contexts have arrived, a new chain begins. Drafts far
 # from the last context agree less often with the target.
@@ -136,14 +136,14 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
     )
 
 
-class TextDrafter:
+class SequenceDrafter:
     """Drafts the next tokens of a sequence. It can serve several sequences, one after the other."""
 
     def __init__(self, model: DraftingModel) -> None:
         # ``width`` is W, the width of a context; 0 for a drafter that needs no contexts.
         self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
-        self._text: list[int] = []
+        self._tokens: list[int] = []
         self._chain: Chain | None = None
         self._reset()
 
@@ -159,7 +159,7 @@ class TextDrafter:
         self.n_context = self._n_taken
         is_same = (
             len(tokens) > self._n_taken
-            and list(tokens[: self._n_taken + 1]) == self._text[: self._n_taken + 1]
+            and list(tokens[: self._n_taken + 1]) == self._tokens[: self._n_taken + 1]
         )
         if not is_same:
             self._reset()
@@ -262,8 +262,8 @@ class TextDrafter:
             self._n_taken = root
         self._root = root
         self._fed = []
-        self._text = list(tokens[: root + 1])
-        features = drafter.draft_root(self._state, self._model.frozen, [self._text], self._cache)
+        self._tokens = list(tokens[: root + 1])
+        features = drafter.draft_root(self._state, self._model.frozen, [self._tokens], self._cache)
         self._chain = Chain(drafter, self._model.frozen, self._state, self._cache, features)
 
     def _choose(self, logits: Tensor, tokens: Sequence[int], drafts: Sequence[int]) -> Draft:

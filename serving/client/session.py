@@ -162,8 +162,8 @@ class Draft:
     probability: float
 
 
-class Session:
-    """One answer, from its prompt to its end.
+class ClientSession:
+    """The client's side of a session: one answer, from its prompt to its end.
 
     Args:
         tokens: the prompt and the committed tokens of the answer.
@@ -432,7 +432,7 @@ class Session:
             self.n_context = context.start + context.n_positions
             self._is_stuck = False
 
-    # Properties of the text and its drafts
+    # Properties of the sequence and its drafts
 
     @property
     def _n_left(self) -> int:

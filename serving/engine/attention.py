@@ -1,19 +1,19 @@
 """Attention of a target call over several sequences, each of which attends to its own KV.
 
-A *part* is the tokens of one sequence in a call.
+A *segment* is the tokens of one sequence in a call.
 
 | case | method |
 |---|---|
 | CUDA, half precision, chains | one call of variable-length FlashAttention, without copying KV |
-| CUDA, otherwise | one padded call for short parts, one for long parts (prompt chunks) |
+| CUDA, otherwise | one padded call for short segments, one for long segments (prompt chunks) |
 | CPU, float32, single tokens, few query heads per key head | two sparse operations, no copy of KV |
-| otherwise | one call per part, on views of the KV |
+| otherwise | one call per segment, on views of the KV |
 
 The methods make few calls because each call has a fixed cost, which is higher on a GPU than on a
 CPU.
 
-Shapes: n tokens of one part, T tokens of all parts, H query heads, H_kv key/value heads, d head
-dim, S slots.
+Shapes: n tokens of one segment, T tokens of all segments, H query heads, H_kv key/value heads, d
+head dim, S slots.
 """
 
 import functools
@@ -36,19 +36,19 @@ from ...moa.nn.masks import to_device
 from ...moa.targets.fused import RunLayers
 from ...text import first_line
 from .pool import BLOCK_TOKENS, Pool, PooledKV
-from .steps import Rows, attend_rows, run_layers
+from .steps import SparseBuffers, attend_sparse, run_layers
 
 try:
     from torch.nn.attention import varlen
 except ImportError:  # PyTorch is older than 2.10.
     varlen = None  # type: ignore[assignment]
 
-ATTENTION = "moa_data_parts"
+ATTENTION = "moa_data_segments"
 """Name of this attention function in transformers."""
-# Parts with at most this many tokens are padded to a common length. This padding costs nothing,
-# because a kernel processes queries in blocks. Longer parts are padded in a separate call.
-# Otherwise a part with a single token would be padded to the length of a prompt chunk in the same
-# target call.
+# Segments with at most this many tokens are padded to a common length. This padding costs nothing,
+# because a kernel processes queries in blocks. Longer segments are padded in a separate call.
+# Otherwise a segment with a single token would be padded to the length of a prompt chunk in the
+# same target call.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
 # From this many query heads per key head on, one matrix product for all of them is faster than the
@@ -60,7 +60,7 @@ _ROW_SLOTS = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """The tokens of one sequence in a call."""
 
     kv: PooledKV
@@ -92,7 +92,7 @@ class Part:
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
     def sees_all(self, window: int | None) -> bool:
-        """Return whether the part is a single token that needs no mask."""
+        """Return whether the segment is a single token that needs no mask."""
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
     def seen_kv(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -112,7 +112,7 @@ class Part:
         ]
 
     def seen(self) -> NDArray[np.bool_]:
-        """Return which tokens of the part each token sees, including itself: [n, n] bool."""
+        """Return which tokens of the segment each token sees, including itself: [n, n] bool."""
         seen = np.tri(len(self.tokens), dtype=np.bool_)
         if not self.is_chain:
             root = self.n_known - 1
@@ -131,39 +131,44 @@ class Part:
         return masks.tree_mask([self.start], to_device(self.seen()[None], device), window)
 
 
-def _pending_slots(parts: Sequence[Part], device: torch.device) -> Tensor:
+def _pending_slots(segments: Sequence[Segment], device: torch.device) -> Tensor:
     """Return the pool slots of all tokens, [T] int64."""
     return to_device(
-        [part.first_slot + index for part in parts for index in range(len(part.tokens))], device
+        [
+            segment.first_slot + index
+            for segment in segments
+            for index in range(len(segment.tokens))
+        ],
+        device,
     )
 
 
-class PartsAttention:
-    """Writes the keys and values of a call to each part's KV, and attends within each part.
+class SegmentAttention:
+    """Writes the keys and values of a call to each segment's KV, and attends within each segment.
 
     Args:
-        parts: the parts of the call.
+        segments: the segments of the call.
         windows: the sliding window or chunk of each layer, None for full attention.
         device: device of the target.
     """
 
     def __init__(
-        self, parts: Sequence[Part], windows: Sequence[int | None], device: torch.device
+        self, segments: Sequence[Segment], windows: Sequence[int | None], device: torch.device
     ) -> None:
-        self._planes = parts[0].kv.pool.planes
-        self._sizes = [len(part.tokens) for part in parts]
-        positions = [part.positions() for part in parts]
+        self._planes = segments[0].kv.pool.planes
+        self._sizes = [len(segment.tokens) for segment in segments]
+        positions = [segment.positions() for segment in segments]
         # [T] int64, the positions of all tokens.
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
-        self._pending = _pending_slots(parts, device)
-        self._parts: Sequence[Part] = parts
+        self._pending = _pending_slots(segments, device)
+        self._segments: Sequence[Segment] = segments
         # Number of query heads of a layer -> :class:`_Steps` for layers with this number. The list
         # is empty if another method is faster.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
-                part.mask(part_positions, window, device)
-                for part, part_positions in zip(parts, positions, strict=True)
+                segment.mask(segment_positions, window, device)
+                for segment, segment_positions in zip(segments, positions, strict=True)
             ]
             for window in set(windows)
         }
@@ -177,7 +182,7 @@ class PartsAttention:
     ) -> RunLayers | None:
         """Return a function that runs all layers of the target in one call, if that is possible.
 
-        This is possible if all parts are single tokens, need no mask, and fit one sparse matrix.
+        This is possible if all segments are single tokens, need no mask, and fit one sparse matrix.
 
         Args:
             n_heads: query heads of each layer.
@@ -197,13 +202,15 @@ class PartsAttention:
 
     def _steps_of(self, n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
         if n_heads not in self._steps:
-            self._steps[n_heads] = _Steps.of(self._parts, n_heads, dtype)
+            self._steps[n_heads] = _Steps.of(self._segments, n_heads, dtype)
         return self._steps[n_heads]
 
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
-        """For each layer, the keys and the values that each part sees: [1, H_kv, S, d] each."""
-        return list(zip(*(zip(*part.seen_kv(), strict=True) for part in self._parts), strict=True))
+        """For each layer, the keys and the values that each segment sees: [1, H_kv, S, d] each."""
+        return list(
+            zip(*(zip(*segment.seen_kv(), strict=True) for segment in self._segments), strict=True)
+        )
 
     def attend(
         self,
@@ -254,37 +261,39 @@ class PartsAttention:
             ]
             return torch.cat(outputs).flatten(1, 2)[None]
         attended = []
-        for (keys, values), part_q, mask in zip(
+        for (keys, values), segment_q, mask in zip(
             self._seen[layer], q.split(self._sizes, dim=2), self._masks[layer], strict=True
         ):
             if not is_whole:
                 keys = keys[:, :n_kv_heads, :, :width]
                 values = values[:, :n_kv_heads, :, :width]
             if is_plain:
-                attended.append(attend(part_q, keys, values, mask))
+                attended.append(attend(segment_q, keys, values, mask))
             else:
-                attended.append(attend_plainly(part_q, keys, values, mask, cap, sinks))
+                attended.append(attend_plainly(segment_q, keys, values, mask, cap, sinks))
         output = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         output = output if value_width == width else output[..., :value_width]
         return output.transpose(1, 2).contiguous()
 
 
 class _Steps:
-    """Single-token parts without a mask, as rows of a sparse matrix of scores.
+    """Single-token segments without a mask, as rows of a sparse matrix of scores.
 
-    The matrix has one row per part and query head. PyTorch's attention uses dense matrix products.
-    With few queries, these spend most of their time on rearranging keys and values. This class
-    reads the keys in place, and an embedding bag computes the weighted sum of the values.
+    The matrix has one row per segment and query head. PyTorch's attention uses dense matrix
+    products. With few queries, these spend most of their time on rearranging keys and values. This
+    class reads the keys in place, and an embedding bag computes the weighted sum of the values.
     """
 
-    def __init__(self, parts: Sequence[Part], n_heads: int) -> None:
-        pool = parts[0].kv.pool
-        self._parts = parts
+    def __init__(self, segments: Sequence[Segment], n_heads: int) -> None:
+        pool = segments[0].kv.pool
+        self._segments = segments
         self._pool = pool
         n_kv_heads, n_slots = pool.buffer.shape[2:4]
-        starts = [part.start for part in parts]
-        # [T, 1] each: the position of each part's token, and the pool slot of its position 0.
-        lasts, firsts = torch.tensor([starts, [part.kv.first_slot for part in parts]]).unsqueeze(2)
+        starts = [segment.start for segment in segments]
+        # [T, 1] each: the position of each segment's token, and the pool slot of its position 0.
+        lasts, firsts = torch.tensor(
+            [starts, [segment.kv.first_slot for segment in segments]]
+        ).unsqueeze(2)
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
         slots = torch.minimum(columns, lasts).add_(firsts)  # [T, S]
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(
@@ -297,26 +306,26 @@ class _Steps:
         # The additive mask hides the slots that only pad a row.
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
         # The values of the sparse matrix use the memory of the scores, which each layer overwrites.
-        scores = torch.zeros(len(parts), n_heads, len(columns))
+        scores = torch.zeros(len(segments), n_heads, len(columns))
         sparse = torch.sparse_csr_tensor(
             stops,
             key_indices,
             scores.view(-1),
-            (len(parts) * n_heads, n_kv_heads * n_slots),
+            (len(segments) * n_heads, n_kv_heads * n_slots),
             check_invariants=False,
         )
-        self._rows: Rows = scores, sparse, added.unsqueeze(1), key_indices, stops
+        self._buffers: SparseBuffers = scores, sparse, added.unsqueeze(1), key_indices, stops
 
     @classmethod
-    def of(cls, parts: Sequence[Part], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
-        """Create the steps of all parts together, or of each part if their lengths differ much.
+    def of(cls, segments: Sequence[Segment], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
+        """Create the steps of all segments together, or of each segment if lengths differ much.
 
         If lengths differ much, rows of a common length would be mostly padding.
 
         Returns:
             The steps. Empty if another method is faster, or PyTorch's sparse products do not work.
         """
-        buffer = parts[0].kv.pool.buffer
+        buffer = segments[0].kv.pool.buffer
         are_few = n_heads < _MANY_HEADS * buffer.shape[2]
         if not (
             are_few
@@ -325,9 +334,13 @@ class _Steps:
             and _steps_work()
         ):
             return []
-        n_seen = [part.start + 1 for part in parts]
-        are_alike = len(parts) * max(n_seen) <= 2 * sum(n_seen)
-        return [cls(parts, n_heads)] if are_alike else [cls([part], n_heads) for part in parts]
+        n_seen = [segment.start + 1 for segment in segments]
+        are_alike = len(segments) * max(n_seen) <= 2 * sum(n_seen)
+        return (
+            [cls(segments, n_heads)]
+            if are_alike
+            else [cls([segment], n_heads) for segment in segments]
+        )
 
     @staticmethod
     def attend_all(steps: "Sequence[_Steps]", layer: int, q: Tensor) -> Tensor:
@@ -335,7 +348,7 @@ class _Steps:
         queries = q[0].transpose(0, 1)
         if len(steps) == 1:
             return steps[0]._attend(layer, queries)[None]
-        rows = queries.split([len(step._parts) for step in steps])
+        rows = queries.split([len(step._segments) for step in steps])
         return torch.cat([step._attend(layer, row) for step, row in zip(steps, rows, strict=True)])[
             None
         ]
@@ -343,13 +356,20 @@ class _Steps:
     def run_layers(
         self, pending: Tensor, x: Tensor, cosines: Tensor, sines: Tensor, weights: Any
     ) -> list[Tensor]:
-        """Run all layers of a target over the tokens of the parts (:func:`.steps.run_layers`)."""
+        """Run all layers of a target over the tokens of all segments (:func:`.run_layers`)."""
         return run_layers(
-            x, cosines, sines, weights, self._pool.planes, self._pool.rows, pending, self._rows
+            x,
+            cosines,
+            sines,
+            weights,
+            self._pool.planes,
+            self._pool.by_slot,
+            pending,
+            self._buffers,
         )
 
     def _attend(self, layer: int, q: Tensor) -> Tensor:
-        return attend_rows(q, *self._pool.rows[layer], self._rows).view(q.shape)
+        return attend_sparse(q, *self._pool.by_slot[layer], self._buffers).view(q.shape)
 
 
 @functools.cache
@@ -359,7 +379,7 @@ def _steps_work() -> bool:
     pool = Pool(
         3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU
     )
-    parts = []
+    segments = []
     pool.buffer.fill_(torch.nan)
     generator = torch.Generator().manual_seed(0)
     try:
@@ -367,16 +387,16 @@ def _steps_work() -> bool:
             pool.reserve(kv := PooledKV(pool), 1)
             kv.view(0, length + 1).normal_(generator=generator)
             kv.length = length
-            parts.append(Part(kv, [0]))
+            segments.append(Segment(kv, [0]))
         q = torch.randn(1, 6, 2, 4, generator=generator)
-        keys_values = (part.seen_kv() for part in parts)
+        keys_values = (segment.seen_kv() for segment in segments)
         expected = [
-            attend(part_q, keys[0], values[0], None)
-            for part_q, (keys, values) in zip(q.split(1, dim=2), keys_values, strict=True)
+            attend(segment_q, keys[0], values[0], None)
+            for segment_q, (keys, values) in zip(q.split(1, dim=2), keys_values, strict=True)
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            output = _Steps.attend_all([_Steps(parts, 6)], 0, q)
+            output = _Steps.attend_all([_Steps(segments, 6)], 0, q)
         return torch.allclose(
             output, torch.cat(expected, dim=2).transpose(1, 2), rtol=1e-4, atol=1e-5
         )
@@ -384,13 +404,13 @@ def _steps_work() -> bool:
         return False
 
 
-class JoinedAttention:
-    """Computes the same as :class:`PartsAttention`, with a fixed number of GPU kernels.
+class BatchedAttention:
+    """Computes the same as :class:`SegmentAttention`, with a fixed number of GPU kernels.
 
-    PartsAttention launches more kernels if a call has more parts.
+    SegmentAttention launches more kernels if a call has more segments.
 
     Args:
-        parts: the parts of the call.
+        segments: the segments of the call.
         windows: the sliding window or chunk of each layer, None for full attention.
         n_heads: query heads of each layer.
         device: device of the target.
@@ -398,27 +418,27 @@ class JoinedAttention:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        segments: Sequence[Segment],
         windows: Sequence[int | None],
         n_heads: int,
         device: torch.device,
     ) -> None:
-        self._buffer = parts[0].kv.pool.buffer
+        self._buffer = segments[0].kv.pool.buffer
         self._windows = windows
         self._n_heads = n_heads
-        sizes = [len(part.tokens) for part in parts]
+        sizes = [len(segment.tokens) for segment in segments]
         firsts = [
             stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)
         ]
         # [T] int64, the positions of all tokens.
         self.positions = to_device(
-            [position for part in parts for position in part.positions()], device
+            [position for segment in segments for position in segment.positions()], device
         )
-        self._pending = _pending_slots(parts, device)
-        is_ragged = _takes_ragged(parts, n_heads) and not any(
+        self._pending = _pending_slots(segments, device)
+        is_ragged = _takes_ragged(segments, n_heads) and not any(
             isinstance(window, masks.Chunk) for window in windows
         )
-        self._ragged = _Ragged(parts, device) if is_ragged else None
+        self._ragged = _Ragged(segments, device) if is_ragged else None
         if self._ragged is not None:
             return
         self._batches: list[_Batch] = []
@@ -428,9 +448,9 @@ class JoinedAttention:
             rows = [row for row, size in enumerate(sizes) if (size > _MAX_SHORT) == is_long]
             if not rows:
                 continue
-            batch_parts = [parts[row] for row in rows]
+            batch_segments = [segments[row] for row in rows]
             self._batches.append(
-                _Batch(batch_parts, [firsts[row] for row in rows], set(windows), n_heads)
+                _Batch(batch_segments, [firsts[row] for row in rows], set(windows), n_heads)
             )
             for row in rows:
                 token_indices[firsts[row] : firsts[row] + sizes[row]] = range(
@@ -440,7 +460,7 @@ class JoinedAttention:
         # [H_kv, G]: for each query head, its index in the output of a batch.
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
         # [T * H]: for each query head of each token, its index in the outputs of the batches.
-        self._places = (
+        self._output_indices = (
             to_device(token_indices, device)[:, None] * n_heads + order.flatten()
         ).flatten()
 
@@ -464,22 +484,25 @@ class JoinedAttention:
         queries = q.transpose(1, 2).flatten(0, 2)  # [T * H, d]
         attended = [batch.attend(queries, kv, self._windows[layer]) for batch in self._batches]
         output = attended[0] if len(attended) == 1 else torch.cat(attended)
-        return output.index_select(0, self._places).view(1, -1, self._n_heads, q.shape[3])
+        return output.index_select(0, self._output_indices).view(1, -1, self._n_heads, q.shape[3])
 
 
 class _Ragged:
     """Chains of tokens of several sequences, as rows of a variable-length FlashAttention call.
 
-    FlashAttention takes the first slots of the rows as ascending offsets, so the parts must be in
-    the order of their slots.
+    FlashAttention takes the first slots of the rows as ascending offsets, so the segments must be
+    in the order of their slots.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        sizes = [len(part.tokens) for part in parts]
-        seen = [part.start + len(part.tokens) for part in parts]
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        sizes = [len(segment.tokens) for segment in segments]
+        seen = [segment.start + len(segment.tokens) for segment in segments]
         self._longest = max(sizes), max(seen)
         stops = [0, *itertools.accumulate(sizes)]
-        slots = [*(part.kv.first_slot for part in parts), parts[0].kv.pool.buffer.shape[3]]
+        slots = [
+            *(segment.kv.first_slot for segment in segments),
+            segments[0].kv.pool.buffer.shape[3],
+        ]
         self._stops, self._slots, self._seen = (
             to_device(x, device, torch.int32) for x in (stops, slots, seen)
         )
@@ -506,10 +529,10 @@ class _Ragged:
         return output
 
 
-def _takes_ragged(parts: Sequence[Part], n_heads: int) -> bool:
-    buffer = parts[0].kv.pool.buffer
-    slots = [part.kv.first_slot for part in parts]
-    if not all(part.is_chain for part in parts) or slots != sorted(slots):
+def _takes_ragged(segments: Sequence[Segment], n_heads: int) -> bool:
+    buffer = segments[0].kv.pool.buffer
+    slots = [segment.kv.first_slot for segment in segments]
+    if not all(segment.is_chain for segment in segments) or slots != sorted(slots):
         return False
     return _ragged_works(buffer.device, buffer.dtype, n_heads, buffer.shape[2], buffer.shape[4])
 
@@ -520,24 +543,24 @@ def _ragged_works(
 ) -> bool:
     """Return whether variable-length FlashAttention gives the right result on this machine."""
     # The arguments of PyTorch's function differ between versions, so test it: compare its result
-    # with the attention of each part alone.
+    # with the attention of each segment alone.
     if varlen is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
         windows = (None, 7)
         sizes = {"n_layers": 2, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
         pool = Pool(5 * BLOCK_TOKENS, sizes, dtype, device)
-        parts = []
+        segments = []
         pool.buffer.fill_(torch.nan)
         for start, n_tokens in ((21, 5), (0, 11), (9, 1)):
             pool.reserve(kv := PooledKV(pool), 1)
             kv.view(0, start).normal_()
             kv.length = start
-            parts.append(Part(kv, [0] * n_tokens))
-        parts.sort(key=lambda part: part.first_slot)
+            segments.append(Segment(kv, [0] * n_tokens))
+        segments.sort(key=lambda segment: segment.first_slot)
         shapes = [(1, heads, 17, head_dim) for heads in (n_heads, n_kv_heads, n_kv_heads)]
         q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-        plain, ragged = PartsAttention(parts, windows, device), _Ragged(parts, device)
+        plain, ragged = SegmentAttention(segments, windows, device), _Ragged(segments, device)
         for layer, window in enumerate(windows):
             expected = plain.attend(layer, q, k, v)
             torch.testing.assert_close(
@@ -554,7 +577,7 @@ def _ragged_works(
 
 
 class _Batch:
-    """Parts as B rows of one padded call of the attention kernel.
+    """Segments as B rows of one padded call of the attention kernel.
 
     Shapes: n tokens and S slots per row, G query heads per key head.
 
@@ -566,23 +589,23 @@ class _Batch:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        segments: Sequence[Segment],
         firsts: Sequence[int],
         windows: Collection[int | None],
         n_heads: int,
     ) -> None:
-        # ``firsts`` are the indices of the parts' first tokens in the call.
-        buffer = parts[0].kv.pool.buffer
+        # ``firsts`` are the indices of the segments' first tokens in the call.
+        buffer = segments[0].kv.pool.buffer
         device = buffer.device
         n_kv_heads = buffer.shape[2]
-        n_tokens = max(len(part.tokens) for part in parts)
-        n_slots = max(part.start for part in parts) + n_tokens
-        self._parts = parts
-        self._n_rows = len(parts)
+        n_tokens = max(len(segment.tokens) for segment in segments)
+        n_slots = max(segment.start for segment in segments) + n_tokens
+        self._segments = segments
+        self._n_rows = len(segments)
         self._n_kv_heads = n_kv_heads
-        # Queries and slots are padded with the part's last token, because unused slots may hold any
-        # value, even NaN.
-        lasts = [len(part.tokens) - 1 for part in parts]
+        # Queries and slots are padded with the segment's last token, because unused slots may hold
+        # any value, even NaN.
+        lasts = [len(segment.tokens) - 1 for segment in segments]
         tokens = [
             [first + min(index, last) for index in range(n_tokens)]
             for first, last in zip(firsts, lasts, strict=True)
@@ -590,11 +613,11 @@ class _Batch:
         heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
         # [B * H_kv * n * G]: indices of the queries among the [T * H] queries of the call.
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
-        if len(parts) > 1:
+        if len(segments) > 1:
             n_slots = -(-n_slots // 8) * 8  # Kernels need a mask width that is a multiple of 8.
             bounds = [
-                (part.kv.first_slot, part.first_slot + last)
-                for part, last in zip(parts, lasts, strict=True)
+                (segment.kv.first_slot, segment.first_slot + last)
+                for segment, last in zip(segments, lasts, strict=True)
             ]
             first_slots, last_slots = to_device(bounds, device).split(1, dim=1)
             self._slots = torch.minimum(
@@ -610,14 +633,14 @@ class _Batch:
         self, window: int | None, n_tokens: int, n_group: int, buffer: Tensor
     ) -> Tensor | None:
         """Return the additive mask (0 or -inf), [B, n * G, S], or None if nothing is masked."""
-        if self._n_rows == 1 and self._parts[0].sees_all(window):
+        if self._n_rows == 1 and self._segments[0].sees_all(window):
             return None
         # The diagonal stays true for padding, so that each padding token sees itself.
         seen = np.tile(np.eye(n_tokens, dtype=np.bool_), (self._n_rows, 1, 1))
-        for row, part in enumerate(self._parts):
-            seen[row, : len(part.tokens), : len(part.tokens)] = part.seen()
+        for row, segment in enumerate(self._segments):
+            seen[row, : len(segment.tokens), : len(segment.tokens)] = segment.seen()
         mask = masks.tree_mask(
-            [part.start for part in self._parts], to_device(seen, buffer.device), window
+            [segment.start for segment in self._segments], to_device(seen, buffer.device), window
         )
         hidden = ~pad(mask, (0, self._n_slots - mask.shape[2]))
         added = torch.zeros_like(hidden, dtype=buffer.dtype).masked_fill_(hidden, -torch.inf)
@@ -633,21 +656,21 @@ class _Batch:
             self._n_rows, self._n_kv_heads, -1, queries.shape[1]
         )
         if self._n_rows == 1:
-            first = self._parts[0].kv.first_slot
+            first = self._segments[0].kv.first_slot
             rows = kv[:, None, :, first : first + self._n_slots]  # [2, 1, H_kv, S, d]
         else:
             rows = kv.index_select(2, self._slots).unflatten(2, (self._n_rows, -1)).transpose(1, 2)
         return attend(q, rows[0], rows[1], self._scores[window]).transpose(1, 2).flatten(0, 2)
 
 
-def _parts_attention(
+def _segment_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Implement the attention interface of transformers.
 
-    The runner passes the attention of the call as keyword argument ``parts_attention``.
+    The runner passes the attention of the call as keyword argument ``segment_attention``.
     """
-    attention: PartsAttention | JoinedAttention = kwargs["parts_attention"]
+    attention: SegmentAttention | BatchedAttention = kwargs["segment_attention"]
     plain_scale = query.shape[3] ** -0.5
     scale = kwargs.get("scaling")
     if scale is not None and scale != plain_scale:
@@ -656,9 +679,9 @@ def _parts_attention(
     sinks = kwargs.get("s_aux")
     if cap is None and sinks is None:
         return attention.attend(module.layer_idx, query, key, value), None
-    # The runner uses JoinedAttention only for families without soft caps and sinks.
-    assert isinstance(attention, PartsAttention)
+    # The runner uses BatchedAttention only for families without soft caps and sinks.
+    assert isinstance(attention, SegmentAttention)
     return attention.attend(module.layer_idx, query, key, value, cap, sinks), None
 
 
-AttentionInterface.register(ATTENTION, _parts_attention)
+AttentionInterface.register(ATTENTION, _segment_attention)

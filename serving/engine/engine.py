@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from ...moa.targets.live import Target
 from ...moa.targets.proof import serving_problem
 from ...text import first_line
 from ..config import EngineOptions
-from .attention import Part
+from .attention import Segment
 from .pool import BLOCK_TOKENS, Pool, PooledKV
 from .runner import Runner
 from .scheduler import Scheduled, Scheduler
@@ -176,7 +176,7 @@ class Engine:
 
         def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:
             self._pool.reserve(kv, 1)
-            (output,) = self._runner.run([Part(kv, tokens, parents)])
+            (output,) = self._runner.run([Segment(kv, tokens, parents)])
             kv.length += len(tokens) - len(parents)
             return output.hidden
 
@@ -236,7 +236,7 @@ class Engine:
         return sequence.id
 
     def set_work(
-        self, sequence_id: int, work: Work, drafts: Rows[int] = (), answers: int = 0
+        self, sequence_id: int, work: Work, drafts: GenericSequence[int] = (), answers: int = 0
     ) -> None:
         """Replace the work of a sequence from the next step on.
 
@@ -339,7 +339,7 @@ class Engine:
                 raise RequestInvalid(message)
         self.check_tokens(request.tokens)
 
-    def check_tokens(self, tokens: Rows[int]) -> None:
+    def check_tokens(self, tokens: GenericSequence[int]) -> None:
         """Raise RequestInvalid if a number is not a token id of the target."""
         largest = self.target.sizes["vocab_size"] - 1
         if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
@@ -416,7 +416,7 @@ class Engine:
         self._mail.append(deliver)
         self._wake.set()
 
-    def _draft(self, sequences: Rows[Sequence]) -> dict[str, list[Sequence]]:
+    def _draft(self, sequences: GenericSequence[Sequence]) -> dict[str, list[Sequence]]:
         """Make the server's drafts, and return the sequences that could draft, by drafter."""
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
         for name, speculation in self._speculations.items():
@@ -439,7 +439,7 @@ class Engine:
         return groups
 
     @contextlib.contextmanager
-    def _dispensable(self, name: str, sequences: Rows[Sequence]) -> Iterator[None]:
+    def _dispensable(self, name: str, sequences: GenericSequence[Sequence]) -> Iterator[None]:
         """Decode sequences without drafts if their drafter fails; their tokens do not change."""
         try:
             yield
@@ -463,19 +463,19 @@ class Engine:
         Returns:
             The items with results. Sequences whose own call failed are removed.
         """
-        parts = []
+        segments = []
         for item in scheduled:
             sequence = item.sequence
             start = item.sequence.n_cached
             known = sequence.tokens[start : start + item.n_known]
             drafts, parents = (sequence.drafts, sequence.parents) if item.has_root else ((), ())
-            parts.append(Part(sequence.kv, [*known, *drafts], parents, item.has_root))
+            segments.append(Segment(sequence.kv, [*known, *drafts], parents, item.has_root))
         names = {item.sequence.request.drafter for item in scheduled} - {None}
         watched = sorted(
             {layer for name in names if name for layer in self.drafters[name].observed_layers}
         )
         try:
-            outputs = self._runner.run(parts, watched, needs_hidden=bool(names))
+            outputs = self._runner.run(segments, watched, needs_hidden=bool(names))
         except Exception as error:  # noqa: BLE001 - other sequences must continue
             if len(scheduled) == 1:
                 self._fail(scheduled[0].sequence, error)
@@ -486,14 +486,16 @@ class Engine:
                 first_line(error),
             )
             return [result for item in scheduled for result in self._call([item])]
-        self._counts.n_read += sum(len(part.tokens) for part in parts)
+        self._counts.n_read += sum(len(segment.tokens) for segment in segments)
         for item, output in zip(scheduled, outputs, strict=True):
             item.output = output
         return scheduled
 
-    def _choose(self, called: Rows[Scheduled]) -> None:
+    def _choose(self, called: GenericSequence[Scheduled]) -> None:
         """Verify the drafts of all sampled sequences together, with one GPU sync for all."""
-        sampled = [item for item in called if item.has_root and not item.sequence.text.is_argmax]
+        sampled = [
+            item for item in called if item.has_root and not item.sequence.sampling_state.is_argmax
+        ]
         try:
             for item, choice in zip(
                 sampled, accept_chosen([_verified(item) for item in sampled]), strict=True
@@ -558,7 +560,7 @@ class Engine:
                 speculation.encode_contexts([sequence])
             one.commit = sequence.take_contexts(one.commit)
 
-    def _send_contexts(self, sequences: Rows[Sequence]) -> None:
+    def _send_contexts(self, sequences: GenericSequence[Sequence]) -> None:
         """Encode and send contexts of positions whose tokens have been reported."""
         # While the server decodes by itself, contexts are encoded and sent many at a time, because
         # encoding many takes as long as encoding a few. They are encoded after every call if the
@@ -602,7 +604,7 @@ class Engine:
                 commit = sequence.take_contexts(sequence.commit())
                 self._report(sequence, replace(commit, answers=0))
 
-    def _encode(self, name: str, sequences: Rows[Sequence]) -> None:
+    def _encode(self, name: str, sequences: GenericSequence[Sequence]) -> None:
         """Encode contexts of sequences that use one drafter. The drafter reuses them if it can."""
         contexts = self._speculations[name].encode_contexts(sequences)
         if self._speculations[name].reuses_contexts:
@@ -675,7 +677,7 @@ class Engine:
 
 def _accepted(one: Scheduled) -> tuple[list[int], int]:
     """Return the accepted drafts of a sequence, from the root down, and the target's next token."""
-    if one.sequence.text.is_argmax:
+    if one.sequence.sampling_state.is_argmax:
         return accept_argmax(one.sequence.drafts, one.sequence.parents, one.output.best)
     return accept_chosen([_verified(one)])[0]
 
@@ -683,10 +685,12 @@ def _accepted(one: Scheduled) -> tuple[list[int], int]:
 def _verified(one: Scheduled) -> Verified:
     assert one.output.logits is not None
     sequence = one.sequence
-    return Verified(sequence.text, sequence.drafts, sequence.parents, one.output.logits)
+    return Verified(sequence.sampling_state, sequence.drafts, sequence.parents, one.output.logits)
 
 
-def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logprobs, ...]:
+def _logprobs(
+    one: Scheduled, accepted: GenericSequence[int], new: GenericSequence[int]
+) -> tuple[Logprobs, ...]:
     """Return the log-probabilities of the new tokens of a sequence.
 
     Args:
@@ -695,10 +699,10 @@ def _logprobs(one: Scheduled, accepted: Rows[int], new: Rows[int]) -> tuple[Logp
         new: the new tokens: the accepted drafts and one more token.
     """
     assert one.output.logits is not None
-    text = one.sequence.text
+    state = one.sequence.sampling_state
     k = one.sequence.request.n_logprobs or 0
     rows = [
-        replace(text, tokens=text.tokens[: len(text.tokens) - len(new) + index]).masked(
+        replace(state, tokens=state.tokens[: len(state.tokens) - len(new) + index]).masked(
             one.output.logits[node + 1]
         )
         for index, node in enumerate([-1, *accepted][: len(new)])

@@ -88,7 +88,7 @@ class Pool:
         self._held: list[PooledKV] = []  # Sequences that hold blocks, in the order of the blocks.
 
     @functools.cached_property
-    def rows(self) -> list[tuple[Tensor, Tensor]]:
+    def by_slot(self) -> list[tuple[Tensor, Tensor]]:
         """The keys [d, H_kv * S] and values [H_kv * S, d] of each layer, ordered by head."""
         keys, values = self.buffer.flatten(2, 3)
         return list(zip(keys.transpose(1, 2), values, strict=True))

@@ -1,12 +1,12 @@
 """One target call over tokens of several sequences.
 
-Shapes: n tokens of one part, T tokens of all parts, E hidden size, V vocabulary size.
+Shapes: n tokens of one segment, T tokens of all segments, E hidden size, V vocabulary size.
 
-A part is the tokens of one sequence in the call. The tokens of all parts are concatenated to one
-row [1, T] without padding, so prompt chunks, plain steps and verifications of any size share the
-linear layers. Only attention separates the parts::
+A segment is the tokens of one sequence in the call. The tokens of all segments are concatenated to
+one row [1, T] without padding, so prompt chunks, plain steps and verifications of any size share
+the linear layers. Only attention separates the segments::
 
-    part        prompt chunk   plain step   root and drafts
+    segment     prompt chunk   plain step   root and drafts
     tokens      a b c d e      k            r x y z             T = 10
     positions   0 1 2 3 4      17           9 10 11 12
     attends to  its own KV     its own KV   its own KV and ancestors among r x y z
@@ -31,7 +31,7 @@ from ...moa.targets.bundle import FrozenTarget
 from ...moa.targets.families import family_of, layer_windows, text_model
 from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
-from .attention import ATTENTION, JoinedAttention, Part, PartsAttention
+from .attention import ATTENTION, BatchedAttention, Segment, SegmentAttention
 
 # Several threads pay off if a linear layer of average size needs at least this many
 # multiplications. One core takes about 0.3 ms for them.
@@ -40,12 +40,12 @@ _FEWEST_PRODUCTS = 1 << 23
 
 @dataclass
 class Output:
-    """Results of a target call for one part."""
+    """Results of a target call for one segment."""
 
     # Hidden states [n, E] after the final norm. Empty if they were not requested.
     hidden: Tensor
     # Logits [1 + drafts, V] of the last token before the drafts, and of each draft. None if the
-    # part needs no logits.
+    # segment needs no logits.
     logits: Tensor | None
     # The argmax of each row of the logits.
     best: list[int]
@@ -74,7 +74,7 @@ class Runner:
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
                 # Turn off this scaling. It derives positions from the index of a token in the call,
-                # which is wrong for concatenated parts. Below ``Target.max_positions`` it has no
+                # which is wrong for concatenated segments. Below ``Target.max_positions`` it has no
                 # effect anyway.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
@@ -87,7 +87,7 @@ class Runner:
         self._min_s = min_s
         self._logits = target.logits_by
         self._body, self._head = text_model(self._model), self._model.get_output_embeddings()
-        self._is_joined = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
+        self._can_batch = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
         self._windows = layer_windows(target.config)
         self._n_heads = target.sizes["n_heads"]
 
@@ -108,31 +108,35 @@ class Runner:
             torch.set_num_threads(n_before)
 
     def run(
-        self, parts: Sequence[Part], watched_layers: Sequence[int] = (), needs_hidden: bool = True
+        self,
+        segments: Sequence[Segment],
+        watched_layers: Sequence[int] = (),
+        needs_hidden: bool = True,
     ) -> list[Output]:
-        """Run the tokens of all parts. Their KV stays pending until :meth:`.PooledKV.commit`.
+        """Run the tokens of all segments. Their KV stays pending until :meth:`.PooledKV.commit`.
 
         Args:
-            parts: the tokens of each sequence.
+            segments: the tokens of each sequence.
             watched_layers: layers whose outputs are returned.
             needs_hidden: whether the hidden states of all tokens are needed.
 
         Returns:
-            The results of each part.
+            The results of each segment.
         """
         began = time.perf_counter()
-        attention: PartsAttention | JoinedAttention
-        if self._device.type == "cuda" and self._is_joined:
-            attention = JoinedAttention(parts, self._windows, self._n_heads, self._device)
+        attention: SegmentAttention | BatchedAttention
+        if self._device.type == "cuda" and self._can_batch:
+            attention = BatchedAttention(segments, self._windows, self._n_heads, self._device)
         else:
-            attention = PartsAttention(parts, self._windows, self._device)
+            attention = SegmentAttention(segments, self._windows, self._device)
         tokens = to_device(
-            [list(itertools.chain.from_iterable(part.tokens for part in parts))], self._device
+            [list(itertools.chain.from_iterable(segment.tokens for segment in segments))],
+            self._device,
         )
-        sizes = [len(part.tokens) for part in parts]
-        # Find the tokens whose logits are needed: their number per part, and their indices in the
-        # call.
-        n_wanted = [1 + len(part.parents) if part.is_read else 0 for part in parts]
+        sizes = [len(segment.tokens) for segment in segments]
+        # Find the tokens whose logits are needed: their number per segment, and their indices in
+        # the call.
+        n_wanted = [1 + len(segment.parents) if segment.is_read else 0 for segment in segments]
         stops = itertools.accumulate(sizes)
         wanted = [
             index
@@ -149,12 +153,14 @@ class Runner:
             # matrix product needs at least one row, so compute token 0 if no logits are needed.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
-            hidden, outputs = self._fused(tokens, positions, wanted=rows, parts_attention=attention)
+            hidden, outputs = self._fused(
+                tokens, positions, wanted=rows, segment_attention=attention
+            )
             wanted_hidden = hidden[0, : len(wanted)]
-            by_part = (hidden[0, :0],) * len(parts)
+            by_segment = (hidden[0, :0],) * len(segments)
         else:
             hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
-            by_part = hidden.split(sizes)
+            by_segment = hidden.split(sizes)
             wanted_hidden = hidden if len(wanted) == len(hidden) else hidden[wanted]
         wanted_hidden = self._logits(self._head, wanted_hidden)
         logits = wanted_hidden.split(n_wanted)
@@ -162,11 +168,16 @@ class Runner:
         best = iter(wanted_hidden.argmax(dim=-1).tolist())
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
         results = []
-        for index, (part, part_hidden, rows) in enumerate(zip(parts, by_part, logits, strict=True)):
-            layers = {layer: by_part[index] for layer, by_part in watched.items()}
+        for index, (segment, segment_hidden, rows) in enumerate(
+            zip(segments, by_segment, logits, strict=True)
+        ):
+            layers = {layer: by_segment[index] for layer, by_segment in watched.items()}
             results.append(
                 Output(
-                    part_hidden, rows if part.is_read else None, [next(best) for _ in rows], layers
+                    segment_hidden,
+                    rows if segment.is_read else None,
+                    [next(best) for _ in rows],
+                    layers,
                 )
             )
         if self._min_s:
@@ -176,21 +187,25 @@ class Runner:
     def _forward(
         self,
         tokens: Tensor,
-        attention: PartsAttention | JoinedAttention,
+        attention: SegmentAttention | BatchedAttention,
         watched_layers: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run tokens [1, T]: hidden states [T, E], and outputs [1, T, E] of watched layers."""
         positions = attention.positions[None]
         if self._fused is not None:
             run_layers = None
-            if self._fused.heads is not None and isinstance(attention, PartsAttention):
+            if self._fused.heads is not None and isinstance(attention, SegmentAttention):
                 run_layers = attention.run_layers(self._n_heads, *self._fused.heads)
             hidden, outputs = self._fused(
-                tokens, positions, watched_layers, run_layers=run_layers, parts_attention=attention
+                tokens,
+                positions,
+                watched_layers,
+                run_layers=run_layers,
+                segment_attention=attention,
             )
             return hidden[0], outputs
         with layer_outputs(self._model, watched_layers) as outputs:
-            options = {"use_cache": False, "parts_attention": attention}
+            options = {"use_cache": False, "segment_attention": attention}
             hidden = self._body(
                 input_ids=tokens, position_ids=positions, **options
             ).last_hidden_state

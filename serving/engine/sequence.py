@@ -14,7 +14,7 @@ drafts after it. It commits the drafts that the target accepts, and one more tok
 import functools
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ServingError
-from ...moa.decoding.sampling import GREEDY, SamplingConfig, Text, cut_answer
+from ...moa.decoding.sampling import GREEDY, SamplingConfig, SamplingState, cut_answer
 from .pool import PooledKV
 
 
@@ -45,7 +45,7 @@ class Request:
     # The number of positions whose context the client already has.
     n_context: int = 0
     # Returns which tokens may follow an answer, [V] bool. None allows all tokens.
-    allowed: Callable[[Rows[int]], np.ndarray] | None = None
+    allowed: Callable[[GenericSequence[int]], np.ndarray] | None = None
     # Commits contain the log-probability of each new token, and the log-probabilities of this many
     # most likely tokens at its position. None for no log-probabilities.
     n_logprobs: int | None = None
@@ -149,10 +149,10 @@ class Sequence:
     # Tokens and positions
 
     @functools.cached_property
-    def text(self) -> Text:
+    def sampling_state(self) -> SamplingState:
         """Everything that determines the next token. It has the sequence's own list of tokens."""
         request = self.request
-        return Text(
+        return SamplingState(
             self.tokens,
             request.sampling,
             request.seed,
@@ -228,7 +228,7 @@ class Sequence:
         return appended
 
     def commit(
-        self, start: int | None = None, tokens: Rows[int] = (), n_accepted: int = 0
+        self, start: int | None = None, tokens: GenericSequence[int] = (), n_accepted: int = 0
     ) -> Commit:
         """Create the commit of new tokens.
 
@@ -250,7 +250,7 @@ class Sequence:
         return replace(commit, context_start=first, context=context)
 
 
-def contexts_to_host(sequences: Rows[Sequence]) -> None:
+def contexts_to_host(sequences: GenericSequence[Sequence]) -> None:
     """Copy unsent contexts to the host, with one GPU sync per drafter.
 
     Args:
@@ -258,8 +258,10 @@ def contexts_to_host(sequences: Rows[Sequence]) -> None:
     """
     for name in dict.fromkeys(sequence.request.drafter for sequence in sequences):
         members = [sequence for sequence in sequences if sequence.request.drafter == name]
-        together = torch.cat([part for sequence in members for part in sequence.encoded]).cpu()
-        for sequence, part in zip(
+        together = torch.cat(
+            [contexts for sequence in members for contexts in sequence.encoded]
+        ).cpu()
+        for sequence, contexts in zip(
             members, together.split([member.n_unsent for member in members]), strict=True
         ):
-            sequence.encoded = [part]
+            sequence.encoded = [contexts]

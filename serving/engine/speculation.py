@@ -15,7 +15,7 @@ of their own.
 
 import logging
 import math
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as GenericSequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Speculation:
         if sequence.id in self._together:
             self._keep([id_ for id_ in self._together if id_ != sequence.id])
 
-    def abandon(self, sequences: Rows[Sequence]) -> None:
+    def abandon(self, sequences: GenericSequence[Sequence]) -> None:
         """Handle a failure of the drafter: drop caches, and decode some sequences without drafts.
 
         Args:
@@ -103,7 +103,7 @@ class Speculation:
 
     # Drafts
 
-    def gather(self, sequences: Rows[Sequence]) -> None:
+    def gather(self, sequences: GenericSequence[Sequence]) -> None:
         """Move the sequences that draft in this call to the shared state, and others out of it.
 
         A sequence with many new tokens stays outside of the shared state, and drafts alone.
@@ -128,7 +128,7 @@ class Speculation:
                 self._state.add_rows(row)
             self._together.append(id_)
 
-    def draft(self, sequences: Rows[Sequence]) -> None:
+    def draft(self, sequences: GenericSequence[Sequence]) -> None:
         """Draft for the sequences of the last :meth:`gather`, unless plain steps are faster."""
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
@@ -145,14 +145,14 @@ class Speculation:
             if sequence.id in self._apart:
                 self._draft_rows([sequence], self._apart[sequence.id], shape)
 
-    def _draft_rows(self, rows: Rows[Sequence], state: Any, shape: TreeShape) -> None:
-        cache = JoinedKV([sequence.kv for sequence in rows])
-        choice = ChainChoice([sequence.text for sequence in rows])
+    def _draft_rows(self, rows: GenericSequence[Sequence], state: Any, shape: TreeShape) -> None:
+        cache = BatchedKV([sequence.kv for sequence in rows])
+        choice = ChainChoice([sequence.sampling_state for sequence in rows])
         self._proposer.resume(cache, state, choice)
         tree = self._proposer.propose([sequence.tokens for sequence in rows], shape)
         # Flag the drafts that the drafter is unsure of. One copy to the host transfers the flags
         # together with the tokens and parents.
-        unsure: Rows[Rows[int]] = [()] * len(rows)
+        unsure: GenericSequence[GenericSequence[int]] = [()] * len(rows)
         if shape.stop_below and tree.scores is not None:
             unsure = tree.on_host_with((tree.scores < math.log(shape.stop_below)).long())
         for row, sequence in enumerate(rows):
@@ -174,7 +174,7 @@ class Speculation:
             return output.hidden
         return torch.cat([output.layers[layer] for layer in self.drafter.observed_layers], dim=-1)
 
-    def observe(self, served: Rows[Scheduled]) -> None:
+    def observe(self, served: GenericSequence[Scheduled]) -> None:
         """Pass the results of a target call to the drafter.
 
         Args:
@@ -192,7 +192,7 @@ class Speculation:
             if id_ in self._apart:
                 self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
-    def judge(self, rounds: Rows[Scheduled], round_s: float) -> None:
+    def judge(self, rounds: GenericSequence[Scheduled], round_s: float) -> None:
         """Report the number of committed tokens and the time of a round to the policy.
 
         Args:
@@ -239,7 +239,9 @@ class Speculation:
 
     # Contexts, for clients that draft with this drafter
 
-    def encode_contexts(self, sequences: Rows[Sequence]) -> dict[int, tuple[Tensor, int]]:
+    def encode_contexts(
+        self, sequences: GenericSequence[Sequence]
+    ) -> dict[int, tuple[Tensor, int]]:
         """Encode the contexts of all positions that the target has read but that have none yet.
 
         Args:
@@ -250,7 +252,7 @@ class Speculation:
         """
         counts = [sequence.n_unencoded for sequence in sequences]
         # [n, E]
-        hidden = torch.cat([part for sequence in sequences for part in sequence.unencoded])
+        hidden = torch.cat([states for sequence in sequences for states in sequence.unencoded])
         spans = [
             (sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)
         ]
@@ -291,20 +293,20 @@ class Speculation:
             self.drafter.reuse_context(state, padded, [start for _, start in rows], counts)
 
 
-class JoinedKV:
+class BatchedKV:
     """The KV of B sequences as a drafter reads it for one round.
 
     It implements :class:`~moa_data.moa.targets.cache.KVSource`. The drafter writes to copies,
     after the committed slots, and never to the KV of the sequences.
     """
 
-    def __init__(self, rows: Rows[PooledKV]) -> None:
+    def __init__(self, rows: GenericSequence[PooledKV]) -> None:
         # The lengths count the committed tokens of each row.
         self._rows, self.lengths = rows, [kv.length for kv in rows]
         # Layer -> copy of its KV, [2, B, H_kv, S, d].
         self._copies: dict[int, Tensor] = {}
 
-    def packed(self, starts: Rows[int], n_tokens: int, first_layer: int = 0) -> Tensor:
+    def packed(self, starts: GenericSequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV of n positions of each row: [B, n, L, D].
 
         Args:
@@ -333,7 +335,7 @@ class JoinedKV:
         self._copies[layer] = copy
         return copy[0, :, :, :n_slots], copy[1, :, :, :n_slots]
 
-    def _slots(self, starts: Rows[int], n_tokens: int) -> Tensor:
+    def _slots(self, starts: GenericSequence[int], n_tokens: int) -> Tensor:
         """Return the slots of n consecutive positions of each row, [B * n] int64.
 
         Positions at or beyond the length of a row get the slot of its last committed position.

@@ -11,21 +11,21 @@ per row of scores, N slots of the pool.
 import torch
 from torch import Tensor
 
-from ...moa.nn.joined import Weights, after_attention, before_attention
+from ...moa.nn.fused import Weights, after_attention, before_attention
 from ...moa.nn.packed import scripted
 
-Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Buffers and indices that all layers share; :func:`attend_rows` describes them."""
+SparseBuffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Buffers and indices that all layers share; :func:`attend_sparse` describes them."""
 
 
-def attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+def attend_sparse(q: Tensor, keys: Tensor, values: Tensor, buffers: SparseBuffers) -> Tensor:
     """Compute attention of single-token sequences.
 
     Args:
         q: [T, H, d].
         keys: [d, H_kv * N].
         values: [H_kv * N, d].
-        rows: five tensors, in this order:
+        buffers: five tensors, in this order:
             the scores [T, H, S], which are overwritten;
             a sparse CSR matrix [T * H, H_kv * N], whose values use the memory of the scores;
             the additive mask [T, 1, S];
@@ -36,7 +36,7 @@ def attend_rows(q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
     Returns:
         The attention output [T * H, d].
     """
-    scores, sparse, added, columns, starts = rows
+    scores, sparse, added, columns, starts = buffers
     # Write in place. A new sparse matrix would copy the columns, and this copy takes longer than
     # the addition of the mask below.
     torch.sparse.sampled_addmm(
@@ -55,7 +55,7 @@ def run_layers(
     planes: list[tuple[Tensor, Tensor]],
     by_slot: list[tuple[Tensor, Tensor]],
     pending: Tensor,
-    rows: Rows,
+    buffers: SparseBuffers,
 ) -> list[Tensor]:
     """Run all layers of a target over one token of each of T sequences.
 
@@ -68,7 +68,7 @@ def run_layers(
         by_slot: views of the same memory: keys [d, H_kv * N] and values [H_kv * N, d] of each
             layer.
         pending: [T], the slots of the tokens.
-        rows: see :func:`attend_rows`.
+        buffers: see :func:`attend_sparse`.
 
     Returns:
         The output [1, T, E] of each layer.
@@ -82,7 +82,7 @@ def run_layers(
         )
         key_plane.index_copy_(1, pending, k[0])
         value_plane.index_copy_(1, pending, v[0])
-        attended = attend_rows(q[0].transpose(0, 1), keys, values, rows)
+        attended = attend_sparse(q[0].transpose(0, 1), keys, values, buffers)
         x = after_attention(attended.view(1, x.shape[1], -1), x, second, gates, o, down)
         outputs.append(x)
     return outputs

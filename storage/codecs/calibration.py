@@ -19,15 +19,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import array_api_compat
 import numpy as np
-from array_api_compat import array_namespace, to_device
+from array_api_compat import array_namespace
 
 from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 
 # Type of functions that move a NumPy array to the device on which large matrix products run. See
 # ``codecs.field.Learning``.
-Place = Callable[[np.ndarray], Array]
+ToDevice = Callable[[np.ndarray], Array]
 
 # Largest number of principal components of one basis. Keys and values of a layer group have one
 # basis each, a hidden state has one.
@@ -53,8 +54,8 @@ class Kept(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Rows(NamedTuple):
-    """Rows of one part of one layer group for several sequences, with one row per token.
+class PackedSequences(NamedTuple):
+    """Values of one part of one layer group for several sequences, with one row per token.
 
     A part is the keys, the values or a hidden state. ``values`` is the concatenation of the
     sequences, float32 [n_tokens, width]. ``lengths`` holds the number of tokens of each sequence.
@@ -98,11 +99,11 @@ class Sample:
         if tokens is not None:
             self.tokens.append(np.asarray(tokens))
 
-    def rows(self, group: int, part: int, chosen: Sequence[int]) -> Rows:
+    def rows(self, group: int, part: int, chosen: Sequence[int]) -> PackedSequences:
         """Read one part of one layer group, for the sequences whose indices are ``chosen``."""
         entries = [self._kept[i][group][part] for i in chosen]
         lengths = [self.lengths[i] for i in chosen]
-        rows = Rows(np.empty((sum(lengths), entries[0].shape[1]), np.float32), lengths)
+        rows = PackedSequences(np.empty((sum(lengths), entries[0].shape[1]), np.float32), lengths)
         for entry, out in zip(entries, rows.sequences, strict=True):
             out[...] = self.read(entry)
         return rows
@@ -127,7 +128,7 @@ class Sample:
 
 def on_host(array: Array) -> np.ndarray:
     """Return an array on any device as a NumPy array."""
-    return np.asarray(to_device(array, "cpu"))
+    return np.asarray(array_api_compat.to_device(array, "cpu"))
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
@@ -156,7 +157,7 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
     return means.astype(np.float32)
 
 
-def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
+def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
     """Compute a scale per layer: the layer's root mean square, relative to that of all layers.
 
     Values are divided by this scale before quantisation errors are measured. So each layer's error
@@ -183,7 +184,10 @@ def layer_scale(sample: Rows, n_layers: int) -> np.ndarray:
 
 
 def learn_basis(
-    sample: Rows, metric: np.ndarray | None, scale: np.ndarray, place: Place = np.asarray
+    sample: PackedSequences,
+    metric: np.ndarray | None,
+    scale: np.ndarray,
+    to_device: ToDevice = np.asarray,
 ) -> Basis:
     """Learn means and principal axes of one part: keys, values or a hidden state.
 
@@ -196,20 +200,20 @@ def learn_basis(
             semidefinite: an error ``e`` costs ``e @ metric @ e``. The axes are then chosen for this
             cost. None for the default cost, the sum of squares of ``e / scale``.
         scale: Scale of each column's layer, [width], from :func:`layer_scale`.
-        place: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device on which large matrix products run.
     """
     means = early_means(sample.sequences)
     for values in sample.sequences:
         values -= means[mean_rows(0, len(values))]
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
-        axes = principal_axes(sample.values, place).T * scale
+        axes = principal_axes(sample.values, to_device).T * scale
         # The store holds the axes in float16. Round them first, so that encoding (analysis) uses
         # the same axes as decoding (synthesis).
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
-    factor = _metric_factor(metric, place)
-    weighted = on_host(place(sample.values) @ place(on_host(factor).astype(np.float32)))
-    axes = place(principal_axes(weighted, place).astype(np.float64))
+    factor = _metric_factor(metric, to_device)
+    weighted = on_host(to_device(sample.values) @ to_device(on_host(factor).astype(np.float32)))
+    axes = to_device(principal_axes(weighted, to_device).astype(np.float64))
     analysis = on_host(factor @ axes)
     synthesis = on_host(array_namespace(axes).linalg.solve(factor.T, axes)).T
     return Basis(
@@ -228,7 +232,9 @@ def metric_scale(metric: np.ndarray) -> float:
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
 
-def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asarray) -> np.ndarray:
+def token_features(
+    embeddings: Array, tokens: np.ndarray, to_device: ToDevice = np.asarray
+) -> np.ndarray:
     """Compute features of every token id, from which its keys and values are predicted.
 
     The keys and values of the first layer (before RoPE) are a function of the token's normalised
@@ -240,19 +246,21 @@ def token_features(embeddings: Array, tokens: np.ndarray, place: Place = np.asar
         tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
             ``MAX_FEATURES``, they are projected on the directions in which the embeddings of these
             tokens have the largest variance.
-        place: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
         float16 [vocab_size, n_features].
     """
     axes = None
     if embeddings.shape[1] > MAX_FEATURES:
-        axes = place(principal_axes(_normalised(embeddings[tokens]), place, MAX_FEATURES))
+        axes = to_device(principal_axes(_normalised(embeddings[tokens]), to_device, MAX_FEATURES))
     blocks = []
     # Convert the embeddings in blocks: all of them in float32 would take 2 GB for Llama-3-8B.
     for start in range(0, len(embeddings), _VOCABULARY_BLOCK):
         unit = _normalised(embeddings[start : start + _VOCABULARY_BLOCK])
-        blocks.append((unit if axes is None else on_host(place(unit) @ axes)).astype(np.float16))
+        blocks.append(
+            (unit if axes is None else on_host(to_device(unit) @ axes)).astype(np.float16)
+        )
     return np.concatenate(blocks)
 
 
@@ -262,14 +270,14 @@ def _normalised(embeddings: np.ndarray) -> np.ndarray:
 
 
 def learn_regression(
-    features: Sequence[np.ndarray], sample: Rows, place: Place = np.asarray
+    features: Sequence[np.ndarray], sample: PackedSequences, to_device: ToDevice = np.asarray
 ) -> np.ndarray:
     """Learn a linear prediction of a part by ridge regression.
 
     Args:
         features: Features of each sequence of the sample, float32 [n_tokens, n_features].
         sample: The part's rows, which are to be predicted.
-        place: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
         The matrix of the prediction ``features @ matrix``, float32 [n_features, width], rounded to
@@ -281,9 +289,9 @@ def learn_regression(
     product = np.zeros((n_features, width))
     mean = sample.values.mean(0)
     for x, values in zip(features, sample.sequences, strict=True):
-        placed = place(x)
-        gram += on_host(placed.T @ placed)
-        product += on_host(placed.T @ place(values - mean))
+        moved = to_device(x)
+        gram += on_host(moved.T @ moved)
+        product += on_host(moved.T @ to_device(values - mean))
     gram += _FEATURE_RIDGE * np.trace(gram) / n_features * np.eye(
         n_features
     ) + 1e-9 * n_tokens * np.eye(n_features)
@@ -291,7 +299,7 @@ def learn_regression(
 
 
 def principal_axes(
-    rows: np.ndarray, place: Place = np.asarray, max_axes: int | None = None
+    rows: np.ndarray, to_device: ToDevice = np.asarray, max_axes: int | None = None
 ) -> np.ndarray:
     """Compute the principal axes of rows [n, width] without centring, sorted by falling variance.
 
@@ -305,40 +313,40 @@ def principal_axes(
     n, width = rows.shape
     max_axes = min(width, MAX_COMPONENTS if max_axes is None else max_axes)
     axes = (
-        _exact_axes(rows, max_axes, place)
+        _exact_axes(rows, max_axes, to_device)
         if width <= EXACT_WIDTH
-        else _leading_axes(rows, min(max_axes, n), place)
+        else _leading_axes(rows, min(max_axes, n), to_device)
     )
     largest = np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0)
     return np.asarray(axes * np.where(largest < 0, -1.0, 1.0).astype(axes.dtype), dtype=np.float32)
 
 
-def _exact_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
-    placed = place(rows)
-    xp = array_namespace(placed)
+def _exact_axes(rows: np.ndarray, n_axes: int, to_device: ToDevice) -> np.ndarray:
+    moved = to_device(rows)
+    xp = array_namespace(moved)
     dtype = xp.float64 if rows.shape[1] <= _PRECISE_WIDTH else xp.float32
-    _, vectors = xp.linalg.eigh(xp.astype(placed.T @ placed, dtype))
+    _, vectors = xp.linalg.eigh(xp.astype(moved.T @ moved, dtype))
     return on_host(vectors)[:, ::-1][:, :n_axes]
 
 
-def _leading_axes(rows: np.ndarray, n_axes: int, place: Place) -> np.ndarray:
+def _leading_axes(rows: np.ndarray, n_axes: int, to_device: ToDevice) -> np.ndarray:
     width = rows.shape[1]
     start = np.random.default_rng(0).standard_normal(
         (width, min(width, n_axes + _OVERSAMPLING)), dtype=np.float32
     )
-    placed = place(rows)
-    subspace = place(start)
-    xp = array_namespace(placed)
+    moved = to_device(rows)
+    subspace = to_device(start)
+    xp = array_namespace(moved)
     subspace = xp.linalg.qr(subspace)[0]
     for _ in range(_POWER_ITERATIONS):
-        subspace = xp.linalg.qr(placed.T @ (placed @ subspace))[0]
-    projected = placed @ subspace
+        subspace = xp.linalg.qr(moved.T @ (moved @ subspace))[0]
+    projected = moved @ subspace
     _, vectors = xp.linalg.eigh(xp.astype(projected.T @ projected, xp.float64))
     ordered = np.ascontiguousarray(on_host(vectors)[:, ::-1][:, :n_axes], np.float32)
-    return on_host(subspace @ place(ordered))
+    return on_host(subspace @ to_device(ordered))
 
 
-def _metric_factor(metric: np.ndarray, place: Place) -> Array:
+def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
     """Compute the Cholesky factor of a matrix that weighs errors.
 
     Before that, ``metric`` is divided by its mean diagonal entry, and regularised by mixing it with
@@ -354,12 +362,12 @@ def _metric_factor(metric: np.ndarray, place: Place) -> Array:
     even += even.T
     even /= 2
     even.flat[:: len(even) + 1] += _METRIC_RIDGE
-    placed = place(even)
-    return array_namespace(placed).linalg.cholesky(placed)
+    moved = to_device(even)
+    return array_namespace(moved).linalg.cholesky(moved)
 
 
 def logit_metric(
-    hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256, place: Place = np.asarray
+    hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256, to_device: ToDevice = np.asarray
 ) -> np.ndarray:
     """Compute how errors of the last hidden state change the target's next-token distribution.
 
@@ -371,26 +379,26 @@ def logit_metric(
         hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].
         head: Weight of the LM head, float32 [vocab_size, width].
         batch_tokens: Number of tokens whose logits are in memory at once.
-        place: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
         The metric, float64 [width, width].
     """
-    placed = place(head)
-    xp = array_namespace(placed)
+    moved = to_device(head)
+    xp = array_namespace(moved)
     mean_probability = np.zeros(len(head))
     outer = np.zeros((head.shape[1], head.shape[1]))
     for start in range(0, len(hidden), batch_tokens):
-        logits = place(hidden[start : start + batch_tokens]) @ placed.T
+        logits = to_device(hidden[start : start + batch_tokens]) @ moved.T
         logits -= xp.max(logits, axis=1, keepdims=True)
         probability = xp.exp(logits)
         probability /= xp.sum(probability, axis=1, keepdims=True)
         mean_probability += on_host(xp.sum(probability, axis=0, dtype=xp.float64))
-        expected = probability @ placed
+        expected = probability @ moved
         outer += on_host(expected.T @ expected)
-    share = place((mean_probability / len(hidden)).astype(np.float32))
+    share = to_device((mean_probability / len(hidden)).astype(np.float32))
     weighted = np.zeros_like(outer)
     for start in range(0, len(head), _VOCABULARY_BLOCK):
         block = slice(start, start + _VOCABULARY_BLOCK)
-        weighted += on_host((placed[block] * share[block, None]).T @ placed[block])
+        weighted += on_host((moved[block] * share[block, None]).T @ moved[block])
     return np.asarray(weighted - outer / len(hidden), dtype=np.float64)

@@ -38,7 +38,7 @@ import numpy as np
 from array_api_compat import array_namespace, device
 
 from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
-from .field import Codes, Layers, placed
+from .field import Codes, Layers, to_device_of
 
 EARLY_POSITIONS = 8
 """Number of positions at the start of a sequence that have a mean of their own.
@@ -261,7 +261,7 @@ class GroupTransform:
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
-        rows = placed(mean_rows(0, parts[0].shape[0]), parts[0])
+        rows = to_device_of(mean_rows(0, parts[0].shape[0]), parts[0])
         if constants["regression"]:
             residuals: list[Array] = []
             for values, matrix in zip(parts, constants["regression"], strict=True):
@@ -310,7 +310,7 @@ class GroupTransform:
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        early = placed(mean_rows(first_position, n_tokens), columns)
+        early = to_device_of(mean_rows(first_position, n_tokens), columns)
 
         def matrix_of(name: str, part: int) -> Array:
             matrix = constants[name][part]
@@ -383,9 +383,9 @@ class GroupTransform:
             on_device: dict[str, Any] = {}
             for name, value in self._make_constants().items():
                 if isinstance(value, list):
-                    on_device[name] = [placed(item, like) for item in value]
+                    on_device[name] = [to_device_of(item, like) for item in value]
                 else:
-                    on_device[name] = placed(value, like)
+                    on_device[name] = to_device_of(value, like)
             self._constants[key] = on_device
         return self._constants[key]
 
@@ -467,7 +467,7 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
     The shape changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
     """
     by_layer = xp.reshape(matrix, (matrix.shape[0], n_layers, -1))
-    ids = placed(np.asarray(layers, np.int32), matrix)
+    ids = to_device_of(np.asarray(layers, np.int32), matrix)
     return xp.reshape(xp.take(by_layer, ids, axis=1), (matrix.shape[0], -1))
 
 

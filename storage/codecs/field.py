@@ -20,7 +20,7 @@ Codes = Mapping[str, Array]  # Name of a stored array -> its rows.
 Layers = list[int] | None
 
 
-def placed(array: np.ndarray, like: Array) -> Array:
+def to_device_of(array: np.ndarray, like: Array) -> Array:
     """Copy a NumPy array to the library (NumPy or torch) and device of ``like``.
 
     The copy does not synchronize with a CUDA device.
@@ -191,6 +191,6 @@ class Learning:
     folder: Path | None = None
     # Moves a NumPy array to the device on which large matrix products and decompositions run, e.g.
     # to a GPU as a torch tensor.
-    place: Callable[[np.ndarray], Array] = lambda array: array
+    to_device: Callable[[np.ndarray], Array] = lambda array: array
     # Called with the number of finished steps, the number of all steps, and a message.
     progress: Progress = lambda n_done, n_all, message: None

@@ -31,8 +31,8 @@ from ..chunk import encode_chunk
 from . import coding
 from .calibration import (
     Kept,
-    Place,
     Sample,
+    ToDevice,
     layer_scale,
     learn_basis,
     learn_regression,
@@ -113,7 +113,7 @@ class Quantisers:
         return Quantisers(**columns)
 
     @staticmethod
-    def joined(groups: Sequence["Quantisers"]) -> "Quantisers":
+    def concatenated(groups: Sequence["Quantisers"]) -> "Quantisers":
         """Concatenate the quantisers of several groups of components."""
         columns: dict[str, np.ndarray] = {}
         for column in fields(Quantisers):
@@ -429,29 +429,31 @@ def fit_groups(
             )
     learning.progress(n_bases, n_steps, "learn: quantisers")
     groups = _measure_groups(sample, fitted, _weights(fitted, n_layers, metrics), bits_per_token)
-    options = Quantisers.joined([group.options for group in groups])
+    options = Quantisers.concatenated([group.options for group in groups])
     ends = np.cumsum([len(group.hopeful) for group in groups])[:-1]
     # The estimated bits differ from the stored bits by a few percent, so the budget of the
     # estimated bits is scaled until the stored bits meet ``bits_per_token``.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(n_bases + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
-        placed: list[coding.CodeColumns] = []
+        columns_of_groups: list[coding.CodeColumns] = []
         group_bits: list[float] = []
         for measured, index in zip(groups, np.split(allocate(options, budget), ends), strict=True):
-            columns, bits = _place_codes(
+            columns, bits = _order_codes(
                 sample.read(measured.components),
                 measured.options.chosen(index),
                 measured.hopeful,
                 [len(part.variances) for part in measured.parts],
             )
-            placed.append(columns)
+            columns_of_groups.append(columns)
             group_bits.append(bits)
         stored = sum(group_bits)
         if abs(stored / bits_per_token - 1) < _RATE_TOLERANCE:
             break
         budget *= bits_per_token / stored
-    return [_compact(parts, columns) for parts, columns in zip(fitted, placed, strict=True)]
+    return [
+        _compact(parts, columns) for parts, columns in zip(fitted, columns_of_groups, strict=True)
+    ]
 
 
 def _fit_part(
@@ -470,7 +472,7 @@ def _fit_part(
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
     learned_from = sorted(set(range(n)).difference(others)) or list(range(n))
-    move = learning.place
+    move = learning.to_device
     regression = None
     rows = sample.rows(group, part, learned_from)
     scale = layer_scale(rows, n_layers)
@@ -567,7 +569,7 @@ def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: n
     return sample.keep(np.concatenate(chosen, axis=1))
 
 
-def _place_codes(
+def _order_codes(
     sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
 ) -> tuple[coding.CodeColumns, float]:
     """Order the codes of a group, and split them into runs.
@@ -708,24 +710,24 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
 
 
 def left_variances(
-    values: np.ndarray, known: np.ndarray | None = None, place: Place = np.asarray
+    values: np.ndarray, known: np.ndarray | None = None, to_device: ToDevice = np.asarray
 ) -> np.ndarray:
     """Compute the variances that remain in a hidden state after a linear prediction.
 
     Args:
         values: The hidden state, float32 [n_tokens, width].
         known: The values from which it is predicted, float32 [n_tokens, n]. None for no prediction.
-        place: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
         Variances of the residual along its principal axes, divided by the energy (the sum of
         squares) of the hidden state: float64 [width].
     """
-    centred = place(values - values.mean(0))
+    centred = to_device(values - values.mean(0))
     left = on_host(centred.T @ centred).astype(np.float64)
     energy = float(np.square(values, dtype=np.float64).sum())
     if known is not None:
-        other = place(known - known.mean(0))
+        other = to_device(known - known.mean(0))
         gram = on_host(other.T @ other).astype(np.float64)
         cross = on_host(other.T @ centred).astype(np.float64)
         ridge = _PREDICTION_RIDGE * np.trace(gram) / len(gram)

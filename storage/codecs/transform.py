@@ -61,7 +61,7 @@ from .coding import (
     piece_bytes,
     row_bytes,
 )
-from .field import Codes, FieldCodec, Layers, Learning, placed
+from .field import Codes, FieldCodec, Layers, Learning, to_device_of
 from .fit import fit_groups
 
 # Largest width of the keys of a layer group if the codec's name does not set the size of the
@@ -285,7 +285,7 @@ class Rope:
         factor = scaling.astype(np.float64).reshape(-1, 1) ** sign
         cosine = (np.cos(angles) * factor)[:, :, None].astype(np.float32)
         sine = (sign * np.sin(angles) * factor)[:, :, None].astype(np.float32)
-        return [placed(cosine, like), placed(sine, like)]
+        return [to_device_of(cosine, like), to_device_of(sine, like)]
 
 
 class TransformCodec(FieldCodec):
@@ -634,10 +634,10 @@ class TransformCodec(FieldCodec):
             decoded.append(self._assemble(parts, first_position, wanted))
             order += indices
         xp = array_namespace(decoded[0])
-        joined = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
+        values = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
         if order == sorted(order):
-            return joined
-        return xp.take(joined, placed(np.argsort(order).astype(np.int32), joined), axis=1)
+            return values
+        return xp.take(values, to_device_of(np.argsort(order).astype(np.int32), values), axis=1)
 
     def as_features(
         self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
@@ -711,10 +711,10 @@ class TransformCodec(FieldCodec):
         """Undo :meth:`parts`: join the layer groups of a sequence, and rotate the keys again."""
         if not self.is_kv:
             return groups[0][0]
-        joined: list[Array] = []
+        assembled: list[Array] = []
         for parts, layers in zip(groups, self.groups, strict=True):
-            joined.append(self._assemble(parts, 0, layers))
-        return array_namespace(*joined).concat(joined, axis=1)
+            assembled.append(self._assemble(parts, 0, layers))
+        return array_namespace(*assembled).concat(assembled, axis=1)
 
     def _assemble(self, parts: list[Array], first_position: int, layers: list[int]) -> Array:
         """Rotate the decoded keys of some layers, and stack the keys and the values.
@@ -748,7 +748,7 @@ class TransformCodec(FieldCodec):
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._feature_tables:
-            self._feature_tables[key] = placed(self._features, like)
+            self._feature_tables[key] = to_device_of(self._features, like)
         # The table of features is large, so it stays on the device. Each call copies only the token
         # ids.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
@@ -845,7 +845,7 @@ class Observation(Sample):
         sample_features = features if codec.sources else None
         if codec.needs_tokens and codec.embeddings is not None:
             table = token_features(
-                codec.embeddings, np.concatenate(self.tokens), self._learning.place
+                codec.embeddings, np.concatenate(self.tokens), self._learning.to_device
             )
             sample_features = [table[ids].astype(np.float32) for ids in self.tokens]
         bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
@@ -858,7 +858,7 @@ class Observation(Sample):
 
     def _sequence(self, index: int) -> list[list[Array]]:
         """Read the parts of all groups of one sequence, and move them to the device of learning."""
-        move = self._learning.place
+        move = self._learning.to_device
         groups: list[list[Array]] = []
         for group in range(len(self._codec.groups)):
             parts: list[Array] = []
@@ -876,7 +876,7 @@ class Observation(Sample):
             For each sequence, float32 [n_tokens, n_features].
         """
         codec = self._codec
-        move = self._learning.place
+        move = self._learning.to_device
         all_features = []
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None

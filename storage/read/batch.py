@@ -502,11 +502,11 @@ def _fetch_ahead(reads: list[_Read]) -> None:
 def _decode(read: _Read) -> None:
     raw = read.reader.read_bytes(read.offset, read.n_bytes) if read.data is None else read.data
     for start, n_bytes, row, column, destinations in read.chunks:
-        _place(read.reader, raw[start : start + n_bytes], row, column, destinations)
+        _decode_chunk(read.reader, raw[start : start + n_bytes], row, column, destinations)
     read.data = None
 
 
-def _place(
+def _decode_chunk(
     reader: ShardReader,
     data: np.ndarray,
     row: int,

@@ -120,7 +120,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.plan = plan  # All sequences (see ``plan.PLAN_SCHEMA``).
         # Whether other processes were writing to the store when it was opened. For a store in a
         # bucket this is unknown, so it is True if the store existed already.
-        self.joined = self._lock is not None and not self._lock.is_alone
+        self.has_other_writers = self._lock is not None and not self._lock.is_alone
         # Damage that was found when the store was opened. The commits of the damaged files were
         # deleted.
         self.damages: tuple[Finding, ...] = ()
@@ -186,8 +186,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         with writer._opening():
             # If other processes share the lock, the first of them has created and cleaned the
             # store.
-            if writer.joined:
-                writer._check_joined()
+            if writer.has_other_writers:
+                writer._check_other_writers()
                 writer._open_codec()
             else:
                 writer._open_alone(codec_files or {}, begins_anew)
@@ -209,7 +209,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.codec = StoreCodec.open(self.manifest, self.path)
         self.lay_out(self.codec)
 
-    def _check_joined(self) -> None:
+    def _check_other_writers(self) -> None:
         """Raise an error if the processes that share the lock write a store of different inputs."""
         try:
             _check_same(self.path, self.manifest, self.plan)
@@ -240,7 +240,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 backend.make_folder(path.parent)
                 if not backend.exists(path) or path.read_bytes() != content:
                     backend.put(path, content)
-            self.joined = isinstance(self.path, RemotePath)
+            self.has_other_writers = isinstance(self.path, RemotePath)
         else:
             _begin(self.path, self.manifest, self.plan, codec_files)
         for name in (PARTS_NAME, COMMITS_NAME):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_data.commands.chat import PlainAnswer, TerminalAnswer
+from moa_data.commands.chat import PlainView, TerminalView
 from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
@@ -59,11 +59,11 @@ def live() -> Target:
 @pytest.fixture(scope="module")
 def folder(live: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a training run and its store, which has the target bundle."""
-    place = tmp_path_factory.mktemp("chat")
-    save_target_bundle(live.model, live.tokenizer, place / "store" / "target", 0)
-    save_drafter(build("moa", live.model), place / "run" / "drafter")
-    (place / "run" / "run.yaml").write_text(f"store: {place / 'store'}\n")
-    return place
+    folder = tmp_path_factory.mktemp("chat")
+    save_target_bundle(live.model, live.tokenizer, folder / "store" / "target", 0)
+    save_drafter(build("moa", live.model), folder / "run" / "drafter")
+    (folder / "run" / "run.yaml").write_text(f"store: {folder / 'store'}\n")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -312,8 +312,8 @@ def body(screen: Screen) -> str:
     return screen.text.rpartition("\n\n")[0]
 
 
-def view_of(screen: Screen) -> TerminalAnswer:
-    view = TerminalAnswer()
+def view_of(screen: Screen) -> TerminalView:
+    view = TerminalView()
     view._write, view._size = screen.write, lambda: (screen.width, screen.height)
     return view
 
@@ -408,7 +408,7 @@ def test_what_left_the_screen_stays() -> None:
 
 
 def test_a_pipe_gets_verified_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    view = PlainAnswer()
+    view = PlainView()
     for event, expected in (
         (tokens(0, ["The ", "cat "], "streamed"), "The cat "),
         (tokens(2, ["sat ", "on ", "a "], "unverified"), ""),

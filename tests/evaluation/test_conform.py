@@ -354,7 +354,7 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
         drafter.lm_head.weight.data.copy_(target.model.lm_head.weight), drafter)[1]),
     ("joined the other way round", "eagle", {}, weighted(swap_halves)),
     ("joined the other way round", "eagle3", {}, patched(
-        eagle3.Eagle3Drafter, "join", lambda plain, self, one, two: torch.cat((two, one), dim=-1)
+        eagle3.Eagle3Drafter, "combine", lambda plain, self, one, two: torch.cat((two, one), dim=-1)
     )),
     ("its own token, not the next", "eagle", {}, patched(
         FeatureState, "fresh_rows",
@@ -400,8 +400,8 @@ def test_a_wrong_choice_is_named(
     expected = next(name for name in CHOICES if cause in name)
     # Choices after the expected one cannot become the first cause, and trying them takes most of
     # the time.
-    place = [*CHOICES].index(expected)
-    tried = dict(islice(CHOICES.items(), max(0, place - n_before), place + 1))
+    index = [*CHOICES].index(expected)
+    tried = dict(islice(CHOICES.items(), max(0, index - n_before), index + 1))
     monkeypatch.setattr(conform_module, "CHOICES", tried)
     # After a single prompt the drafts may be the right ones by chance.
     for prompts in (two_prompts[-n_prompts:], two_prompts):
@@ -441,7 +441,7 @@ def test_a_block_that_sees_its_anchors_state_is_named(
         anchors = torch.arange(len(prompt), text.shape[1] - 1)[None]
         inputs = kit.stored(drafter, target.model, text, torch.ones_like(text, dtype=torch.bool))
         with torch.no_grad():
-            hidden = drafter.text_hidden(
+            hidden = drafter.hidden_at_anchors(
                 frozen, inputs, anchors, torch.ones_like(anchors, dtype=torch.bool)
             )
             drafts = frozen.logits(hidden)[0].argmax(dim=-1).tolist()
@@ -484,17 +484,17 @@ def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def ask(drafter: Any, target: Target, folder: Path, place: Path, **config: Any) -> Conformance:
+def ask(drafter: Any, target: Target, folder: Path, out: Path, **config: Any) -> Conformance:
     """Ask transformers about a drafter's folder with changed keys in config.json."""
     prompts, (layout, method) = random_prompts(2, 9), FORMATS["transformers"][drafter.kind]
-    write_layout(drafter, LAYOUTS[layout], place)
-    found = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(found | config))
+    write_layout(drafter, LAYOUTS[layout], out)
+    found = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(found | config))
     job = {
-        "engine": "transformers", "method": method, "model": str(folder), "drafter": str(place),
+        "engine": "transformers", "method": method, "model": str(folder), "drafter": str(out),
         "prompts": prompts, "max_new_tokens": N_NEW, "dtype": "float32", "n_drafts": 4,
     }  # fmt: skip
-    return compare(drafter, target, prompts, ask_engine(job, sys.executable, place.parent), N_NEW)
+    return compare(drafter, target, prompts, ask_engine(job, sys.executable, out.parent), N_NEW)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def endless(path: Path, kind: str) -> Iterator[None]:
         good.rename(path)
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in a JSON document, with at most 24 items per container.
 
     The limit avoids visiting a whole vocabulary.
@@ -139,23 +139,23 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         else ()
     )
     for key, item in items[:24]:
-        yield from _places(item, (*path, key))
+        yield from _paths(item, (*path, key))
 
 
 @dataclass(frozen=True)
 class _Change:
     """One change of a JSON document, drawn without knowledge of the document."""
 
-    place: int
+    index: int
     kind: str
     key: str
     value: Any
 
     def apply(self, document: Any) -> None:
-        ways = list(_places(document))
+        ways = list(_paths(document))
         if not ways:
             return
-        *way, last = ways[self.place % len(ways)]
+        *way, last = ways[self.index % len(ways)]
         owner = document
         for key in way:
             owner = owner[key]

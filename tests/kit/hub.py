@@ -124,8 +124,8 @@ class Hub:
             is_new = self.create(
                 name, kind, asked.get("private") or asked.get("visibility") == "private"
             )
-            place = f"{self.url}/{'datasets/' if kind == 'dataset' else ''}{name}"
-            return httpx.Response(200 if is_new else 409, json={"url": place})
+            url = f"{self.url}/{'datasets/' if kind == 'dataset' else ''}{name}"
+            return httpx.Response(200 if is_new else 409, json={"url": url})
         if steps[-1] == "batch":
             objects = json.loads(body)["objects"]
             for each in objects:

@@ -126,7 +126,7 @@ class Seaweed:
             self.process = None
 
 
-def empty_place(endpoint: str) -> str:
+def empty_prefix(endpoint: str) -> str:
     """Return the URL of an empty prefix in a bucket, which is created if it is missing.
 
     SeaweedFS gives each bucket its own volumes, so all tests share one bucket. obstore does not

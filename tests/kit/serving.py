@@ -95,7 +95,7 @@ class LiveServer:
         self._is_ready.set()
 
     @property
-    def place(self) -> tuple[str, int]:
+    def endpoint(self) -> tuple[str, int]:
         """Host and port of the HTTP server."""
         host, port = self.address.partition("://")[2].split(":")
         return host, int(port)

@@ -181,7 +181,7 @@ def check_forward(
             return outputs[-1]
 
         vars(block)["finish"] = finish
-    hidden = drafter.text_hidden(frozen, inputs, anchors, keep)
+    hidden = drafter.hidden_at_anchors(frozen, inputs, anchors, keep)
     for block in drafter.blocks:
         del vars(block)["finish"]
     is_text = inputs.hidden.any(dim=-1)
@@ -193,7 +193,7 @@ def check_forward(
         vectors.close(f"layer_out.{index}", output, of_queries)
     vectors.close("final_hidden", hidden, keep)
     vectors.close("base_logits", frozen.logits(hidden), keep)
-    features = drafter.text_features(hidden, drafter.tokens_before(inputs.tokens, anchors))
+    features = drafter.make_features(hidden, drafter.tokens_before(inputs.tokens, anchors))
     logits = drafter.draft_logits(frozen, features)
     vectors.close("draft_logits", logits, keep)
     taught = blocks.draft_positions(anchors, drafter.config.n_drafts).clamp(
@@ -303,7 +303,7 @@ class Rounds(DrafterProposer):
         )
         hidden = state.hidden[0].clone()
         before = torch.cat((torch.tensor(committed[0][-1:]), drafted[:-1]))
-        features = self.block_drafter.text_features(hidden, before)
+        features = self.block_drafter.make_features(hidden, before)
         best = self.block_drafter.draft_logits(self.frozen, features).topk(2).values
         cut = super().propose(committed, TreeShape(shape.depth, cut_below=self._cut_below))
         facts |= {

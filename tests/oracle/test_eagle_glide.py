@@ -44,12 +44,12 @@ def test_eagle(tmp_path: Path, name: str) -> None:
         assert torch.equal(torch.rand_like(inputs.hidden), drawn[0])
     hidden, embeddings = inputs.hidden + noise[0], frozen.embed(inputs.tokens) + noise[1]
 
-    joined = drafter.join(embeddings[:, 1:], hidden[:, :-1])
-    features = drafter(joined, torch.arange(joined.shape[1]).expand(len(joined), -1))
+    combined = drafter.combine(embeddings[:, 1:], hidden[:, :-1])
+    features = drafter(combined, torch.arange(combined.shape[1]).expand(len(combined), -1))
     logits = frozen.logits(features)
     found = {
         "fc_in": torch.cat((embeddings[:, 1:], hidden[:, :-1]), dim=-1),
-        "fc_out": joined,
+        "fc_out": combined,
         "features": features,
     }
     for key, got in found.items():

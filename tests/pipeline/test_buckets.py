@@ -21,7 +21,7 @@ from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.tests.kit.chats import random_chats, write_jsonl
-from moa_data.tests.kit.object_stores import copy_up, empty_place, read_remote_tree, use
+from moa_data.tests.kit.object_stores import copy_up, empty_prefix, read_remote_tree, use
 from moa_data.tests.kit.stores import read_tree
 
 
@@ -52,7 +52,7 @@ def local(config: ExtractConfig) -> Path:
 @pytest.fixture(scope="module")
 def remote(config: ExtractConfig, endpoint: str) -> RemotePath:
     """The same store in a bucket. Its extraction was interrupted once and resumed."""
-    config = config.replaced(out=f"{empty_place(endpoint)}/store")
+    config = config.replaced(out=f"{empty_prefix(endpoint)}/store")
 
     def interrupt(done: int, total: int, message: str) -> None:
         if message.startswith("extract 1/"):
@@ -116,11 +116,11 @@ def test_add_writes_to_a_bucket(
 ) -> None:
     # The addition changes copies, since other tests compare with the stores as extracted.
     on_disk = shutil.copytree(local, tmp_path / "store", ignore=shutil.ignore_patterns("*.lock"))
-    in_bucket = copy_up(on_disk, f"{empty_place(endpoint)}/store")
-    for place in (str(on_disk), str(in_bucket)):
+    in_bucket = copy_up(on_disk, f"{empty_prefix(endpoint)}/store")
+    for location in (str(on_disk), str(in_bucket)):
         report = add(
             AddConfig.of(
-                store=place, model=config.model, activations=("hidden:layer:0",), target_layers=2
+                store=location, model=config.model, activations=("hidden:layer:0",), target_layers=2
             )
         )
         assert report.n_parts_done == report.n_parts
@@ -167,7 +167,7 @@ def test_repair_mends_a_bucket(config: ExtractConfig, local: Path, remote: Remot
 
 @pytest.mark.slow
 def test_workers_write_to_a_bucket(config: ExtractConfig, local: Path, endpoint: str) -> None:
-    out = open_path(f"{empty_place(endpoint)}/workers")
+    out = open_path(f"{empty_prefix(endpoint)}/workers")
     assert isinstance(out, RemotePath)
     assert "workers      2" in extract(config.replaced(out=str(out), workers=2)).describe()
     assert verify_store(out).ok

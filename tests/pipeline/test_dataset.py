@@ -216,7 +216,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     assert list(ChatSource(str(path), "train").rows()) == list(enumerate(rows))
 
 
-def test_identity_changes_with_one_byte_but_not_with_the_place(tmp_path: Path) -> None:
+def test_identity_changes_with_one_byte_but_not_with_the_path(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write_rows(tmp_path / folder / f"{folder}.jsonl", [{"messages": CHAT}])

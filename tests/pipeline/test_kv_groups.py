@@ -75,9 +75,13 @@ def test_what_is_captured_is_the_models_own_cache(name: str) -> None:
             use_cache=True,
         )
         for group in groups:
-            for place, layer in enumerate(group.layers):
+            for layer_index, layer in enumerate(group.layers):
                 # [H, n, widths]
-                own = fields[group.field][index, : len(tokens), place].transpose(0, 1).flatten(2)
+                own = (
+                    fields[group.field][index, : len(tokens), layer_index]
+                    .transpose(0, 1)
+                    .flatten(2)
+                )
                 kept: Any = cache.layers[layer]
                 known = torch.cat((kept.keys, kept.values), dim=-1)[0]
                 torch.testing.assert_close(own[:, -known.shape[1] :], known, rtol=1e-4, atol=1e-4)

@@ -875,7 +875,7 @@ def test_what_a_call_has_besides_its_arguments_is_named(
     assert found.beside == ((f"tool call key {name}",) if name else ())
 
 
-def test_columns_that_others_take_the_place_of_are_named() -> None:
+def test_columns_that_others_replace_are_named() -> None:
     row = {"chat": [ASKS, ANSWERS], "sys": "B", "system": "A", "messages": None}
     columns = Columns.parse(["messages=chat", "system=sys"])
     found = tokenize_row(template_of("chatml"), row, 100, columns)

@@ -23,7 +23,7 @@ from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import RegenerateConfig
 from moa_data.pipeline.dataset import Columns
-from moa_data.pipeline.regenerate import Answers, LossReason, Row, open_answers, regenerate
+from moa_data.pipeline.regenerate import ChatFile, LossReason, Row, open_chat_file, regenerate
 from moa_data.pipeline.sequences import tokenize_row
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
@@ -201,31 +201,31 @@ def test_later_turns_see_the_new_answers_and_one_that_is_none_ends_the_chat(
 
 def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
-    with open_answers(path, {"seed": 0}, 4) as answers:
-        answers.append([Row(0, user("caf\u00e9"), 1, 2), Row(1, reason="late")])
-        kept, counted = path.read_bytes(), answers.record.read_bytes()
-        answers.append([Row(2, user("b"), 1, 2)])
+    with open_chat_file(path, {"seed": 0}, 4) as chat_file:
+        chat_file.append([Row(0, user("caf\u00e9"), 1, 2), Row(1, reason="late")])
+        kept, counted = path.read_bytes(), chat_file.record.read_bytes()
+        chat_file.append([Row(2, user("b"), 1, 2)])
         with pytest.raises(OutputOccupied, match="Another process"):
-            open_answers(path, {"seed": 0}, 4).__enter__()
+            open_chat_file(path, {"seed": 0}, 4).__enter__()
     whole = path.read_bytes()
     for n_bytes in range(len(kept), len(whole) + 1):  # The record is that of the first batch.
         path.write_bytes(whole[:n_bytes])
-        answers.record.write_bytes(counted)
-        with open_answers(path, {"seed": 0}, 4) as again:
+        chat_file.record.write_bytes(counted)
+        with open_chat_file(path, {"seed": 0}, 4) as again:
             assert (again.counts.n_rows, again.counts.n_answers) == (2, 1)
-        assert (path.read_bytes(), answers.record.read_bytes()) == (kept, counted)
-    with pytest.raises(OutputOccupied, match="started with"), open_answers(path, {"seed": 1}, 4):
+        assert (path.read_bytes(), chat_file.record.read_bytes()) == (kept, counted)
+    with pytest.raises(OutputOccupied, match="started with"), open_chat_file(path, {"seed": 1}, 4):
         pass
     path.write_bytes(kept[:-1])
-    with pytest.raises(OutputOccupied, match="changed"), open_answers(path, {"seed": 0}, 4):
+    with pytest.raises(OutputOccupied, match="changed"), open_chat_file(path, {"seed": 0}, 4):
         pass
 
 
 def test_answers_are_those_of_plain_decoding_turn_by_turn(
     config: RegenerateConfig, target: Target
 ) -> None:
-    answers = regenerate(config)
-    found, counts = read(config), answers.counts
+    chat_file = regenerate(config)
+    found, counts = read(config), chat_file.counts
     n_ended = 0
     for row, texts in found.items():
         for at in range(1, len(texts), 2):
@@ -239,7 +239,7 @@ def test_answers_are_those_of_plain_decoding_turn_by_turn(
     assert counts.rejected[LossReason.TOO_LONG] == 1
     assert counts.rejected[LossReason.UNUSABLE_PROMPT] == 1
     assert counts.rejected.total() == 11 - len(found)
-    assert answers.describe(config).count("\n") == 3 + len(counts.rejected) + len(counts.cut)
+    assert chat_file.describe(config).count("\n") == 3 + len(counts.rejected) + len(counts.cut)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
@@ -291,7 +291,7 @@ def test_what_is_complete_is_not_asked_again_and_foreign_files_are_left_alone(
 ) -> None:
     first = regenerate(config)
     before = outputs(config)
-    monkeypatch.setattr(Answers, "append", None)
+    monkeypatch.setattr(ChatFile, "append", None)
     assert vars(regenerate(config).counts) == vars(first.counts)
     assert outputs(config) == before
     with Path(config.out).open("a") as stream:
@@ -420,8 +420,8 @@ def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: Regenera
     assert record(config)["rows"]["n_rows"] == 11, "certain after the last batch"
     with pytest.raises(OutputOccupied, match="max_new_tokens was 1, now"):
         regenerate(config)
-    answers = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
-    assert answers.counts.n_rows == 11
+    chat_file = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
+    assert chat_file.counts.n_rows == 11
     write_jsonl(Path(str(config.dataset)), [{"text": "a"}])
     with pytest.raises(DatasetError, match="among 1 rows"):
         regenerate(config)
@@ -430,12 +430,12 @@ def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: Regenera
 def test_settings_may_change_until_there_is_a_row(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     for seed in (0, 1):
-        with open_answers(path, {"seed": seed}, 4) as answers:
-            assert answers.counts.n_rows == 0
-    assert json.loads(answers.record.read_text())["settings"] == {"seed": 1}
-    with open_answers(path, {"seed": 1}, 4) as answers:
-        answers.append([Row(0, reason="late")])
-    with pytest.raises(OutputOccupied), open_answers(path, {"seed": 0}, 4):
+        with open_chat_file(path, {"seed": seed}, 4) as chat_file:
+            assert chat_file.counts.n_rows == 0
+    assert json.loads(chat_file.record.read_text())["settings"] == {"seed": 1}
+    with open_chat_file(path, {"seed": 1}, 4) as chat_file:
+        chat_file.append([Row(0, reason="late")])
+    with pytest.raises(OutputOccupied), open_chat_file(path, {"seed": 0}, 4):
         pass
 
 

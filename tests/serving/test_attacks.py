@@ -90,7 +90,7 @@ def check_innocent(server: LiveServer, target: Target) -> None:
 
 def say(data: bytes, n: int = 8) -> Callable[[LiveServer, ExitStack], None]:
     def attack(server: LiveServer, held: ExitStack) -> None:
-        for connection in stay_silent(server.place, n, data):
+        for connection in stay_silent(server.endpoint, n, data):
             held.enter_context(connection)
 
     return attack
@@ -98,7 +98,7 @@ def say(data: bytes, n: int = 8) -> Callable[[LiveServer, ExitStack], None]:
 
 def read_nothing(server: LiveServer, held: ExitStack) -> None:
     for _ in range(3):
-        held.enter_context(never_read(server.place, post(COMPLETIONS, STREAM)))
+        held.enter_context(never_read(server.endpoint, post(COMPLETIONS, STREAM)))
     wait_for(
         lambda: server.engine.snapshot().n_open == 3 and not server.engine.snapshot().n_working
     )
@@ -114,7 +114,7 @@ def be_refused(data: bytes, status: int) -> Callable[[LiveServer, ExitStack], No
     """Send data that gets one answer, after which the connection is closed."""
 
     def attack(server: LiveServer, held: ExitStack) -> None:
-        with connect(server.place) as connection:
+        with connect(server.endpoint) as connection:
             connection.sendall(data)
             found = wait_for_end(connection)
         assert found.startswith(b"HTTP/1.1 %d " % status)
@@ -147,9 +147,9 @@ ATTACKS: dict[str, Callable[[LiveServer, ExitStack], None]] = {
     "HTTP/2": say(HTTP2_PREFACE),
     "noise": say(random.Random(1).randbytes(9000)),
     "reading nothing": read_nothing,
-    "leaving": lambda server, held: leave_in_body(server.place, COMPLETIONS),
+    "leaving": lambda server, held: leave_in_body(server.endpoint, COMPLETIONS),
     "leaving by a reset": lambda server, held: leave_in_body(
-        server.place, COMPLETIONS, resets=True
+        server.endpoint, COMPLETIONS, resets=True
     ),
     "a large head": be_refused(b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20), 400),
     "two lengths": be_refused(
@@ -198,7 +198,7 @@ def test_readers_that_never_read_lose_their_slots(
         ExitStack() as held,
     ):
         for _ in range(2):
-            held.enter_context(never_read(server.place, post(COMPLETIONS, STREAM)))
+            held.enter_context(never_read(server.endpoint, post(COMPLETIONS, STREAM)))
         wait_for(lambda: server.engine.snapshot().n_open == 2)
         server.wait_until_free()
         check_innocent(server, target)
@@ -208,7 +208,7 @@ def test_where_all_connections_work_others_are_told(target: Target) -> None:
     with LiveServer(target, target_ms=100, max_connections_each=2) as server:
         with ExitStack() as held:
             for _ in range(2):
-                held.enter_context(connect(server.place)).sendall(post(COMPLETIONS, STREAM))
+                held.enter_context(connect(server.endpoint)).sendall(post(COMPLETIONS, STREAM))
             wait_for(lambda: server.engine.snapshot().n_open == 2)
             answer = httpx.post(f"{server.address}{COMPLETIONS}", json=BODY)
             assert answer.status_code == 503
@@ -223,10 +223,10 @@ def test_heads_and_bodies_have_to_arrive_in_time(target: Target) -> None:
         long = httpx.Client(timeout=60)
         with long, long.stream("POST", f"{server.address}{COMPLETIONS}", json=STREAM) as stream:
             late = [
-                *stay_silent(server.place, 1),
-                *stay_silent(server.place, 1, b"GET /health HTT"),
+                *stay_silent(server.endpoint, 1),
+                *stay_silent(server.endpoint, 1, b"GET /health HTT"),
             ]
-            again, half = (held.enter_context(connect(server.place)) for _ in range(2))
+            again, half = (held.enter_context(connect(server.endpoint)) for _ in range(2))
             again.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
             assert again.recv(4096).startswith(b"HTTP/1.1 200")
             again.sendall(b"GET /hea")
@@ -307,7 +307,7 @@ def test_long_prompts_hold_up_long_prompts_alone(
     with ExitStack() as held:
         for length in (1001, 1002, 1003):
             request = post(COMPLETIONS, BODY | {"prompt": "x" * length})
-            held.enter_context(connect(server.place)).sendall(request)
+            held.enter_context(connect(server.endpoint)).sendall(request)
             wait_for(lambda: bool(encoded))
         check_innocent(server, target)
     time.sleep(0.2)  # Their clients have gone by then.
@@ -341,7 +341,7 @@ def test_a_client_that_leaves_during_its_body_is_one_line(
     wait_for(lambda: not server.service.metrics.n_in_flight)
     time.sleep(0.05)
     with caplog.at_level(logging.INFO, LOG.name):
-        leave_in_body(server.place, COMPLETIONS, resets)
+        leave_in_body(server.endpoint, COMPLETIONS, resets)
         wait_for(lambda: bool(caplog.records))
         time.sleep(0.1)
     assert [vars(record)["facts"]["status"] for record in caplog.records] == [499]
@@ -399,7 +399,7 @@ def test_fuzzed_requests(server: LiveServer, changes: dict[str, Any]) -> None:
 def test_fuzzed_bytes(server: LiveServer, at: int, noise: bytes, is_cut: bool) -> None:
     """The bytes are those of a request with some of them changed, and sometimes cut there."""
     whole = post(COMPLETIONS, BODY | {"max_tokens": 2})
-    with connect(server.place) as connection:
+    with connect(server.endpoint) as connection:
         connection.sendall(whole[:at] + noise + (b"" if is_cut else whole[at + len(noise) :]))
         connection.shutdown(socket.SHUT_WR)
         found = wait_for_end(connection)

@@ -145,7 +145,7 @@ def test_garbage_is_a_line_for_each_fault(
     name: str, server: Server, log: pytest.LogCaptureFixture
 ) -> None:
     for resets in (False, True):
-        throw(server.place, GARBAGE[name], resets)
+        throw(server.endpoint, GARBAGE[name], resets)
     check_log(server, log, most=2 * len(GARBAGE[name]))
 
 
@@ -154,7 +154,7 @@ def test_a_request_whose_body_is_malformed_is_logged_as_refused(
 ) -> None:
     for path in ("GET /health", f"POST {COMPLETIONS}"):
         log.clear()
-        with connect(server.place) as connection:
+        with connect(server.endpoint) as connection:
             connection.sendall(chunked(path) + BAD_CHUNK)
             assert wait_for_end(connection).startswith(b"HTTP/1.1 400 ")
         wait_for(lambda: bool(log.records))
@@ -182,14 +182,14 @@ def test_garbage_on_and_within_tls(tls_server: Server, log: pytest.LogCaptureFix
         "zeros",
     ):
         for resets in (False, True):
-            throw(tls_server.place, GARBAGE[name], resets)
+            throw(tls_server.endpoint, GARBAGE[name], resets)
     tls = ssl.create_default_context()
     tls.check_hostname = False
     tls.verify_mode = ssl.CERT_NONE
     for name in WITHIN_TLS:
         for resets in (False, True):
-            throw(tls_server.place, GARBAGE[name], resets, tls)
-    with connect(tls_server.place, tls) as wrapped:
+            throw(tls_server.endpoint, GARBAGE[name], resets, tls)
+    with connect(tls_server.endpoint, tls) as wrapped:
         wrapped.sendall(b"GET /hea")
         with socket.socket(fileno=wrapped.detach()) as raw:
             raw.sendall(b"\x17\x03\x03\x00\x05hello")  # This record cannot be decrypted.

@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 
 from moa_data.moa.targets.live import Target
-from moa_data.serving.api import Answers
+from moa_data.serving.api import RequestOutput
 from moa_data.serving.metrics import LOG, JsonLines
 from moa_data.tests.kit.attackers import connect, post, stay_silent, wait_for_end
 from moa_data.tests.kit.certificates import make_certificates
@@ -362,7 +362,7 @@ def test_answers_that_take_too_long_end(target: Target) -> None:
 def test_a_client_that_goes_away_frees_its_text(target: Target, stream: bool) -> None:
     with LiveServer(target, target_ms=10) as server:
         for n_read in (0, 1):
-            with connect(server.place) as connection:
+            with connect(server.endpoint) as connection:
                 connection.sendall(
                     post("/v1/chat/completions", BODY | {"max_tokens": 200, "stream": stream})
                 )
@@ -390,7 +390,7 @@ def test_a_slow_reader_is_held_and_loses_nothing(
         monkeypatch.setattr(server.engine, "hold", note)
         # This reader takes no piece until its sequence is held. uvicorn waits like this when a
         # client's buffer is full.
-        pieces = Answers.pieces
+        pieces = RequestOutput.pieces
 
         async def slowly(answers: Any) -> Any:
             async for piece in pieces(answers):
@@ -398,7 +398,7 @@ def test_a_slow_reader_is_held_and_loses_nothing(
                     await asyncio.sleep(0.01)
                 yield piece
 
-        monkeypatch.setattr(Answers, "pieces", slowly)
+        monkeypatch.setattr(RequestOutput, "pieces", slowly)
         assert text_of(ask(client, max_tokens=60)) == plain_text(target, "Hello there", 60)
     assert True in held
     assert False in held
@@ -456,7 +456,7 @@ def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> N
     authority, tls = make_certificates(tmp_path)
     with LiveServer(target, max_connections_each=4, head_s=0.3, **tls) as server:
         assert server.address.startswith("https://")
-        silent = stay_silent(server.place, 6)
+        silent = stay_silent(server.endpoint, 6)
         context = ssl.create_default_context(cafile=str(authority))
         with httpx.Client(verify=context) as http, client_of(server, http_client=http) as client:
             assert ask(client, max_tokens=2).usage.completion_tokens == 2
@@ -470,8 +470,8 @@ def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> N
 def test_idle_connections_do_not_hold_up_a_drain(target: Target) -> None:
     with (
         LiveServer(target, grace_s=600) as server,
-        connect(server.place) as silent,
-        connect(server.place) as idle,
+        connect(server.endpoint) as silent,
+        connect(server.endpoint) as idle,
     ):
         idle.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         while not idle.recv(4096).endswith(b'{"status":"ok"}'):

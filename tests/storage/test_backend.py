@@ -36,125 +36,125 @@ from moa_data.storage.backend import (
 from moa_data.storage.commit import FileRecord, find_size_damage
 from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import REQUEST_BYTES, RemotePath, StorePath
-from moa_data.tests.kit.object_stores import empty_place, environment, use
+from moa_data.tests.kit.object_stores import empty_prefix, environment, use
 
 
 class BackendContract:
     """The contract of all backends.
 
-    A subclass has a fixture ``place``: an empty folder or prefix.
+    A subclass has a fixture ``location``: an empty folder or prefix.
     """
 
-    def test_what_is_put_is_read_and_listed(self, place: StorePath) -> None:
+    def test_what_is_put_is_read_and_listed(self, location: StorePath) -> None:
         contents = {"a": b"", "b/c": b"text", "b/c.d/e f+ü": bytes(range(256))}
         for name, data in contents.items():
-            make_folder((place / name).parent)
-            put(place / name, data)
-            assert read_file(place / name) == data
-            assert (place / name).stat().st_size == len(data)
-        put(place / "b/c", b"another")
-        assert read_file(place / "b/c", 7) == b"another"
+            make_folder((location / name).parent)
+            put(location / name, data)
+            assert read_file(location / name) == data
+            assert (location / name).stat().st_size == len(data)
+        put(location / "b/c", b"another")
+        assert read_file(location / "b/c", 7) == b"another"
         with pytest.raises(ValueError, match="7 bytes, but the limit is 6 bytes"):
-            read_file(place / "b/c", 6)
+            read_file(location / "b/c", 6)
         sizes = {"a": 0, "b/c": 7, "b/c.d/e f+ü": 256}
-        assert {name: (place / name).stat().st_size for name in names_below(place)} == sizes
-        listed = listed_sizes(place)
-        assert listed == (sizes if isinstance(place, RemotePath) else {})
-        put(place / "later", b"12345")  # The list is older than this file.
+        assert {name: (location / name).stat().st_size for name in names_below(location)} == sizes
+        listed = listed_sizes(location)
+        assert listed == (sizes if isinstance(location, RemotePath) else {})
+        put(location / "later", b"12345")  # The list is older than this file.
         assert not find_size_damage(
-            place, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed
+            location, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed
         )
-        assert names_in(place) == ["a", "b", "later"]
-        assert names_in(place / "nothing") == []
-        assert exists(place / "b")
-        assert not exists(place / "b/c.")
+        assert names_in(location) == ["a", "b", "later"]
+        assert names_in(location / "nothing") == []
+        assert exists(location / "b")
+        assert not exists(location / "b/c.")
 
-    def test_what_is_not_there_is_not_found(self, place: StorePath) -> None:
+    def test_what_is_not_there_is_not_found(self, location: StorePath) -> None:
         for ask in (
             read_file,
             lambda path: path.stat(),
             lambda path: replace_file(path, b"", b"x"),
         ):
             with pytest.raises(MISSING):
-                ask(place / "nothing")
-        put(place / "x", b"1")
+                ask(location / "nothing")
+        put(location / "x", b"1")
         for _ in range(2):
-            remove_files(place / "x")
-        assert not exists(place / "x")
+            remove_files(location / "x")
+        assert not exists(location / "x")
 
-    def test_a_file_is_read_in_blocks(self, place: StorePath) -> None:
-        put(place / "file", data := os.urandom(100_000))
-        assert b"".join(blocks_of(place / "file", 30_000)) == data
+    def test_a_file_is_read_in_blocks(self, location: StorePath) -> None:
+        put(location / "file", data := os.urandom(100_000))
+        assert b"".join(blocks_of(location / "file", 30_000)) == data
 
-    def test_one_of_many_creates(self, place: StorePath) -> None:
-        assert put_if_absent(place / "once", b"first")
-        assert not put_if_absent(place / "once", b"second")
+    def test_one_of_many_creates(self, location: StorePath) -> None:
+        assert put_if_absent(location / "once", b"first")
+        assert not put_if_absent(location / "once", b"second")
         # The client repeats the call if the answer to the first one is lost.
-        assert put_if_absent(place / "once", b"first")
-        assert read_file(place / "once") == b"first"
+        assert put_if_absent(location / "once", b"first")
+        assert read_file(location / "once") == b"first"
         for key in range(4):
-            path = place / f"key-{key}"
+            path = location / f"key-{key}"
             with ThreadPoolExecutor(8) as pool:
                 won = list(
                     pool.map(lambda n, path=path: put_if_absent(path, b"by %d" % n), range(8))
                 )
             assert won.count(True) == 1
             assert read_file(path) == b"by %d" % won.index(True)
-        assert len(names_in(place)) == 5  # No half-written file is left.
+        assert len(names_in(location)) == 5  # No half-written file is left.
 
-    def test_a_file_is_replaced_where_it_holds_what_is_expected(self, place: StorePath) -> None:
-        put(place / "document", b"old")
-        assert not replace_file(place / "document", b"another", b"new")
-        assert replace_file(place / "document", b"old", b"new")
-        assert read_file(place / "document") == b"new"
+    def test_a_file_is_replaced_where_it_holds_what_is_expected(self, location: StorePath) -> None:
+        put(location / "document", b"old")
+        assert not replace_file(location / "document", b"another", b"new")
+        assert replace_file(location / "document", b"old", b"new")
+        assert read_file(location / "document") == b"new"
 
-    def test_a_put_is_seen_whole_or_not_at_all(self, place: StorePath) -> None:
+    def test_a_put_is_seen_whole_or_not_at_all(self, location: StorePath) -> None:
         versions = [bytes([n]) * 50_000 for n in range(8)]
-        put(place / "document", versions[0])
+        put(location / "document", versions[0])
 
         def look(n: int) -> bytes:
             with suppress(ValueError):
-                return read_file(place / "document")
+                return read_file(location / "document")
             return versions[0]
 
         with ThreadPoolExecutor(4) as pool:
             seen = pool.map(look, range(16))
             for version in versions:
-                put(place / "document", version)
+                put(location / "document", version)
         assert set(seen) <= set(versions)
-        assert read_file(place / "document") == versions[-1]
+        assert read_file(location / "document") == versions[-1]
 
 
 class TestFolder(BackendContract):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Path:
+    def location(self, tmp_path: Path) -> Path:
         return tmp_path
 
     def test_a_file_system_without_hard_links(
-        self, place: Path, monkeypatch: pytest.MonkeyPatch
+        self, location: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(*paths: object) -> None:
             raise PermissionError
 
         monkeypatch.setattr(os, "link", refuse)
-        self.test_a_file_is_replaced_where_it_holds_what_is_expected(place)
-        assert put_if_absent(place / "once", b"first")
-        assert not put_if_absent(place / "once", b"second")
+        self.test_a_file_is_replaced_where_it_holds_what_is_expected(location)
+        assert put_if_absent(location / "once", b"first")
+        assert not put_if_absent(location / "once", b"second")
 
 
 class ObjectStoreContract(BackendContract):
     """The contract of object stores, in addition to that of all backends."""
 
-    def test_ranges_end_with_the_file(self, place: RemotePath) -> None:
-        place.backend.put("file", data := os.urandom(100_000))
+    def test_ranges_end_with_the_file(self, location: RemotePath) -> None:
+        location.backend.put("file", data := os.urandom(100_000))
         ranges = [(99_990, 100_000), (0, 5), (3, 9), (99_998, 100_020), (200_000, 200_001)]
-        found = place.backend.read_ranges([("file", start, stop) for start, stop in ranges])
+        found = location.backend.read_ranges([("file", start, stop) for start, stop in ranges])
         assert [bytes(each) for each in found] == [data[start:stop] for start, stop in ranges]
         with pytest.raises(FileNotFoundError):
-            place.backend.read_ranges([("nothing", 0, 1)])
+            location.backend.read_ranges([("nothing", 0, 1)])
 
-    def test_one_of_many_replaces(self, place: RemotePath) -> None:
-        store = place.backend
+    def test_one_of_many_replaces(self, location: RemotePath) -> None:
+        store = location.backend
         store.put("document", b"new")
         with ThreadPoolExecutor(8) as pool:
             won = list(
@@ -164,9 +164,9 @@ class ObjectStoreContract(BackendContract):
         assert store.read("document") == b"by %d" % won.index(True)
 
     def test_uploads_and_copies_in_blocks(
-        self, place: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, location: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store, data = place.backend, os.urandom(REQUEST_BYTES + 12345)
+        store, data = location.backend, os.urandom(REQUEST_BYTES + 12345)
         step = 1 << 20
         (tmp_path / "file").write_bytes(data)
         store.put("a b/c", tmp_path / "file")
@@ -183,10 +183,10 @@ class ObjectStoreContract(BackendContract):
             with pytest.raises(FileNotFoundError):
                 store.copy("nothing", "target", n_bytes)
 
-    def test_a_path_is_pickled_by_its_url(self, place: RemotePath, tmp_path: Path) -> None:
-        place.backend.put("parts/kv/c.1", b"shard")
-        again = pickle.loads(pickle.dumps(place / "parts"))
-        assert again == place / "parts"
+    def test_a_path_is_pickled_by_its_url(self, location: RemotePath, tmp_path: Path) -> None:
+        location.backend.put("parts/kv/c.1", b"shard")
+        again = pickle.loads(pickle.dumps(location / "parts"))
+        assert again == location / "parts"
         assert again.names() == ["kv/c.1"]
         download(again, tmp_path, again.names())
         assert (tmp_path / "kv/c.1").read_bytes() == b"shard"
@@ -194,20 +194,20 @@ class ObjectStoreContract(BackendContract):
 
 class TestMoto(ObjectStoreContract):
     @pytest.fixture
-    def place(self, moto_server: str) -> Iterator[RemotePath]:
+    def location(self, moto_server: str) -> Iterator[RemotePath]:
         with use(moto_server):
-            yield RemotePath(ObjectStore(f"{empty_place(moto_server)}/some/prefix"))
+            yield RemotePath(ObjectStore(f"{empty_prefix(moto_server)}/some/prefix"))
 
-    def test_a_bucket_that_does_not_exist_is_no_empty_one(self, place: RemotePath) -> None:
+    def test_a_bucket_that_does_not_exist_is_no_empty_one(self, location: RemotePath) -> None:
         with pytest.raises(StorageUnavailable, match="bucket does not exist"):
             ObjectStore("s3://nowhere/store").read("store.json")
 
-    def test_a_fork_of_a_process_that_has_connected_refuses(self, place: RemotePath) -> None:
-        place.backend.put("x", b"1")
+    def test_a_fork_of_a_process_that_has_connected_refuses(self, location: RemotePath) -> None:
+        location.backend.put("x", b"1")
         child = os.fork()
         if not child:
             try:
-                place.backend.read("x")
+                location.backend.read("x")
             except StorageUnavailable as error:
                 os._exit(7 if "spawn" in str(error) else 1)
             os._exit(2)
@@ -217,9 +217,9 @@ class TestMoto(ObjectStoreContract):
 @pytest.mark.slow
 class TestSeaweed(ObjectStoreContract):
     @pytest.fixture
-    def place(self, seaweed_server: str) -> Iterator[RemotePath]:
+    def location(self, seaweed_server: str) -> Iterator[RemotePath]:
         with use(seaweed_server):
-            yield RemotePath(ObjectStore(f"{empty_place(seaweed_server)}/some/prefix"))
+            yield RemotePath(ObjectStore(f"{empty_prefix(seaweed_server)}/some/prefix"))
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_urls_of_all_providers(monkeypatch: pytest.MonkeyPatch) -> None:
         open_path("hf://datasets/me/store")
 
 
-def test_ranges_are_joined_where_they_lie_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_merged_where_they_lie_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "GAP_BYTES", 10)
     monkeypatch.setattr(object_store, "REQUEST_BYTES", 100)
     ranges = [("b", 0, 5), ("a", 50, 60), ("a", 0, 40), ("a", 75, 80), ("a", 85, 101)]

@@ -25,7 +25,7 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.faults import Faults, faulty
 from moa_data.tests.kit.object_stores import (
     Seaweed,
-    empty_place,
+    empty_prefix,
     environment,
     read_remote_tree,
     use,
@@ -37,7 +37,7 @@ LENGTHS = (70, 3, 64)
 RECIPE = make_recipe(LENGTHS)
 
 
-def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
+def write_together(location: str, recipe: Recipe, n_writers: int) -> None:
     """Let several writers write one store, each with connections of its own.
 
     A writer starts again when the network fails.
@@ -46,7 +46,7 @@ def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
     def work(_: int) -> None:
         for _ in range(20):
             try:
-                recipe.write(open_path(place), shares=True)
+                recipe.write(open_path(location), shares=True)
                 return
             except StorageUnavailable:
                 continue
@@ -56,12 +56,12 @@ def write_together(place: str, recipe: Recipe, n_writers: int) -> None:
         list(pool.map(work, range(n_writers)))
 
 
-def check(place: str, local: Path) -> None:
+def check(location: str, local: Path) -> None:
     """Compare a store with the one on the disk.
 
     The values and the bytes of all files in its commits must be equal.
     """
-    store = open_path(place)
+    store = open_path(location)
     assert isinstance(store, RemotePath)
     report = verify_store(store)
     assert report.ok, report.damages
@@ -77,13 +77,13 @@ def run_faults(endpoint: str, recipe: Recipe, local: Path, seed: int) -> Counter
     """Write and read one store through a proxy; return the faults that occurred."""
     faults = Faults(seed)
     with use(endpoint):
-        place = empty_place(endpoint)
+        location = empty_prefix(endpoint)
     with faulty(endpoint, faults) as proxy, use(proxy), pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOA_DATA_REMOTE_TIMEOUT_S", "20")
-        write_together(place, recipe, 2)
-        check_reads_equal(open_path(place), local)
+        write_together(location, recipe, 2)
+        check_reads_equal(open_path(location), local)
     with use(endpoint):
-        check(place, local)
+        check(location, local)
     return faults.counts
 
 
@@ -112,9 +112,9 @@ WRITER = textwrap.dedent("""
 """)
 
 
-def start_writers(place: str, endpoint: str, n: int) -> list[subprocess.Popen[str]]:
+def start_writers(location: str, endpoint: str, n: int) -> list[subprocess.Popen[str]]:
     """Start processes that write a store. They begin together once all are ready."""
-    command = [sys.executable, "-c", WRITER, place, ",".join(map(str, LENGTHS))]
+    command = [sys.executable, "-c", WRITER, location, ",".join(map(str, LENGTHS))]
     variables = {**os.environ, **environment(endpoint), "MOA_DATA_REMOTE_TIMEOUT_S": "60"}
     pipe = subprocess.PIPE
     processes = [
@@ -144,9 +144,13 @@ def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> No
     server.start()
     try:
         with use(server.endpoint):
-            place, n_stores, n_killed = f"{empty_place(server.endpoint)}/store-0", 0, Counter[str]()
+            location, n_stores, n_killed = (
+                f"{empty_prefix(server.endpoint)}/store-0",
+                0,
+                Counter[str](),
+            )
             while sum(n_killed.values()) < 50:
-                writers = start_writers(place, server.endpoint, 2)
+                writers = start_writers(location, server.endpoint, 2)
                 time.sleep(chance.uniform(0.0, 1.2))
                 if writers[0].poll() is None:
                     writers[0].send_signal(signal.SIGKILL)
@@ -166,11 +170,11 @@ def test_writers_and_the_server_are_killed(recipe: Recipe, tmp_path: Path) -> No
                 # If one writer has finished, the store is complete, even if the other one was
                 # killed.
                 if 0 in codes:
-                    check(place, local)
+                    check(location, local)
                     n_stores += 1
-                    place = f"{place.rpartition('/')[0]}/store-{n_stores}"
-            write_together(place, recipe, 1)
-            check(place, local)
+                    location = f"{location.rpartition('/')[0]}/store-{n_stores}"
+            write_together(location, recipe, 1)
+            check(location, local)
             _log.info("killed: %s; %d stores whole", dict(n_killed), n_stores + 1)
     finally:
         server.kill()

@@ -36,14 +36,14 @@ NEVER = 1 << 30  # No run changes the disk as often as this.
 def damage(path: Path, how: str, at: float) -> None:
     """Flip a bit of a file, cut it, or delete it."""
     content = path.read_bytes()
-    place = int(at * (len(content) - 1))
+    offset = int(at * (len(content) - 1))
     if how == "delete":
         path.unlink()
     elif how == "cut":
-        path.write_bytes(content[:place])
+        path.write_bytes(content[:offset])
     else:
         path.write_bytes(
-            content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :]
+            content[:offset] + bytes([content[offset] ^ (1 << offset % 8)]) + content[offset + 1 :]
         )
 
 

@@ -221,7 +221,7 @@ def test_another_runs_checkpoint_is_refused(copied: Any, store_path: Path, chang
         run(store_path, copied, **SETTINGS, resume=True)
 
 
-def test_best_can_take_the_place_of_last(copied: Any, store_path: Path) -> None:
+def test_best_can_replace_last(copied: Any, store_path: Path) -> None:
     run(store_path, copied, **SETTINGS, resume=True)
     shutil.copy(copied / "checkpoints" / "best.ckpt", last_of(copied))
     assert run(store_path, copied, **SETTINGS, resume=True).n_steps == 4

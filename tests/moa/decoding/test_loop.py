@@ -155,16 +155,16 @@ def test_equals_plain_with_a_drafter_that_is_often_right() -> None:
     assert n_ended_in_accepted > 1
 
 
-@pytest.mark.parametrize("place", [1, 4, 7])
+@pytest.mark.parametrize("index", [1, 4, 7])
 def test_eos_inside_an_accepted_span_ends_the_answer(
-    monkeypatch: pytest.MonkeyPatch, place: int
+    monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
     target = Target(build_model())
     target.eos_token_ids = frozenset()
     prompt, drafter = [9, 4, 31], build_drafter(target.model)
     full = plain_generate(target, prompt, max_new_tokens=24).tokens
-    target.eos_token_ids = frozenset({full[place]})
-    expected = full[: full.index(full[place]) + 1]
+    target.eos_token_ids = frozenset({full[index]})
+    expected = full[: full.index(full[index]) + 1]
     plain = plain_generate(target, prompt, max_new_tokens=24)
     with scripted(monkeypatch, target, ALWAYS):
         fast = generate(target, drafter, prompt, max_new_tokens=24, tree=TreeShape(6))

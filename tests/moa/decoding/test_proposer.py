@@ -86,14 +86,14 @@ def test_shapes_without_a_meaning_are_refused(text: str) -> None:
         TreeShape(5, stop_below=0.1, cut_below=0.1)
 
 
-def test_equal_scores_stand_in_the_order_of_their_places() -> None:
+def test_equal_scores_stand_in_the_order_of_their_indices() -> None:
     scores = torch.randint(0, 4, (3, 5, 40), generator=torch.Generator().manual_seed(2)).float()
-    values, places = most_likely(scores, 12)
+    values, indices = most_likely(scores, 12)
     for row, found, at in zip(
-        *(one.flatten(0, 1).tolist() for one in (scores, values, places)), strict=True
+        *(one.flatten(0, 1).tolist() for one in (scores, values, indices)), strict=True
     ):
         assert found == sorted(row, reverse=True)[:12]
-        assert [row[place] for place in at] == found
+        assert [row[index] for index in at] == found
         assert all(
             one < other
             for one, other, a, b in zip(at, at[1:], found, found[1:], strict=False)

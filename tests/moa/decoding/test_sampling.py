@@ -53,8 +53,8 @@ def outcomes(
     def pick(weights: Sequence[float]) -> int:
         nonlocal probability
         if len(taken) == len(forced):
-            first, *others = (place for place, weight in enumerate(weights) if weight > 0)
-            pending.extend([*taken, place] for place in others)
+            first, *others = (index for index, weight in enumerate(weights) if weight > 0)
+            pending.extend([*taken, index] for index in others)
             forced.append(first)
         taken.append(forced[len(taken)])
         probability *= weights[taken[-1]] / sum(weights)

@@ -68,7 +68,7 @@ def endless_target() -> Target:
     return target
 
 
-class Rows:
+class ForcedDrafting:
     """Draft along a given text, for one row or for several rows of different lengths at once."""
 
     def __init__(self, drafter: Drafter, target: Target, n_rows: int = 1) -> None:
@@ -157,7 +157,7 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
         n_alone: Levels that are drafted after the end of the text.
     """
     text = torch.randint(4, VOCABULARY, (24,), generator=torch.Generator().manual_seed(8)).tolist()
-    sender = Rows(drafter, target)
+    sender = ForcedDrafting(drafter, target)
     hidden = target.forward(torch.tensor([text]), sender.cache)[0]
     if drafter.observed_layers:
         hidden = sender.cache.take_layer_outputs()[0]
@@ -173,7 +173,7 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
     assert contexts.dtype == drafter.dtype
     last = len(text) - 1
     for piece, roots in ((1, (1, 4, 4, 5)), (3, (2, 13, last)), (last, (last,))):
-        receiver, beside = Receiver(drafter, target), Rows(drafter, target)
+        receiver, beside = Receiver(drafter, target), ForcedDrafting(drafter, target)
         for root in roots:
             receiver.take(contexts, root, piece)
             n_levels = last - root + n_alone
@@ -188,7 +188,7 @@ def check_contexts(drafter: Drafter, target: Target, close: float, n_alone: int 
             assert torch.equal(logits[0].argmax(dim=-1), logits[1].argmax(dim=-1))
     # At the target, contexts that continue the known positions need not be computed again. Other
     # contexts change nothing.
-    reusing, plain = Rows(drafter, target), Rows(drafter, target)
+    reusing, plain = ForcedDrafting(drafter, target), ForcedDrafting(drafter, target)
     for root, start in ((9, 0), (last - 2, 9), (last - 1, 3)):
         reusing.commit([text[:root]])
         plain.commit([text[:root]])
@@ -225,12 +225,12 @@ def check_samples(target: Target, drafter: Any, shape: TreeShape) -> int:
     second = sum(
         first[token] * next_token([*prompt, token]) for token in first.nonzero()[:, 0].tolist()
     )
-    for place, expected in enumerate((first, second)):
+    for index, expected in enumerate((first, second)):
         found = (
-            torch.bincount(torch.tensor([run.tokens[place] for run in runs]), minlength=VOCABULARY)
+            torch.bincount(torch.tensor([run.tokens[index] for run in runs]), minlength=VOCABULARY)
             / n_runs
         )
-        assert 0.5 * (found - expected).abs().sum() < 0.12, place
+        assert 0.5 * (found - expected).abs().sum() < 0.12, index
     return sum(run.stats.n_drafted for run in runs)
 
 
@@ -319,7 +319,7 @@ def assert_steps_equal_training(
             "every drafted position, once"
         )
         features = dict(zip(queries, found.features[row][found.valid[row]], strict=True))
-        rows, text = Rows(drafter, target), inputs.tokens[row].tolist()
+        rows, text = ForcedDrafting(drafter, target), inputs.tokens[row].tolist()
         by_root: dict[int, list[int]] = {}
         for position in sorted(queries):
             by_root.setdefault(int(context[row, position]) + 1, []).append(position)
@@ -401,7 +401,7 @@ class DrafterContract:
         text = batch_of(drafter, target.model).tokens[0].tolist()
 
         def drafts() -> list[Tensor]:
-            rows, roots = Rows(drafter, target), (5, 9, 10)
+            rows, roots = ForcedDrafting(drafter, target), (5, 9, 10)
             return [
                 rows.chain(text, root, 3 if drafter.config.max_depth is None else 1)
                 for root in roots
@@ -414,7 +414,7 @@ class DrafterContract:
             not hasattr(block.self_attn, "q_norm") and block.input_layernorm._parameters
             for block in blocks
         ]
-        assert [vars(block)["joined"] is not None for block in blocks] == [
+        assert [vars(block)["fused"] is not None for block in blocks] == [
             bool(one) for one in are_alike
         ]
         for own, other in zip(drafts(), plain, strict=True):
@@ -425,7 +425,7 @@ class DrafterContract:
         target = Target(build_model(family))
         drafter = self.build(target.model)
         texts = [list(range(5, 19)), [30, 41, 52]]
-        rows = Rows(drafter, target, 2)
+        rows = ForcedDrafting(drafter, target, 2)
         # A round before this one makes the rows begin with different caches.
         rows.root([text[:2] for text in texts])
         root = rows.root(texts)
@@ -443,7 +443,7 @@ class DrafterContract:
         for row, text in enumerate(texts):
             for node, parent in enumerate(parents):
                 path = [*text, int(first[row, parent]), int(second[row, node])]
-                alone = Rows(drafter, target).chain(path, len(text) - 1, 2)
+                alone = ForcedDrafting(drafter, target).chain(path, len(text) - 1, 2)
                 got = torch.stack((root[row, 0], level_1[row, parent], level_2[row, node]))
                 torch.testing.assert_close(got, alone, rtol=1e-5, atol=self.close)
 
@@ -456,10 +456,10 @@ class DrafterContract:
         drafter = self.build(target.model)
         texts = [list(range(5, 19)), [30, 41, 52], list(range(50, 57))]
         longer = [[*text, 60, 61] for text in texts]
-        pair, single, joined = (
-            Rows(drafter, target, 2),
-            Rows(drafter, target),
-            Rows(drafter, target, 3),
+        pair, single, merged = (
+            ForcedDrafting(drafter, target, 2),
+            ForcedDrafting(drafter, target),
+            ForcedDrafting(drafter, target, 3),
         )
         pair.root([text[:2] for text in texts[:2]])
         root = single.root([texts[2][:4]])
@@ -470,28 +470,28 @@ class DrafterContract:
             1,
         )
         order = [1, 0, 2]
-        joined.commit([texts[row][:-1] for row in order])
+        merged.commit([texts[row][:-1] for row in order])
         pair.commit([text[:-1] for text in texts[:2]])
         single.commit([texts[2][:-1]])
-        joined.proposer.state = pair.proposer.state.take_rows([1, 0])
-        joined.proposer.state.add_rows(single.proposer.state.take_rows([0]))
+        merged.proposer.state = pair.proposer.state.take_rows([1, 0])
+        merged.proposer.state.add_rows(single.proposer.state.take_rows([0]))
         tokens, seen = torch.tensor([[20], [21], [22]]), torch.ones(3, 1, 2, dtype=torch.bool)
 
-        def two_levels(rows: Rows, texts: list[list[int]], tokens: Tensor) -> Tensor:
+        def two_levels(rows: ForcedDrafting, texts: list[list[int]], tokens: Tensor) -> Tensor:
             root = rows.root(texts)
             return torch.cat((root, rows.level(tokens, root, seen[: len(texts)], 1)), dim=1)
 
-        together = two_levels(joined, [texts[row] for row in order], tokens[order])
+        together = two_levels(merged, [texts[row] for row in order], tokens[order])
         apart = torch.cat(
             (two_levels(pair, texts[:2], tokens[:2]), two_levels(single, texts[2:], tokens[2:]))
         )
         torch.testing.assert_close(together, apart[order], rtol=1e-5, atol=self.close)
-        joined.commit([longer[row][:-1] for row in order])
+        merged.commit([longer[row][:-1] for row in order])
         expected = two_levels(pair, longer[:2], tokens[:2])
-        taken = joined.proposer.state.take_rows([1])
-        joined.proposer.state.select_rows([0])
-        for row, state in ((0, taken), (1, joined.proposer.state)):
-            own, alone = slice(row, row + 1), Rows(drafter, target)
+        taken = merged.proposer.state.take_rows([1])
+        merged.proposer.state.select_rows([0])
+        for row, state in ((0, taken), (1, merged.proposer.state)):
+            own, alone = slice(row, row + 1), ForcedDrafting(drafter, target)
             alone.commit([longer[row][:-1]])
             alone.proposer.state = state
             got = two_levels(alone, longer[own], tokens[own])
@@ -535,7 +535,7 @@ class DrafterContract:
             features: Tensor = real_root(state, frozen, committed, cache)
             n_rows.append(len(committed))
             for row, tokens in enumerate(committed):
-                fresh = Rows(drafter, target)
+                fresh = ForcedDrafting(drafter, target)
                 fresh.commit([tokens[:-1]])
                 expected = real_root(fresh.proposer.state, frozen, [tokens], fresh.cache)
                 torch.testing.assert_close(features[row], expected[0], rtol=1e-4, atol=self.close)
@@ -636,7 +636,7 @@ class DrafterContract:
         assert case.terms(UNBOUNDED, weights_times(0.0)).total.item() == 0.0
         torch.testing.assert_close(case.terms(weights=weights_times(2.0)).total, 2 * terms.total)
 
-    def test_an_lk_loss_takes_the_place_of_the_forward_kl(self, case: Case) -> None:
+    def test_an_lk_loss_replaces_the_forward_kl(self, case: Case) -> None:
         kinds = map(losses.Divergence, ("kl", "lk", "lk-hybrid", "tv"))
         weights = [LossWeights(1.0, 0.0, 0.0, 0.0, 0.0, kind) for kind in kinds]
         found = {case.terms(weights=one).total.item() for one in weights}
@@ -729,7 +729,7 @@ class DrafterContract:
         )
         terms.total.backward()
         assert all(weight.grad.isfinite().all() for weight in drafter.parameters())
-        rows = Rows(drafter, target, 2)
+        rows = ForcedDrafting(drafter, target, 2)
         root = rows.root([[5, 6, 7], [8, 9]])
         assert root.dtype == torch.bfloat16
         level = rows.level(

@@ -217,8 +217,8 @@ def test_d_pace_weighs_drafts_by_what_the_drafter_says_of_them() -> None:
         frozen, TrainingStep(inputs, draws, weights, denominator=1.0)
     ).total.item()
     valid = anchors >= 0
-    hidden = drafter.text_hidden(frozen, inputs, anchors.clamp(min=0), valid)
-    features = drafter.text_features(
+    hidden = drafter.hidden_at_anchors(frozen, inputs, anchors.clamp(min=0), valid)
+    features = drafter.make_features(
         hidden, drafter.tokens_before(inputs.tokens, anchors.clamp(min=0))
     )
     labels = (blocks.draft_positions(anchors, n_drafts) + 1).clamp(0, 23)

@@ -43,7 +43,7 @@ def test_embeddings_are_scaled_to_the_size_of_hidden_states() -> None:
     embeddings, hidden = frozen.embed(torch.arange(9)), torch.randn(9, model.config.hidden_size)
     with torch.no_grad():
         plain.fc.weight[:, : model.config.hidden_size] *= 32.0
-    assert torch.equal(drafter.join(embeddings, hidden), plain.join(embeddings, hidden))
+    assert torch.equal(drafter.combine(embeddings, hidden), plain.combine(embeddings, hidden))
     for wrong in (-1.0, 30.0):
         with pytest.raises(DrafterError, match="eagle_embedding_scale must be a power of two"):
             build_eagle(model, eagle_embedding_scale=wrong)

@@ -29,7 +29,7 @@ from moa_data.tests.kit.drafters import (
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model
 from moa_data.tests.kit.variants import quick_rows
 
-from .contract import CLOSE, STOPPING, TREE, DrafterContract, Rows, batch_of, one_row
+from .contract import CLOSE, STOPPING, TREE, DrafterContract, ForcedDrafting, batch_of, one_row
 
 VOCABULARY = SIZES["vocab_size"]
 
@@ -113,7 +113,7 @@ def test_training_time_test_equals_rounds_one_by_one(
             n_rounds += 1
             features = unrolled(drafter, frozen, inputs, row, root, n_alive)
             if root % 4 == 0:
-                stepped = Rows(drafter, Target(model)).chain(
+                stepped = ForcedDrafting(drafter, Target(model)).chain(
                     inputs.tokens[row].tolist(), root, n_alive - 1
                 )
                 torch.testing.assert_close(stepped, features.detach(), rtol=0, atol=CLOSE)
@@ -152,12 +152,12 @@ def test_the_norms_of_speculators() -> None:
     torch.testing.assert_close(fused, scaled @ drafter.fc.weight.T)
     block = drafter.midlayer
     normed = block.hidden_norm(fused)
-    joined, attention = (
+    combined, attention = (
         torch.cat((block.input_layernorm(embedding), normed), dim=-1),
         block.self_attn,
     )
     # The attention output of a single token is its value.
-    value = attention.v_proj(joined).unflatten(-1, (2, 12)).repeat_interleave(2, dim=2).flatten(2)
+    value = attention.v_proj(combined).unflatten(-1, (2, 12)).repeat_interleave(2, dim=2).flatten(2)
     x = normed + attention.o_proj(value)
     expected = x + block.mlp(block.post_attention_layernorm(x))
     stream, rotation = torch.cat((embedding, fused), dim=-1), drafter.rotary(torch.arange(1)[None])

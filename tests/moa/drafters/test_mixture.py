@@ -33,7 +33,7 @@ from moa_data.tests.kit.drafters import (
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import quick_rows
 
-from .contract import CLOSE, STOPPING, TREE, WINDOW, DrafterContract, Rows, check_contexts
+from .contract import CLOSE, STOPPING, TREE, WINDOW, DrafterContract, ForcedDrafting, check_contexts
 
 OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unrotated_keys": True}
 
@@ -155,12 +155,12 @@ def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -
     inputs = inputs_for(drafter, target.model)
     rounds = Rounds.packed(DRAWS[draws], inputs.response_mask)
     trained = drafter(frozen_for(drafter, target.model), inputs.tokens, inputs.kv, rounds)[1][0]
-    text, rows, before = inputs.tokens[0].tolist(), Rows(drafter, target), 0
+    text, rows, before = inputs.tokens[0].tolist(), ForcedDrafting(drafter, target), 0
     for query, position in enumerate(rounds.queries[0].tolist()):
         assert rounds.drafted[0, query], "one row has no padding"
         root = int(rounds.context[0, query]) + 1
         if root < before:
-            rows = Rows(drafter, target)
+            rows = ForcedDrafting(drafter, target)
         before = root
         stepped = rows.chain(text, root, position - root)
         torch.testing.assert_close(stepped[-1], trained[query], rtol=0, atol=CLOSE)

@@ -318,7 +318,7 @@ def test_what_the_other_program_would_run_differently_is_refused(
 
 
 @pytest.mark.parametrize("name", ["moa", "moa-vllm"])
-def test_groups_of_keys_and_values_have_no_place(name: str) -> None:
+def test_groups_of_keys_and_values_are_refused(name: str) -> None:
     drafter = build_drafter(build_family("deepseek_v3"))
     assert any(
         "kv_groups is (0, 0, 0, 0)" in text for text in LAYOUTS[name].refusals(drafter.config)
@@ -403,7 +403,7 @@ def test_tensors_that_a_config_calls_for_are_missed(
 @pytest.mark.parametrize("own_key", [True, False])
 @pytest.mark.parametrize("shape", [(), (3,), (16,), (2, 3)])
 @pytest.mark.parametrize("name", [*ENGINES, "moa-eagle"])
-def test_a_joining_layer_of_another_shape_is_named(
+def test_an_fc_layer_of_another_shape_is_named(
     tmp_path: Path, name: str, shape: tuple[int, ...], own_key: bool
 ) -> None:
     model = build_model()

@@ -64,10 +64,10 @@ def logits_of(drafter: Any, model: Any, vectors: dict[str, Any]) -> dict[str, Te
     # The output of layer -1 is the embedding, which training inputs do not contain.
     if drafter.config.fused_layers[0] == -1:
         inputs = TrainingInputs(tokens, mask, hidden=no_hidden, kv=None, layer_outputs=outputs[1:])
-    hidden = drafter.text_hidden(
+    hidden = drafter.hidden_at_anchors(
         frozen, inputs, anchors, torch.ones_like(anchors, dtype=torch.bool)
     )
-    features = drafter.text_features(hidden, before)
+    features = drafter.make_features(hidden, before)
     found = {"logits": drafter.draft_logits(frozen, features)[0]}
     if (confidence := drafter.confidence_logits(features)) is not None:
         found["confidence"] = confidence[0]

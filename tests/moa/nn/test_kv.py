@@ -44,7 +44,7 @@ def test_the_inverse_rotation_gives_the_keys_before_rope(rope: Any) -> None:
     assert kv_layout.rotate_packed_keys(after.bfloat16(), rotary(at)).dtype == torch.bfloat16
 
 
-def test_layers_are_committed_packed_taken_and_joined() -> None:
+def test_layers_are_committed_packed_taken_and_concatenated() -> None:
     """The buffer has two rows and two layers.
 
     Some of the pending tokens are committed, a row leaves, and a row joins.

@@ -161,7 +161,7 @@ def test_rows_of_other_sizes_decide_nothing(row: float, dtype: torch.dtype) -> N
 
 
 @pytest.mark.usefixtures("products")
-def test_weights_in_the_place_of_others_are_not_taken_for_them() -> None:
+def test_weights_at_the_address_of_others_are_not_taken_for_them() -> None:
     """Freed memory is reused for the next weights."""
     for _ in range(8):
         layer, x = linear(), torch.randn(5, 48)

@@ -29,8 +29,8 @@ def takes_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this machine gains nothing by the layout")
 
 
-def joined(model: Any) -> list[bool]:
-    return ["joined" in vars(layer) for layer in decoder_layers(model)]
+def are_fused(model: Any) -> list[bool]:
+    return ["fused" in vars(layer) for layer in decoder_layers(model)]
 
 
 def hidden_of(model: Any) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ def test_layers_compute_what_the_models_own_do(
     expected = hidden_of(model)
     Target(model).prepare()
     # Qwen3 has norms of query and key heads, so its layers are not fused.
-    assert joined(model) == [family != "qwen3"] * len(decoder_layers(model))
+    assert are_fused(model) == [family != "qwen3"] * len(decoder_layers(model))
     for own, other in zip(hidden_of(model), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
@@ -111,7 +111,7 @@ def test_layers_of_another_form_stay_what_they_are(family: str) -> None:
             model(input_ids=TOKENS[:1]).logits, expected, rtol=1e-3, atol=1e-4
         )
     n_like_llama = {"smollm3": 3}  # the fourth does not rotate
-    assert sum(joined(model)) == n_like_llama.get(family, 0)
+    assert sum(are_fused(model)) == n_like_llama.get(family, 0)
     assert set(FEATURES) >= {"granite", "cohere2", "smollm3"}
 
 
@@ -156,10 +156,10 @@ def test_copies_are_layers_of_the_models_own_class() -> None:
     for copied in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers))):
         assert isinstance(copied, nn.ModuleList)
         assert [type(layer) for layer in copied] == own
-        assert not any("joined" in vars(layer) for layer in copied)
+        assert not any("fused" in vars(layer) for layer in copied)
 
 
 def test_half_precision_is_rounded_where_the_model_rounds() -> None:
     model = build_model().to(torch.bfloat16)
     fused.fuse(model)
-    assert not any(joined(model))
+    assert not any(are_fused(model))

@@ -95,7 +95,7 @@ def test_a_config_that_does_not_fit_the_weights(
     refused(folder, *texts)
 
 
-def test_weights_that_the_config_has_no_place_for(folder: Path) -> None:
+def test_weights_that_the_config_does_not_have(folder: Path) -> None:
     change_weights(
         folder, lambda weights: weights.update({KEYS.replace("weight", "bias"): torch.zeros(24)})
     )

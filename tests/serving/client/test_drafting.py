@@ -15,7 +15,7 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
-from moa_data.serving.client.drafting import DraftingModel, TextDrafter, find_bundle
+from moa_data.serving.client.drafting import DraftingModel, SequenceDrafter, find_bundle
 from moa_data.tests.kit.drafters import build, contexts_of, frozen_for
 from moa_data.tests.kit.models import build_model, build_text_model, build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
@@ -54,17 +54,17 @@ class Beside:
         self.frozen = frozen_for(self.drafter, target.model)
         self.model = DraftingModel(self.drafter, self.frozen, None, target.eos_token_ids)
 
-    def drafter_of(self, text: list[int], n_contexts: int = -1) -> TextDrafter:
+    def drafter_of(self, text: list[int], n_contexts: int = -1) -> SequenceDrafter:
         """Return a client's drafter that has begun a sequence.
 
         If it needs contexts, it gets those of the first positions.
         """
-        drafter = TextDrafter(self.model)
+        drafter = SequenceDrafter(self.model)
         drafter.begin(text)
         self.give(drafter, n_contexts)
         return drafter
 
-    def give(self, drafter: TextDrafter, stop: int) -> None:
+    def give(self, drafter: SequenceDrafter, stop: int) -> None:
         """Give the drafter the contexts of TEXT up to a position."""
         if drafter.width and stop > drafter.n_context:
             drafter.receive(contexts_of(self.drafter, self.target, TEXT)[drafter.n_context : stop])
@@ -82,7 +82,7 @@ class Beside:
 
 
 def drafted(
-    drafter: TextDrafter, text: list[int], n: int, before: tuple[int, ...] = ()
+    drafter: SequenceDrafter, text: list[int], n: int, before: tuple[int, ...] = ()
 ) -> list[int]:
     drafts = list(before)
     for _ in range(n):
@@ -162,7 +162,7 @@ def test_a_conversation_keeps_its_contexts(beside: Beside) -> None:
 def test_a_long_gap_is_fed_in_pieces(target: Target) -> None:
     beside = Beside(target, "moa")
     text = plain_generate(target, TEXT, max_new_tokens=60).tokens
-    drafter = TextDrafter(beside.model)
+    drafter = SequenceDrafter(beside.model)
     drafter.begin(text)
     assert drafter.next(text, []) is None, "without any context nothing can be drafted"
     assert not drafter.is_catching_up
@@ -179,7 +179,7 @@ def test_sampled_drafts_share_the_noise_of_the_target(target: Target) -> None:
     sampling = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.3)
     beside = Beside(target, "independent")
 
-    class Copy(TextDrafter):
+    class Copy(SequenceDrafter):
         """Uses the target's logits instead of its own."""
 
         def _choose(self, logits: Tensor, tokens: Any, drafts: Any) -> Any:

@@ -15,11 +15,11 @@ from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.session import (
     AnswerSettings,
     ChosenMode,
+    ClientSession,
     Done,
     LinkChanged,
     ModeChanged,
     RolledBack,
-    Session,
     Tokens,
     Verified,
 )
@@ -39,13 +39,13 @@ def test_nothing_is_lost_and_nothing_comes_twice(
     World(seed, mode).live(actions)
 
 
-def opened(mode: ChosenMode = "client", **changes: object) -> Session:
+def opened(mode: ChosenMode = "client", **changes: object) -> ClientSession:
     """Return a session with the prompt 1, 2 after its first token, 3.
 
     The server takes four drafts per call.
     """
     settings = AnswerSettings(20, mode=mode, shape=TreeShape(3), **changes)  # type: ignore[arg-type]
-    session = Session([1, 2], 2, settings, texts())
+    session = ClientSession([1, 2], 2, settings, texts())
     session.link_up()
     session.receive(
         pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4, max_positions=100))
@@ -57,7 +57,7 @@ def opened(mode: ChosenMode = "client", **changes: object) -> Session:
     return session
 
 
-def commit(session: Session, start: int, tokens: Sequence[int], n_accepted: int = 0) -> None:
+def commit(session: ClientSession, start: int, tokens: Sequence[int], n_accepted: int = 0) -> None:
     """Answer the last request."""
     found = pb.Committed(
         start=start, tokens=tokens, n_accepted=n_accepted, answers=session._awaited
@@ -65,7 +65,7 @@ def commit(session: Session, start: int, tokens: Sequence[int], n_accepted: int 
     session.receive(pb.ServerMessage(committed=found))
 
 
-def asked(session: Session) -> list[pb.Verify]:
+def asked(session: ClientSession) -> list[pb.Verify]:
     return [
         message.verify
         for message in session.take_messages()
@@ -176,7 +176,7 @@ def test_messages_that_make_no_sense_end_the_connection(message: pb.ServerMessag
 @pytest.mark.parametrize(("answer", "reason"), [([3, 9], "stop"), ([3, 4, 5, 6], "length")])
 def test_an_answer_that_was_complete_ends_at_once(answer: list[int], reason: str) -> None:
     settings = AnswerSettings(4, eos_token_ids=frozenset({9}))
-    session = Session([1, 2, *answer], 2, settings, texts())
+    session = ClientSession([1, 2, *answer], 2, settings, texts())
     assert session.finish == reason
     assert session.take_events()[-1] == Done(reason)
     session.link_up()

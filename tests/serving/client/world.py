@@ -17,10 +17,10 @@ from moa_data.serving import moa_v1_pb2 as pb
 from moa_data.serving.client.session import (
     AnswerSettings,
     ChosenMode,
+    ClientSession,
     Done,
     Event,
     RolledBack,
-    Session,
     Tokens,
     Verified,
 )
@@ -214,7 +214,7 @@ class World:
         self.down: deque[pb.ServerMessage] = deque()
         self.is_up = False
 
-    def _session(self, tokens: list[int], name: str) -> Session:
+    def _session(self, tokens: list[int], name: str) -> ClientSession:
         shape = TreeShape(self.chance.randint(1, 6), stop_below=self.chance.choice((0.0, 0.3)))
         settings = AnswerSettings(
             N_NEW,
@@ -223,7 +223,7 @@ class World:
             mode=self.mode,
             shape=shape,
         )
-        return Session(tokens, len(PROMPT), settings, texts(), name)
+        return ClientSession(tokens, len(PROMPT), settings, texts(), name)
 
     # The actions
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moa_data.serving.engine import attention
-from moa_data.serving.engine.attention import Part, PartsAttention
+from moa_data.serving.engine.attention import Segment, SegmentAttention
 from moa_data.serving.engine.pool import BLOCK_TOKENS, Pool, PooledKV
 
 # The windows of two layers. The second one hides nothing of sequences this short.
@@ -25,17 +25,19 @@ def attended(lengths: list[int], n_heads: int) -> tuple[torch.Tensor, torch.Tens
         n_blocks * BLOCK_TOKENS, {"n_layers": 2, "n_kv_heads": 2, "head_dim": 8}, torch.float32, CPU
     )
     pool.buffer.fill_(torch.nan)  # Reading an unwritten value gives NaN.
-    parts = []
+    segments = []
     for length in lengths:
         pool.reserve(kv := PooledKV(pool), -(-(length + 1) // BLOCK_TOKENS))
-        parts.append(Part(kv, [0]))
+        segments.append(Segment(kv, [0]))
         kv.length = length
-    for part in parts:
-        part.kv.view(0, part.start).copy_(torch.randn(2, 2, 2, part.start, 8, generator=generator))
-    found, call = [], PartsAttention(parts, WINDOWS, CPU)
+    for segment in segments:
+        segment.kv.view(0, segment.start).copy_(
+            torch.randn(2, 2, 2, segment.start, 8, generator=generator)
+        )
+    found, call = [], SegmentAttention(segments, WINDOWS, CPU)
     for layer in range(2):
         n_own = (n_heads, 4)[layer]
-        q, k, v = (torch.randn(1, n, len(parts), 8, generator=generator) for n in (n_own, 2, 2))
+        q, k, v = (torch.randn(1, n, len(segments), 8, generator=generator) for n in (n_own, 2, 2))
         found.append(call.attend(layer, q, k, v).flatten())
     return torch.cat(found), pool.buffer
 
@@ -44,7 +46,7 @@ def attended(lengths: list[int], n_heads: int) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize(
     "lengths", [[0], [40], [3, 0, 70, 31, 32], [1, 200], [50, 60, 90]], ids=str
 )
-def test_steps_attend_as_parts_by_themselves(
+def test_steps_attend_as_segments_by_themselves(
     lengths: list[int],
     n_heads: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -70,19 +72,21 @@ def test_a_step_is_the_same_whatever_shares_its_call() -> None:
         pool = Pool(
             40 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 64}, torch.float32, CPU
         )
-        parts = []
+        segments = []
         for length in lengths:
             pool.reserve(kv := PooledKV(pool), -(-(length + 1) // BLOCK_TOKENS))
             kv.length = length
-            parts.append(Part(kv, [0]))
-        for part in parts:
-            own = torch.Generator().manual_seed(part.start)
-            part.kv.view(0, part.start).copy_(torch.randn(2, 1, 2, part.start, 64, generator=own))
+            segments.append(Segment(kv, [0]))
+        for segment in segments:
+            own = torch.Generator().manual_seed(segment.start)
+            segment.kv.view(0, segment.start).copy_(
+                torch.randn(2, 1, 2, segment.start, 64, generator=own)
+            )
         q, k, v = (
-            torch.randn(1, n, 1, 64, generator=generator).expand(-1, -1, len(parts), -1)
+            torch.randn(1, n, 1, 64, generator=generator).expand(-1, -1, len(segments), -1)
             for n in (n_heads, 2, 2)
         )
-        return PartsAttention(parts, (None,), CPU).attend(0, q, k, v)[0]
+        return SegmentAttention(segments, (None,), CPU).attend(0, q, k, v)[0]
 
     for n_heads, lengths in itertools.product((6, 16), ([5, 37, 300], [150, 170, 201])):
         together = rows(lengths, n_heads)

@@ -12,7 +12,7 @@ from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions
 from moa_data.serving.engine import attention
-from moa_data.serving.engine.attention import Part
+from moa_data.serving.engine.attention import Segment
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool, PooledKV
 from moa_data.serving.engine.runner import Runner
@@ -179,7 +179,7 @@ TREES: Any = [(20, 3, (-1, -1, 0, 1, 1))]
         pytest.param(torch.bfloat16, "qwen2-mixed", marks=pytest.mark.slow),
     ],
 )
-def test_one_call_gives_what_parts_give_one_by_one(
+def test_one_call_gives_what_segments_give_one_by_one(
     device: Counts, dtype: torch.dtype, family: str
 ) -> None:
     """Chunks of prompts share calls with steps, chains and trees, and each also runs alone.
@@ -196,17 +196,17 @@ def test_one_call_gives_what_parts_give_one_by_one(
             kvs = [PooledKV(pool) for _ in kinds]
             for kv in kvs:
                 pool.reserve(kv, 2)
-            parts = []
+            segments = []
             for kv, (n_committed, n_known, parents) in zip(kvs, kinds, strict=True):
                 if n_committed:
-                    runner.run([Part(kv, tokens[:n_committed])])
+                    runner.run([Segment(kv, tokens[:n_committed])])
                     kv.commit(range(n_committed))
-                parts.append(
-                    Part(kv, tokens[n_committed : n_committed + n_known + len(parents)], parents)
+                segments.append(
+                    Segment(kv, tokens[n_committed : n_committed + n_known + len(parents)], parents)
                 )
-            parts.sort(key=lambda part: part.first_slot)
+            segments.sort(key=lambda segment: segment.first_slot)
             device.kernels.clear()
-            outputs = zip(runner.run(parts), parts, strict=True)
+            outputs = zip(runner.run(segments), segments, strict=True)
             found.append(
                 [
                     (out.hidden.cpu(), p.kv.view(0, p.start + len(p.tokens)).cpu())

@@ -152,7 +152,7 @@ def test_layers_in_fewer_operations_write_the_same(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     engine = engine_for(target, prefill_chunk=24)
     assert packed._works(torch.float32) == all(
-        "joined" in vars(layer) for layer in engine._runner._body.layers
+        "fused" in vars(layer) for layer in engine._runner._body.layers
     )
     readers = [add(engine, prompt, work=Work.PLAIN) for prompt in PROMPTS]
     run(engine)

@@ -9,7 +9,7 @@ from torch import nn
 from moa_data.moa.nn import packed
 from moa_data.moa.targets.live import Target
 from moa_data.serving.engine import attention, steps
-from moa_data.serving.engine.attention import Part
+from moa_data.serving.engine.attention import Segment
 from moa_data.serving.engine.pool import BLOCK_TOKENS, Pool, PooledKV
 from moa_data.serving.engine.runner import Output, Runner
 from moa_data.tests.kit.models import build_model
@@ -30,7 +30,7 @@ def stepped(family: str, lengths: list[int]) -> tuple[list[Output], torch.Tensor
         kv.view(0, kv.length).normal_(generator=generator)
     with torch.inference_mode():
         return Runner(target).run(
-            [Part(kv, [7 + kv.length % 30]) for kv in pool._held], (0, 2)
+            [Segment(kv, [7 + kv.length % 30]) for kv in pool._held], (0, 2)
         ), pool.buffer
 
 
@@ -54,7 +54,7 @@ def test_all_layers_at_once_are_layer_by_layer(
     # Layers of qwen3 have another form. Sequences whose lengths differ too much get rows of their
     # own.
     assert bool(calls) == (family != "qwen3" and lengths != [1, 2, 3, 90])
-    monkeypatch.setattr(attention.PartsAttention, "run_layers", lambda *given: None)
+    monkeypatch.setattr(attention.SegmentAttention, "run_layers", lambda *given: None)
     expected, expected_held = stepped(family, lengths)
     torch.testing.assert_close(held, expected_held, rtol=1e-5, atol=1e-6, equal_nan=True)
     for own, other in zip(found, expected, strict=True):
@@ -91,9 +91,9 @@ def test_layers_of_unlike_query_heads_run_one_by_one(monkeypatch: pytest.MonkeyP
     )
     pool.reserve(kv := PooledKV(pool), 1)
     with torch.inference_mode():
-        runner.run([Part(kv, tokens[:-1])])
+        runner.run([Segment(kv, tokens[:-1])])
         kv.length = len(tokens) - 1
-        (output,) = runner.run([Part(kv, tokens[-1:])])
+        (output,) = runner.run([Segment(kv, tokens[-1:])])
     assert runner._fused is not None
     assert output.logits is not None
     torch.testing.assert_close(output.logits[0], expected, rtol=1e-5, atol=1e-5)

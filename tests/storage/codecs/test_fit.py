@@ -205,12 +205,12 @@ def test_runs_come_back_from_the_pieces_of_their_groups(
         for group in runs
         for run in group
     }
-    joined = pieces.join(codes)
-    assert joined.shape == (3, *pieces.array.row_shape)
+    whole = pieces.join(codes)
+    assert whole.shape == (3, *pieces.array.row_shape)
     on_torch = pieces.join({name: torch.from_numpy(rows) for name, rows in codes.items()})
-    np.testing.assert_array_equal(on_torch.numpy(), joined)
+    np.testing.assert_array_equal(on_torch.numpy(), whole)
     groups = data.draw(st.lists(st.sampled_from(range(len(widths))), unique=True, min_size=1))
-    rows = joined[:, pieces.of_groups(groups)]
+    rows = whole[:, pieces.of_groups(groups)]
     expected = {run.name: codes[run.name] for group in groups for run in runs[group]}
     for split in (pieces.split(rows, groups), pieces.split(torch.from_numpy(rows), groups)):
         assert list(split) == list(expected)

@@ -127,23 +127,23 @@ def test_a_reader_of_one_layer_needs_its_group_only() -> None:
 def test_codes_in_pieces_are_those_of_the_runs_and_layers_come_in_the_order_wanted(
     codec: TransformCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    joined, apart = TransformCodec(SPEC, codec.settings), TransformCodec(SPEC, codec.settings)
+    merged, apart = TransformCodec(SPEC, codec.settings), TransformCodec(SPEC, codec.settings)
     apart.load_state(codec.state())
     monkeypatch.setattr(coding, "MIN_GROUP_BYTES", 1)
-    joined.load_state(codec.state())
+    merged.load_state(codec.state())
     assert apart.arrays == codec.arrays
-    assert [(array.name, array.axes) for array in joined.arrays] == [
+    assert [(array.name, array.axes) for array in merged.arrays] == [
         ("kv/codes", ("token", "piece", "byte"))
     ]
-    (rows,), codes = joined.encode(TEST[0]).values(), apart.encode(TEST[0])
+    (rows,), codes = merged.encode(TEST[0]).values(), apart.encode(TEST[0])
     whole = apart.decode(codes, 0, 84)
-    np.testing.assert_array_equal(joined.decode({"kv/codes": rows}, 0, 84), whole)
+    np.testing.assert_array_equal(merged.decode({"kv/codes": rows}, 0, 84), whole)
     for layers in ([2], [3, 0], [0, 1, 2, 3], [1, 3, 2]):
         runs = {array.name: codes[array.name][64:] for array in apart.arrays_of(layers)}
-        pieces = {"kv/codes": rows[64:, joined.indices_of(joined.arrays[0], layers)]}
+        pieces = {"kv/codes": rows[64:, merged.indices_of(merged.arrays[0], layers)]}
         got = apart.decode(runs, 64, 20, layers)
         np.testing.assert_allclose(got, whole[64:, layers], atol=1e-4)
-        np.testing.assert_array_equal(joined.decode(pieces, 64, 20, layers), got)
+        np.testing.assert_array_equal(merged.decode(pieces, 64, 20, layers), got)
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
@@ -365,7 +365,7 @@ def test_learning_in_torch_gives_the_codec_of_numpy_up_to_rounding() -> None:
     learn_from(
         codec,
         CALIBRATION,
-        learning=Learning(place=lambda array: torch.from_numpy(np.ascontiguousarray(array))),
+        learning=Learning(to_device=lambda array: torch.from_numpy(np.ascontiguousarray(array))),
     )
     assert relative_error(codec) == pytest.approx(relative_error(plain), rel=0.02)
 

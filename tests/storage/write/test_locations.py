@@ -1,4 +1,4 @@
-"""The contract of the places of a store: a folder, and a prefix of a bucket."""
+"""The contract of the locations of a store: a folder, and a prefix of a bucket."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from moa_data.storage.write import publish as publish_module
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.publish import Publication, partial_name
 from moa_data.tests.kit.kills import killed_at
-from moa_data.tests.kit.object_stores import empty_place, read_remote_tree, use
+from moa_data.tests.kit.object_stores import empty_prefix, read_remote_tree, use
 from moa_data.tests.kit.stores import FIELDS, Recipe, check_reads_equal, make_recipe, read_tree
 
 
@@ -44,10 +44,10 @@ def tree_of(store: StorePath) -> dict[str, bytes]:
 LENGTHS = (70, 3, 200, 64)
 
 
-class PlaceContract:
-    """The contract of writing in any place.
+class LocationContract:
+    """The contract of writing in any location.
 
-    A subclass has a fixture ``place``, at which nothing exists yet.
+    A subclass has a fixture ``location``, at which nothing exists yet.
     """
 
     @pytest.fixture
@@ -61,7 +61,7 @@ class PlaceContract:
 
     def test_the_store_holds_the_bytes_of_one_on_a_disk(
         self,
-        place: StorePath,
+        location: StorePath,
         recipe: Recipe,
         store: Path,
         wanted: dict[str, bytes],
@@ -69,25 +69,30 @@ class PlaceContract:
     ) -> None:
         # so that several windows are uploaded
         monkeypatch.setattr(batch, "REMOTE_WINDOW_BYTES", 4000)
-        recipe.write(place)
-        assert tree_of(place) == wanted
-        assert verify_store(place).ok
-        check_reads_equal(place, store)
+        recipe.write(location)
+        assert tree_of(location) == wanted
+        assert verify_store(location).ok
+        check_reads_equal(location, store)
 
-    def test_leaving_without_commit_leaves_nothing(self, place: StorePath, recipe: Recipe) -> None:
-        with recipe.open(place) as writer:
-            before = names_below(place)
+    def test_leaving_without_commit_leaves_nothing(
+        self, location: StorePath, recipe: Recipe
+    ) -> None:
+        with recipe.open(location) as writer:
+            before = names_below(location)
             with suppress(KeyboardInterrupt), writer.part(0) as out:
                 recipe.fill(out)
                 raise KeyboardInterrupt
-            assert names_below(place) == before
+            assert names_below(location) == before
             recipe.write_part(writer, 0)
 
     def test_of_two_writers_of_a_part_the_first_to_commit_wins(
-        self, place: StorePath, recipe: Recipe, wanted: dict[str, bytes]
+        self, location: StorePath, recipe: Recipe, wanted: dict[str, bytes]
     ) -> None:
-        with recipe.open(place, shares=True) as first, recipe.open(place, shares=True) as second:
-            assert second.joined
+        with (
+            recipe.open(location, shares=True) as first,
+            recipe.open(location, shares=True) as second,
+        ):
+            assert second.has_other_writers
             one, other = first.part(0), second.part(0)
             recipe.fill(one)
             recipe.fill(other)
@@ -96,33 +101,33 @@ class PlaceContract:
             for part in first.pending_parts():
                 recipe.write_part(first, part)
             assert not second.pending_parts()
-        assert tree_of(place) == wanted
+        assert tree_of(location) == wanted
 
-    def test_other_inputs_are_refused(self, place: StorePath, recipe: Recipe) -> None:
-        recipe.write(place)
+    def test_other_inputs_are_refused(self, location: StorePath, recipe: Recipe) -> None:
+        recipe.write(location)
         other = recipe.with_manifest(extraction={"max_length": 1, "dtype": "bfloat16"})
         with pytest.raises(
             StoreMismatch, match=r"extraction\.max_length: the store has 256, this command has 1"
         ):
-            other.write(place)
+            other.write(location)
         with pytest.raises(StoreMismatch, match="plan: the store has"):
-            replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:])).plan).write(place)
+            replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:])).plan).write(location)
 
-    def test_a_place_with_something_else_is_left_alone(
-        self, place: StorePath, recipe: Recipe
+    def test_a_location_with_something_else_is_left_alone(
+        self, location: StorePath, recipe: Recipe
     ) -> None:
-        if isinstance(place, Path):
-            place.mkdir()
-        put(place / "notes.txt", b"mine")
+        if isinstance(location, Path):
+            location.mkdir()
+        put(location / "notes.txt", b"mine")
         with pytest.raises(OutputOccupied, match=r"it holds notes\.txt"):
-            recipe.write(place)
-        assert names_below(place) == ["notes.txt"]
+            recipe.write(location)
+        assert names_below(location) == ["notes.txt"]
 
     def test_the_bundle_is_committed_whole_and_replaced(
-        self, place: StorePath, recipe: Recipe
+        self, location: StorePath, recipe: Recipe
     ) -> None:
-        recipe.write(place)
-        with recipe.open(place) as writer:
+        recipe.write(location)
+        with recipe.open(location) as writer:
             with suppress(KeyboardInterrupt), writer.target() as folder:
                 (folder / "config.json").write_text("{}")
                 raise KeyboardInterrupt
@@ -134,29 +139,29 @@ class PlaceContract:
                     (folder / "sub" / "weights").write_text(content)
                 assert writer.has_target
                 assert (writer.target_path / "sub" / "weights").read_text() == content
-        with ActivationStore(place) as store:
+        with ActivationStore(location) as store:
             assert (store.target_path / "sub" / "weights").read_text() == "another"
-        assert verify_store(place).ok
+        assert verify_store(location).ok
 
 
-class TestFolder(PlaceContract):
+class TestFolder(LocationContract):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Path:
-        return tmp_path / "place"
+    def location(self, tmp_path: Path) -> Path:
+        return tmp_path / "location"
 
 
-class TestBucket(PlaceContract):
-    """The contract in a bucket: the fixture ``place`` of this module."""
+class TestBucket(LocationContract):
+    """The contract in a bucket: the fixture ``location`` of this module."""
 
-    def test_damage_is_named(self, place: RemotePath, recipe: Recipe) -> None:
-        shard = recipe.write(place) / "parts/kv/c.1.0.0.0.0"
+    def test_damage_is_named(self, location: RemotePath, recipe: Recipe) -> None:
+        shard = recipe.write(location) / "parts/kv/c.1.0.0.0.0"
         whole = shard.read_bytes()
-        reader = ActivationStore(place)
+        reader = ActivationStore(location)
         i = reader.sequences["part"].to_pylist().index(1)
         put(shard, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         with pytest.raises(StoreDamaged, match=f"{shard} is damaged: the checksum of a chunk"):
             reader.read(i, "kv")
-        assert [damage.path for damage in verify_store(place, values=False).damages] == [
+        assert [damage.path for damage in verify_store(location, values=False).damages] == [
             "parts/kv/c.1.0.0.0.0"
         ]
         put(shard, whole[:-50])
@@ -165,38 +170,38 @@ class TestBucket(PlaceContract):
             reader.read(i, "kv")
         for _ in range(2):  # The shard is cut first, and then removed.
             with pytest.raises(StoreDamaged, match=str(shard)):
-                ActivationStore(place)
+                ActivationStore(location)
             remove_files(shard)
 
     def test_leftovers_go_when_they_are_old(
         self,
-        place: RemotePath,
+        location: RemotePath,
         recipe: Recipe,
         wanted: dict[str, bytes],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        dead = recipe.open(place, shares=True)
+        dead = recipe.open(location, shares=True)
         recipe.fill(out := dead.part(0))
         for array in out._arrays.values():
             array.finish()  # A kill before the commit leaves a part like this.
-        recipe.write(place)
+        recipe.write(location)
         uploads = {
             f"parts/{partial_name(name, out._files.attempt)}"
             for array in out._arrays.values()
             for name in array.records
         }
-        assert tree_of(place).keys() - wanted.keys() == uploads
+        assert tree_of(location).keys() - wanted.keys() == uploads
         monkeypatch.setattr(publish_module, "LEFTOVER_S", -60.0)
         dead.close()
-        with recipe.open(place, shares=True) as writer:
+        with recipe.open(location, shares=True) as writer:
             writer.sweep()
-        assert tree_of(place) == wanted
-        assert verify_store(place).ok
+        assert tree_of(location) == wanted
+        assert verify_store(location).ok
 
     def test_a_part_that_took_too_long_is_not_committed(
-        self, place: RemotePath, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+        self, location: RemotePath, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with recipe.open(place, shares=True) as writer:
+        with recipe.open(location, shares=True) as writer:
             out = writer.part(0)
             recipe.fill(out)
             monkeypatch.setattr(publish_module, "COMMIT_WITHIN_S", -1.0)
@@ -207,10 +212,10 @@ class TestBucket(PlaceContract):
 
     @pytest.mark.slow
     def test_two_additions_of_other_fields_do_not_lose_one(
-        self, place: RemotePath, recipe: Recipe
+        self, location: RemotePath, recipe: Recipe
     ) -> None:
-        recipe.write(place)
-        writers = [recipe.open(place) for _ in range(2)]
+        recipe.write(location)
+        writers = [recipe.open(location) for _ in range(2)]
         recipes = [
             make_recipe(LENGTHS, fields=(*FIELDS, hidden_field(f"layer_{k}", 16))) for k in range(2)
         ]
@@ -230,7 +235,7 @@ class TestBucket(PlaceContract):
             additions[1].finish()
         for writer in writers:
             writer.close()
-        assert verify_store(place).ok
+        assert verify_store(location).ok
 
 
 # Writers in a bucket, on machines that round differently.
@@ -253,11 +258,11 @@ def recipe() -> Recipe:
 
 
 @pytest.fixture
-def place(moto_server: str) -> Iterator[RemotePath]:
+def location(moto_server: str) -> Iterator[RemotePath]:
     with use(moto_server):
-        place = open_path(f"{empty_place(moto_server)}/a store")
-        assert isinstance(place, RemotePath)
-        yield place
+        location = open_path(f"{empty_prefix(moto_server)}/a store")
+        assert isinstance(location, RemotePath)
+        yield location
 
 
 def trees(recipe: Recipe, folder: Path, n: int) -> list[dict[str, bytes]]:
@@ -282,40 +287,40 @@ FAST = ("half",)
     "step", [pytest.param(s, marks=() if s in FAST else pytest.mark.slow) for s in STEPS]
 )
 def test_a_kill_before_any_step_of_a_publication(
-    place: RemotePath, recipe: Recipe, tmp_path: Path, step: str
+    location: RemotePath, recipe: Recipe, tmp_path: Path, step: str
 ) -> None:
     """The next writer, on another machine, finishes the part of the first or writes all of it."""
     n_calls, is_first = STEPS[step]
     is_over = False
-    with recipe.open(place) as writer, killed_at(n_calls + 1, CHANGING, ObjectStore):
+    with recipe.open(location) as writer, killed_at(n_calls + 1, CHANGING, ObjectStore):
         recipe.write_part(writer, 0, rounded(0))
         is_over = True
     assert is_over is (step == "the end")
-    recipe.write(place, rounded(1))
+    recipe.write(location, rounded(1))
     found = {
         name: data
-        for name, data in read_remote_tree(place).items()
+        for name, data in read_remote_tree(location).items()
         if not name.startswith("parts/") or ".partial" not in name
     }
     assert found == trees(recipe, tmp_path, 2)[0 if is_first else 1]
 
 
-def test_unlike_machines_race(place: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
+def test_unlike_machines_race(location: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
     """All files of a part come from one machine, and no other files are left."""
     recipe = make_recipe(LENGTHS).with_manifest(codec=recipe.manifest.codec)
 
     def work(n: int) -> None:
-        with recipe.open(place, shares=True) as writer:
+        with recipe.open(location, shares=True) as writer:
             for part in writer.pending_parts():
                 recipe.write_part(writer, part, rounded(n))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
-    assert verify_store(place).ok
-    whole, found = trees(recipe, tmp_path, 2), read_remote_tree(place)
+    assert verify_store(location).ok
+    whole, found = trees(recipe, tmp_path, 2), read_remote_tree(location)
     assert found.keys() == whole[0].keys()
     for part in range(recipe.manifest.n_parts):
-        shards = (f"parts/{name}" for name in read_part_commit(commit_path(place, part)).files)
+        shards = (f"parts/{name}" for name in read_part_commit(commit_path(location, part)).files)
         names = [f"commits/part-{part:05d}.json", *shards]
         assert {name: found[name] for name in names} in [
             {name: tree[name] for name in names} for tree in whole
@@ -323,25 +328,27 @@ def test_unlike_machines_race(place: RemotePath, recipe: Recipe, tmp_path: Path)
 
 
 def test_a_record_whose_uploads_are_gone_comes_to_nothing(
-    place: RemotePath, recipe: Recipe, tmp_path: Path
+    location: RemotePath, recipe: Recipe, tmp_path: Path
 ) -> None:
-    with recipe.open(place, shares=True) as writer:
-        record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}")
+    with recipe.open(location, shares=True) as writer:
+        record = Publication(
+            commit_path(location, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}"
+        )
         put_if_absent(publication_path(record.commit), record.to_json())
         recipe.write_part(writer, 0, rounded(0))
-    assert read_remote_tree(place) == trees(recipe, tmp_path, 1)[0]
+    assert read_remote_tree(location) == trees(recipe, tmp_path, 1)[0]
 
 
 def test_plain_libraries_read_a_bucket_as_a_folder(
-    place: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    location: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run the snippet of docs/object-stores.md, with zarr-python and with tensorstore."""
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     recipe = make_recipe((70, 3, 200))
     local = recipe.write(tmp_path / "local")
-    recipe.write(place)
-    assert read_remote_tree(place) == read_tree(local)
-    bucket, _, prefix = place.backend.url.removeprefix("s3://").partition("/")
+    recipe.write(location)
+    assert read_remote_tree(location) == read_tree(local)
+    bucket, _, prefix = location.backend.url.removeprefix("s3://").partition("/")
     page = (Path(__file__).parents[3] / "docs" / "object-stores.md").read_text()
     found = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert found is not None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .packed import Laid, PackedLinear, laid_out, product, scripted, state_of
 
 PRODUCTS = ("self_attn.o_proj", "mlp.down_proj")
-JOINED = (
+FUSED_PRODUCTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
 )
@@ -37,15 +37,15 @@ Weights = tuple[tuple[Norm, Norm], tuple[Laid, Laid, Laid, Laid]]
 """Norms and packed weights of a layer.
 
 The two norms belong to :func:`before_attention` and :func:`after_attention`. The packed weights
-have the same order as ``Joined.products``.
+have the same order as ``FusedWeights.products``.
 """
 
 
 @dataclass
-class Joined:
+class FusedWeights:
     """The fused weights of a decoder layer."""
 
-    # The two fused products listed in JOINED, then the products listed in PRODUCTS.
+    # The two fused products listed in FUSED_PRODUCTS, then the products listed in PRODUCTS.
     products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
     weights: list[Tensor]  # All weights and biases of the layer
@@ -80,7 +80,7 @@ class Joined:
 
 
 @torch.inference_mode()
-def join(layer: Any, is_exact: bool = True) -> Joined | None:
+def fuse_weights(layer: Any, is_exact: bool = True) -> FusedWeights | None:
     """Fuse the weights of a layer of the Llama architecture.
 
     Args:
@@ -93,8 +93,8 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
     """
     try:
         o, down = _submodules(layer, PRODUCTS)
-        heads = _submodules(layer, JOINED[0])
-        gates = _submodules(layer, JOINED[1])
+        heads = _submodules(layer, FUSED_PRODUCTS[0])
+        gates = _submodules(layer, FUSED_PRODUCTS[1])
         norms = _submodules(layer, _NORMS)
         first, second = map(prepared_norm, norms)
         n_kv_heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
@@ -118,7 +118,7 @@ def join(layer: Any, is_exact: bool = True) -> Joined | None:
     weights += [module.bias for module in layers if module.bias is not None]
     states = [state_of(weight) for weight in weights]
     held = [weight.detach() for weight in weights]
-    return Joined(
+    return FusedWeights(
         (fused_heads, fused_gates, o.packed, down.packed),
         (first, second),
         weights,
@@ -168,7 +168,7 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
 def before_attention(
     x: Tensor,
     norm: Optional[Norm],  # noqa: UP045 - TorchScript does not support `Norm | None`
-    joined: Laid,
+    qkv: Laid,
     cosines: Tensor,  # [B or 1, n, 1, d]
     sines: Tensor,  # [B or 1, n, 1, d]; negative in the first half of d
     n_kv_heads: int,
@@ -181,7 +181,7 @@ def before_attention(
     """
     if norm is not None:
         x = normed(x, norm)
-    heads = product(x, joined).unflatten(-1, (-1, head_dim))
+    heads = product(x, qkv).unflatten(-1, (-1, head_dim))
     rotated = heads[:, :, :-n_kv_heads]
     v = heads[:, :, -n_kv_heads:].transpose(1, 2)
     rotated = torch.addcmul(rotated * cosines, rotated.roll(head_dim // 2, -1), sines).transpose(
