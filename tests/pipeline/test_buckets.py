@@ -132,7 +132,7 @@ def test_add_writes_to_a_bucket(
 def test_another_addition_to_a_bucket_is_refused_before_it_changes_the_store(
     config: ExtractConfig, endpoint: str
 ) -> None:
-    out = f"{empty_place(endpoint)}/store"
+    out = f"{empty_prefix(endpoint)}/store"
     extract(config.replaced(out=out, codec="transform:3"))
     store = open_path(out)
     assert isinstance(store, RemotePath)
