@@ -251,7 +251,7 @@ def conform(
       moa-data conform runs/eagle3 --model ./llama3-8b --with vllm --python ~/vllm/bin/python \\
           --prompts test.jsonl
     """
-    from ..evaluation.conform import conform as run_conform
+    from ..conform.run import conform as run_conform
 
     result = run_stage(
         "choice", run_conform, drafter, model, engine, n_drafts=draft_length, **options

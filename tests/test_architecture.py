@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": {"config", "storage", "storage.write", "moa.decoding", "moa.formats"} | MOA,
     "trainer": {"config", "storage", "moa.formats"} | MOA,
     "evaluation": {"config", "moa.decoding", "moa.formats", "pipeline", "trainer"} | MOA,
+    "conform": {"moa.decoding", "moa.formats", "evaluation"} | MOA,
     "serving": {"config", "moa.decoding"} | MOA,
     "serving.client": {"config", "moa.decoding", "moa.formats", "serving"} | MOA,
     "demo": {

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.kit.harness import run
+from moa_data.conform.run import ask_engine
 from moa_data.errors import OptionInvalid
-from moa_data.evaluation.conform import ask_engine
 from moa_data.evaluation.measure import opening_tokens
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import generate_batch, plain_generate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moa_data.evaluation.conform import ask_engine, compare, pieces_of
+from moa_data.conform.run import ask_engine, compare, pieces_of
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from moa_data.moa.formats.engines import FORMATS
 from moa_data.moa.targets.live import Target

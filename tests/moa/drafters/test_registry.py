@@ -16,7 +16,7 @@ NAMING = (
     "moa/formats/",
     "pipeline/exchange/",
     "trainer/config.py",
-    "evaluation/other_side.py",
+    "conform/other_side.py",
 )
 OTHERS = ("tests/", "benchmarks/", "docs/", "build/", "site/", ".")
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError, OptionInvalid
+from ..evaluation.prompts import load_prompts
 from ..moa.decoding.loop import plain_generate
 from ..moa.decoding.proposer import Chain
 from ..moa.drafters.base import Drafter
@@ -36,7 +37,6 @@ from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..text import Progress, counted
 from . import other_side
-from .prompts import load_prompts
 from .wrong_choices import CHOICES, Choice, Reading
 
 QUESTIONS = (
@@ -276,13 +276,14 @@ def compare(
 
     other_answers = _other_answers(target, prompts, answers, max_new_tokens)
     n_rounds = sum(len(answer["rounds"]) for answer in answers)
-    all_partings = [*partings(lambda reading: None)]
+    all_partings = list(partings(lambda reading: None))
     result = Conformance(n_rounds, len(prompts), all_partings, other_answers)
     if not result.partings:
         return result
     for number, (name, change) in enumerate(CHOICES.items()):
         # If even one round still differs, the choice is not the cause. So stop counting at one.
-        result.causes += [name] * (count(change, 1) == 0)
+        if not count(change, 1):
+            result.causes.append(name)
         if progress:
             progress(number + 1, len(CHOICES), "wrong choices")
     if not result.causes:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moa_data.conform import run as conform_module
+from moa_data.conform.run import Conformance, ask_engine, compare
+from moa_data.conform.wrong_choices import CHOICES
 from moa_data.errors import OptionInvalid
-from moa_data.evaluation import conform as conform_module
-from moa_data.evaluation.conform import Conformance, ask_engine, compare
-from moa_data.evaluation.wrong_choices import CHOICES
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
@@ -30,7 +30,7 @@ from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.command import refused, run
-from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.models import build_model, random_prompts, write_target
 
 N_LAYERS, N_NEW = 6, 10
 ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
@@ -533,10 +533,9 @@ def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "code"), [("dflash", 0), ("eagle", 1)])
-def test_the_command(
-    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int
-) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int) -> None:
     """The engine is our own loop; for EAGLE it leaves out a norm."""
+    target_folder = write_target(tmp_path / "target")
     target = Target.load(str(target_folder), torch.float32, "cpu")
     drafter = kit.build(kind, target.model, target=target.identity)
     save_drafter(drafter, tmp_path / "drafter")
@@ -550,7 +549,7 @@ def test_the_command(
         )
         return answers_of(wrong, target, job["prompts"], job["n_drafts"])
 
-    monkeypatch.setattr("moa_data.evaluation.conform.ask_engine", engine)
+    monkeypatch.setattr("moa_data.conform.run.ask_engine", engine)
     words = [
         "conform",
         str(tmp_path / "drafter"),
@@ -570,6 +569,6 @@ def test_the_command(
         refused(run(*words, "--with", "transformers"), "kind eagle")
     nothing = {"tokens": [1], "rounds": []}
     monkeypatch.setattr(
-        "moa_data.evaluation.conform.ask_engine", lambda job, *_: [nothing] * len(job["prompts"])
+        "moa_data.conform.run.ask_engine", lambda job, *_: [nothing] * len(job["prompts"])
     )
     refused(run(*words, "--with", "vllm"), "drafted nothing")
