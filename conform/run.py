@@ -200,7 +200,7 @@ def pieces_of(target: Target) -> dict[str, Any]:
         EMBEDDINGS: model.get_input_embeddings().weight,
         LM_HEAD: model.get_output_embeddings().weight,
     }
-    return {"config": target.config, **heads}
+    return {"config": target.facts.config, **heads}
 
 
 def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
@@ -258,7 +258,7 @@ def compare(
     frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
 
     def partings(change: Choice) -> Iterator[Parting]:
-        reading = Reading.of(drafter, frozen, target.sizes["n_layers"])
+        reading = Reading.of(drafter, frozen, target.facts.n_layers)
         change(reading)
         for index, text in enumerate(texts):
             differences = _partings(
@@ -318,7 +318,7 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
     The embedding has the index -1, and the final norm has the index L.
     """
     cache = target.new_cache()
-    n_layers = target.sizes["n_layers"]
+    n_layers = target.facts.n_layers
     cache.watched_layers = tuple(range(n_layers))
     tokens = torch.tensor([text])
     last = target.forward(tokens, cache)

@@ -94,7 +94,7 @@ def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
 
 def _mask(name: str) -> Choice:
     def choice(r: Reading) -> None:
-        token = getattr(r.frozen.config, f"{name}_token_id")
+        token = getattr(r.frozen.facts.config, f"{name}_token_id")
         _size("mask_token", lambda sizes, _: token[0] if isinstance(token, list) else token)(r)
 
     return choice

@@ -170,7 +170,7 @@ def _environment(target: Target, dtype: str) -> dict[str, Any]:
         "n_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "target": target.identity,
-        "target_sizes": target.sizes,
+        "target_sizes": target.facts.sizes,
         "eos_token_ids": sorted(target.eos_token_ids),
     }
 

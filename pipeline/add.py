@@ -17,7 +17,7 @@ import torch
 from ..errors import OptionInvalid, StoreError, StoreMismatch, WorkerError
 from ..machine import fix_sums
 from ..moa.targets.bundle import held_layers
-from ..moa.targets.families import kv_groups, layer_sizes, load_target_config, target_sizes
+from ..moa.targets.facts import load_facts
 from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
@@ -309,18 +309,16 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         lengths = reader.lengths
     settings = _check_settings(path, stored)
     folder, device = _find_same_target(config, path, stored, progress)
-    model_config = load_target_config(folder)
-    sizes = target_sizes(model_config)
+    facts = load_facts(folder)
     n_layers = max(settings["target_layers"], config.target_layers)
     if config.target_layers:
-        layer_sizes(model_config)  # This call raises if no drafter can use the target's layers.
+        facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
     old = parse_fields(spec.name for spec in stored.fields).fields
-    groups = kv_groups(model_config)
     wanted = (*map(activation_name, old), *config.activations)
-    kv_fields = tuple(group.field for group in groups)
-    full = parse_activations(wanted, n_layers, sizes["n_layers"], kv_fields)
+    kv_fields = tuple(group.field for group in facts.kv_groups)
+    full = parse_activations(wanted, n_layers, facts.n_layers, kv_fields)
     new = parse_fields(name for name in full.fields if name not in old)
-    specs = field_specs(full, sizes, settings["dtype"], groups)
+    specs = field_specs(full, facts, settings["dtype"])
     if not set(stored.fields) <= set(specs):
         raise OptionInvalid(
             f"{path} describes its fields in another way than this release of moa-data, so no "
@@ -329,7 +327,7 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     codec = extended_codec(codec, specs)
     forward = ForwardPlan(
         folder=folder,
-        model_config=model_config,
+        facts=facts,
         spec=new,
         codec=codec.only(new.fields),
         device=device,

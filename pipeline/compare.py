@@ -22,7 +22,6 @@ from torch import Tensor
 from ..errors import OptionInvalid
 from ..moa.nn.kv import new_cache
 from ..moa.targets.bundle import FrozenTarget
-from ..moa.targets.families import kv_groups
 from ..moa.targets.live import Target
 from ..storage.backend import exists
 from ..storage.paths import StorePath
@@ -260,13 +259,13 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     plan.check_identities(exact.path, exact.manifest.identities, plan.weight_identities(folder))
     target = Target.load(str(folder), device=device)
     lacking_layers = set[int]()
-    for group in kv_groups(target.config):
+    for group in target.facts.kv_groups:
         lacking_layers.update(group.layers)
     for name in fields:
         spec = exact.fields[name]
         if spec.layer_axis is not None:
             lacking_layers.difference_update(spec.layer_numbers)
-    if target.has_states or lacking_layers:
+    if target.facts.has_states or lacking_layers:
         raise OptionInvalid(
             f"{exact.path} does not hold the entire cache (keys, values and recurrent states) of "
             f"{model}, so the target cannot continue from it. Leave out --model."

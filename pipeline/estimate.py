@@ -13,7 +13,7 @@ import copy
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 from ..errors import NotEnoughMemory, TargetError
 from ..files import check_room, nearest_folder
 from ..machine import free_memory, resident_memory
-from ..moa.targets import families
+from ..moa.targets.facts import TargetFacts
 from ..moa.targets.live import Target
 from ..storage.codecs.calibration import MAX_COMPONENTS, MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
@@ -78,34 +78,32 @@ _MAX_PRODUCTS = 1e11
 
 def field_specs(
     spec: ActivationSpec,
-    sizes: Mapping[str, Any],
+    facts: TargetFacts,
     dtype: str,
-    groups: Sequence[families.KVGroup] = (),
 ) -> tuple[FieldSpec, ...]:
     """Return the specs of a store's fields.
 
     Args:
         spec: the activations to store.
-        sizes: sizes of the target, such as its number of layers (``families.target_sizes``).
+        facts: facts about the target.
         dtype: dtype of the stored activations.
-        groups: the target's layers, grouped by the shape of their keys and values.
     """
-    is_rotated = all(group.is_rotated for group in groups)
+    is_rotated = all(group.is_rotated for group in facts.kv_groups)
     kv = (
-        [kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"], dtype, is_rotated)]
+        [kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim, dtype, is_rotated)]
         if spec.kv
         else []
     )
     if spec.kv and spec.kv_fields != (KV,):
         kv = []
-        for group in groups:
+        for group in facts.kv_groups:
             if group.field in spec.kv_fields:
                 kv.append(kv_group_field(group.field, group.layers, *group.shape, dtype))
     hidden: list[FieldSpec] = []
     for name in spec.fields:
         if activation_name(name) != KV:
             state = name.removeprefix("hidden/")
-            hidden.append(hidden_field(state, sizes["hidden_size"], dtype))
+            hidden.append(hidden_field(state, facts.hidden_size, dtype))
     return (tokens_field(), response_mask_field(), *kv, *hidden)
 
 
@@ -128,7 +126,7 @@ class ForwardPlan:
     """Settings of the target's forwards and of the stored activations, and estimates of memory."""
 
     folder: Path
-    model_config: Any = field(repr=False)
+    facts: TargetFacts = field(repr=False)
     spec: ActivationSpec
     codec: StoreCodec = field(repr=False)  # The store's codec, possibly not yet fitted to data.
     device: str
@@ -144,11 +142,9 @@ class ForwardPlan:
     @property
     def weight_bytes(self) -> int:
         """Size of the target's weights without biases, in bytes."""
-        config = self.model_config
-        embeddings = _embedding_weights(config)
-        n_weights = (
-            embeddings + config.num_hidden_layers * _layer_weights(config) + config.hidden_size
-        )
+        facts = self.facts
+        layer_weights = facts.n_layers * _layer_weights(facts)
+        n_weights = _embedding_weights(facts) + layer_weights + facts.hidden_size
         return int(n_weights * getattr(torch, self.compute_dtype).itemsize)
 
     @property
@@ -163,22 +159,15 @@ class ForwardPlan:
         The first number is the host memory of all workers together. The second is the device memory
         of one worker.
         """
-        config = self.model_config
+        facts = self.facts
         itemsize = getattr(torch, self.compute_dtype).itemsize
-        sizes = families.target_sizes(config)
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
-        # Two numbers of elements per token: those of the KV cache, and those of the intermediate
-        # values of one layer.
-        cache = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
-        layer = (
-            4 * sizes["hidden_size"]
-            + 2 * sizes["n_heads"] * sizes["head_dim"]
-            + 3 * families.mlp_width(config)
-        )
+        # Number of elements per token of the intermediate values of one layer.
+        layer = 4 * facts.hidden_size + 2 * facts.n_heads * facts.head_dim + 3 * facts.mlp_width
         # While activations are gathered, they exist three times: in the storage dtype, packed, and
         # as a temporary tensor of the check for finite values.
-        forward_bytes = n_tokens * ((cache + layer) * itemsize + 3 * kept_bytes)
+        forward_bytes = n_tokens * ((facts.cache_width + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
         # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
@@ -315,7 +304,7 @@ class WritePlan:
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
         """Lower and upper bound of the size in bytes of each component of the store, by name."""
-        config = self.forward.model_config
+        facts = self.forward.facts
         codec = self.forward.codec
         bits = sum(
             field_codec.expected_bits * math.prod(field_codec.spec.token_shape)
@@ -324,9 +313,9 @@ class WritePlan:
         n_bytes = bits / 8 * self.n_tokens
         ranges = {"parts": (int(_LEAST_STORED_SHARE * n_bytes), int(_MOST_STORED_SHARE * n_bytes))}
         if self.bundle_layers is not None:
-            n_weights = 2 * config.vocab_size * config.hidden_size + config.hidden_size
-            n_weights += self.bundle_layers * _layer_weights(config)
-            least = _stored_itemsize(config) * n_weights
+            n_weights = 2 * facts.vocab_size * facts.hidden_size + facts.hidden_size
+            n_weights += self.bundle_layers * _layer_weights(facts)
+            least = _stored_itemsize(facts) * n_weights
             tokenizer_bytes = sum(
                 file.stat().st_size for file in self.forward.folder.glob("tokenizer*")
             )
@@ -334,7 +323,7 @@ class WritePlan:
         if codec.learned:
             basis_bytes = 0
             for learned_codec in codec.learned.values():
-                basis_bytes += _most_basis_bytes(learned_codec, config)
+                basis_bytes += _most_basis_bytes(learned_codec, facts)
             ranges["codec/"] = 0, basis_bytes
         n_bytes = _TEXT_BYTES * self.n_tokens + _ROW_BYTES * len(self.table) + _RECORD_BYTES
         ranges["other files"] = 0, n_bytes
@@ -401,7 +390,7 @@ class WritePlan:
         lm_head = model.get_output_embeddings().weight
         embeddings = model.get_input_embeddings().get_parameter("weight")
         learning = learning_on(forward.device, self.disk, progress)
-        calibrate(forward.codec, lengths, read, model.config, lm_head, embeddings, learning)
+        calibrate(forward.codec, lengths, read, target.facts, lm_head, embeddings, learning)
 
     def room(self) -> list[str]:
         """Return lines of text about the free disk space and the memory that the plan needs."""
@@ -442,21 +431,18 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     batched = batches_of(plan.table, plan.forward.batch_tokens)
     batched.sort(key=lambda batch: int(numbers(batch, "n_tokens").max()))
     most_tokens = max(int(numbers(batch, "n_tokens").sum()) for batch in batched)
-    model = _random_target(forward, most_tokens + 1)
-    n_layers = int(model.config.num_hidden_layers)
-    groups = families.kv_groups(model.config)
-    layers = {min(layer, n_layers - 1) for layer in forward.spec.layers}
+    target = Target(_random_target(forward, most_tokens + 1))
+    facts = target.facts
+    layers = {min(layer, facts.n_layers - 1) for layer in forward.spec.layers}
     spec = replace(
         forward.spec,
         layers=tuple(sorted(layers)),
-        kv_fields=tuple(group.field for group in groups),
+        kv_fields=tuple(group.field for group in facts.kv_groups),
     )
     # A codec that must be fitted cannot encode yet. Time the lossless codec in its place, which is
     # about as fast as the fitted codec.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
-    codec = StoreCodec(
-        name, field_specs(spec, families.target_sizes(model.config), forward.dtype, groups)
-    )
+    codec = StoreCodec(name, field_specs(spec, facts, forward.dtype))
     timed_forward = replace(forward, spec=spec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
@@ -465,17 +451,10 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     is_parallel = torch.device(forward.device).type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
-        table = _cut(batched[index], model.config, forward.device)
-        texts = _made_texts(table, int(model.config.vocab_size))
-        timed = _run(
-            timed_forward.forwards(Target(model), codec, texts.__getitem__), table, plan.disk
-        )
-        scale = (
-            n_padded
-            / timed.n_padded_tokens
-            * plan.forward.model_config.num_hidden_layers
-            / n_layers
-        )
+        table = _cut(batched[index], facts, forward.device)
+        texts = _made_texts(table, facts.vocab_size)
+        timed = _run(timed_forward.forwards(target, codec, texts.__getitem__), table, plan.disk)
+        scale = n_padded / timed.n_padded_tokens * forward.facts.n_layers / facts.n_layers
         slower_s = max(timed.forward_s, timed.extract_s - timed.forward_s)
         seconds.append(
             (scale * (slower_s if is_parallel else timed.extract_s), scale * timed.extract_s)
@@ -493,7 +472,7 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     try:
         least_s, most_s = estimate(plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, TargetError) as error:
-        if families.family_of(plan.forward.model_config).keeps_kv:
+        if plan.forward.facts.family.keeps_kv:
             raise
         # The modelling code of some families fails with random weights or a reduced number of
         # layers. Report that the time was not measured.
@@ -537,24 +516,24 @@ def _padded_tokens(batch: pa.Table) -> int:
     return len(batch) * int(numbers(batch, "n_tokens").max())
 
 
-def _most_basis_bytes(codec: TransformCodec, config: Any) -> int:
+def _most_basis_bytes(codec: TransformCodec, facts: TargetFacts) -> int:
     """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
     The parameters are axes, prediction weights and token features, all stored in float16.
     Components that get no bits are left out. If the codec weighs errors with a matrix, it stores
     two matrices of axes: one for encoding and one for decoding.
     """
-    n_features = KV_FEATURES + MAX_FEATURES + int(config.hidden_size)
-    n_values = int(config.vocab_size * min(config.hidden_size, MAX_FEATURES)) * codec.needs_tokens
+    n_features = KV_FEATURES + MAX_FEATURES + facts.hidden_size
+    n_values = facts.vocab_size * min(facts.hidden_size, MAX_FEATURES) * codec.needs_tokens
     for group in codec.groups:
         width = len(group) * codec.layer_width
         n_values += codec.n_parts * width * (2 * min(width, MAX_COMPONENTS) + n_features)
     return 2 * n_values
 
 
-def _stored_itemsize(config: Any) -> int:
+def _stored_itemsize(facts: TargetFacts) -> int:
     """Return the bytes per weight in the files of a target."""
-    dtype = getattr(config, "dtype", None)
+    dtype = getattr(facts.config, "dtype", None)
     return dtype.itemsize if isinstance(dtype, torch.dtype) else 4
 
 
@@ -567,23 +546,19 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
     return batched
 
 
-def _embedding_weights(config: Any) -> int:
+def _embedding_weights(facts: TargetFacts) -> int:
     """Count the weights of the embeddings and of the LM head."""
-    is_tied = getattr(config, "tie_word_embeddings", False)  # Some configs lack this attribute.
-    return int((1 if is_tied else 2) * config.vocab_size * config.hidden_size)
+    # Some configs lack this attribute.
+    is_tied = getattr(facts.config, "tie_word_embeddings", False)
+    return (1 if is_tied else 2) * facts.vocab_size * facts.hidden_size
 
 
-def _layer_weights(config: Any) -> int:
+def _layer_weights(facts: TargetFacts) -> int:
     """Count the weights of a decoder layer, or of an average layer if layers differ."""
-    sizes = families.target_sizes(config)
-    if not families.family_of(config).has_llama_layers:
-        return int(
-            (families.count_weights(config) - _embedding_weights(config)) // sizes["n_layers"]
-        )
-    heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"])
-    return int(
-        sizes["hidden_size"] * (heads * sizes["head_dim"] + 3 * config.intermediate_size + 2)
-    )
+    if not facts.family.has_llama_layers:
+        return (facts.n_weights - _embedding_weights(facts)) // facts.n_layers
+    heads = 2 * (facts.n_heads + facts.n_kv_heads)
+    return facts.hidden_size * (heads * facts.head_dim + 3 * facts.mlp_width + 2)
 
 
 def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
@@ -595,17 +570,16 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(forward.model_config)
+    facts = forward.facts
+    config = copy.deepcopy(facts.config)
     config.vocab_size = n_tokens
     config.pad_token_id = 0
     if torch.device(forward.device).type == "cpu":
         config.num_hidden_layers = max(
-            1, min(config.num_hidden_layers, _MAX_WEIGHTS // _layer_weights(config))
+            1, min(facts.n_layers, _MAX_WEIGHTS // _layer_weights(facts))
         )
     n_layers = config.num_hidden_layers
-    if n_layers < forward.model_config.num_hidden_layers and getattr(
-        config, "num_kv_shared_layers", 0
-    ):
+    if n_layers < facts.n_layers and getattr(config, "num_kv_shared_layers", 0):
         # Some families share the KV of one layer with later layers. The shared layers may have been
         # removed above, so switch the sharing off.
         config.num_kv_shared_layers = 0
@@ -613,13 +587,11 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     # Keep the first layers. But in families with recurrent layers, keep the last layers, because
     # the last layer of these families has KV.
     if len(kinds) > n_layers:
-        config.layer_types = (
-            kinds[-n_layers:] if families.family_of(config).carries_state else kinds[:n_layers]
-        )
+        config.layer_types = kinds[-n_layers:] if facts.family.carries_state else kinds[:n_layers]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation=families.attention_of(config),
+            attn_implementation=facts.attention,
             trust_remote_code=False,
             dtype=getattr(torch, forward.compute_dtype),
         )
@@ -637,14 +609,14 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     return model
 
 
-def _cut(batch: pa.Table, config: Any, device: str) -> pa.Table:
+def _cut(batch: pa.Table, facts: TargetFacts, device: str) -> pa.Table:
     """Shorten a batch so that its forward takes about two seconds on a CPU.
 
     For a GPU, the batch is not changed.
     """
     if torch.device(device).type != "cpu":
         return batch
-    max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(config) * config.num_hidden_layers)))
+    max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(facts) * facts.n_layers)))
     lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, max_tokens // int(lengths.max())))
     column_index = batch.schema.get_field_index("n_tokens")

@@ -37,8 +37,9 @@ from ..errors import (
 from ..files import parse_object
 from ..machine import has_fast_bfloat16
 from ..moa.drafters.advice import Advice, advise
-from ..moa.targets import families
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
+from ..moa.targets.facts import TargetFacts, load_facts, quantisation_problem
+from ..moa.targets.families import empty_model
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
 from ..moa.targets.loading import check_vocabulary
 from ..moa.targets.model_files import read_config
@@ -123,8 +124,7 @@ class ExtractPlan(WritePlan):
             if field_codec.spec.token_shape:
                 bits.append(f"{name} {field_codec.expected_bits:.1f}")
         cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
-        model_config = self.forward.model_config
-        if not any(families.kv_shapes(model_config)):
+        if not any(self.forward.facts.kv_shapes):
             cached = "no KV cache"
         elif "kv_width" in target:
             cached = f"caching up to {target['kv_width']:,} values per token"
@@ -147,7 +147,7 @@ class ExtractPlan(WritePlan):
         if codec.learned:
             lines.append(self._learn_line())
         folder = self.forward.folder
-        if problem := families.quantisation_problem(read_config(folder), folder):
+        if problem := quantisation_problem(read_config(folder), folder):
             lines.append(f"refused      by `extract`: {problem}")
         return "\n".join(lines)
 
@@ -166,8 +166,7 @@ class ExtractPlan(WritePlan):
 
     def advice(self) -> list[Advice]:
         """Return advice on the drafters and settings that suit the target and the chats."""
-        config = self.forward.model_config
-        width = sum(len(group.layers) * group.shape.width for group in families.kv_groups(config))
+        width = self.forward.facts.cache_width
         is_on_cpu = (
             torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm"
         )
@@ -212,14 +211,15 @@ def build_plan(
         forward = replace(forward, folder=folder)
         check_vocabulary(folder)
     tokenizer = load_target_tokenizer(folder)
-    sizes = families.target_sizes(forward.model_config)
     template = ChatTemplate(tokenizer, texts["template_kwargs"], config.model)
     revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
     source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
     identities = tokenizer_identities(folder, tokenizer)
-    origin = texts_origin(source, identities, config, texts, sizes)
+    origin = texts_origin(source, identities, config, texts, forward.facts)
     stored_sequences = read_texts(out, origin)
-    sequences = stored_sequences or read_sequences(source, template, config, sizes, progress)
+    sequences = stored_sequences or read_sequences(
+        source, template, config, forward.facts, progress
+    )
     check_counts(sequences, source, config)
     table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
     counts = plan_counts(table)
@@ -233,9 +233,9 @@ def build_plan(
         extraction["template_time"] = TEMPLATE_TIME.isoformat()
     manifest = StoreManifest(
         fields=tuple(codec.spec for codec in forward.codec.fields.values()),
-        target=sizes,
+        target=forward.facts.sizes,
         identities={**identities, "dataset.sha256": sequences.dataset_sha256},
-        conventions=_conventions(forward.model_config),
+        conventions=_conventions(forward.facts),
         extraction=extraction | sources_record(config, folder, source, sources),
         codec=forward.codec.describe(),
         alignment_tokens=ALIGNMENT_TOKENS,
@@ -276,44 +276,40 @@ def _plan_forwards(
         The settings without open choices, the plan of the forwards, and the name and version of
         vLLM. The last is None if transformers runs the target.
     """
-    model_config = families.load_target_config(folder, with_weights)
+    facts = load_facts(folder, with_weights)
     # Raise an error if drafters do not support the target's LM head. This is checked only for model
     # families without a KV cache, because the LM heads of the others are known to be supported.
-    if not families.family_of(model_config).keeps_kv:
-        frozen_weights(families.empty_model(model_config))
-    sizes = families.target_sizes(model_config)
+    if not facts.family.keeps_kv:
+        frozen_weights(empty_model(facts.config))
     uses_vllm = config.forward.source == "vllm"
-    groups = families.kv_groups(model_config)
-    kv_fields = tuple(group.field for group in groups)
-    spec = parse_activations(config.activations, config.target_layers, sizes["n_layers"], kv_fields)
+    kv_fields = tuple(group.field for group in facts.kv_groups)
+    spec = parse_activations(config.activations, config.target_layers, facts.n_layers, kv_fields)
     if spec.kv:
-        families.check_kv(model_config)
+        facts.check_kv()
     if config.target_layers:
         # This call raises if no drafter can use the target's layers.
-        families.layer_sizes(model_config)
+        facts.layer_sizes()
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
-            f"Layers of {model_config.model_type} cache keys and values in different ways, which "
+            f"Layers of {facts.model_type} cache keys and values in different ways, which "
             "--source vllm does not support. Leave out --source vllm, or extract only hidden "
             "states (--activations hidden:last)."
         )
-    n_positions = sizes["max_position_embeddings"]
+    n_positions = facts.max_position_embeddings
     if config.data.max_length is None:
         # Leave room for one more token, because vLLM appends a sampled token to each sequence.
         config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))
     longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
-    engine = check_vllm(model_config, longest) if uses_vllm else None
+    engine = check_vllm(facts, longest) if uses_vllm else None
     # If vLLM runs the target, transformers only loads the weights for the store's bundle, and does
     # so on the CPU.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
     compute_dtype: str = config.forward.compute_dtype
     if compute_dtype == "auto":
-        compute_dtype = _choose_compute_dtype(config, model_config, device, stored)
+        compute_dtype = _choose_compute_dtype(config, facts, device, stored)
     try:
-        codec = StoreCodec(
-            config.storage.codec, field_specs(spec, sizes, config.storage.dtype, groups)
-        )
+        codec = StoreCodec(config.storage.codec, field_specs(spec, facts, config.storage.dtype))
     except CodecUnknown as error:
         raise OptionInvalid(f"{error} Change --codec.") from error
     if codec.learned and not has_device(device):
@@ -324,7 +320,7 @@ def _plan_forwards(
         )
     forward = ForwardPlan(
         folder=folder,
-        model_config=model_config,
+        facts=facts,
         spec=spec,
         codec=codec,
         device=device,
@@ -345,7 +341,7 @@ def _plan_forwards(
 
 
 def _choose_compute_dtype(
-    config: ExtractConfig, model_config: Any, device: str, stored: Mapping[str, Any]
+    config: ExtractConfig, facts: TargetFacts, device: str, stored: Mapping[str, Any]
 ) -> str:
     """Choose the dtype in which the target computes, if ``compute_dtype`` is auto."""
     kind = torch.device(device).type
@@ -362,7 +358,7 @@ def _choose_compute_dtype(
         return dtype
     # Compute in bfloat16 only if the target's weights are bfloat16. Rounding float32 weights would
     # give activations of a model that differs from the one that is served.
-    is_bfloat16 = dtype == "bfloat16" and getattr(model_config, "dtype", None) == torch.bfloat16
+    is_bfloat16 = dtype == "bfloat16" and getattr(facts.config, "dtype", None) == torch.bfloat16
     return "bfloat16" if is_bfloat16 and has_fast_bfloat16() else "float32"
 
 
@@ -394,7 +390,7 @@ def _extraction(
     of_engine = {"engine": engine, "attention": "paged", "device": "cuda"} if engine else {}
     return {
         "activations": list(forward.spec.fields),
-        "attention": families.attention_of(forward.model_config),
+        "attention": forward.facts.attention,
         "batch_tokens": forward.batch_tokens,
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
         "compute_dtype": forward.compute_dtype,
@@ -408,9 +404,9 @@ def _extraction(
     } | of_engine
 
 
-def _conventions(model_config: Any) -> Mapping[str, str]:
+def _conventions(facts: TargetFacts) -> Mapping[str, str]:
     """Return notes on how the target's keys and values differ from Llama's, possibly none."""
-    groups = families.kv_groups(model_config)
+    groups = facts.kv_groups
     if any(group.field == "kv/latent" for group in groups):
         return LATENTS
     return {} if all(group.is_rotated for group in groups) else ROTATED_IN_SOME

@@ -17,7 +17,7 @@ from ..errors import CodecUnknown, Interrupted, OptionInvalid
 from ..files import check_room, walk
 from ..machine import fix_sums
 from ..moa.targets.bundle import FrozenTarget
-from ..moa.targets.families import load_target_config
+from ..moa.targets.facts import load_facts
 from ..storage.backend import exists, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
@@ -185,7 +185,7 @@ def _learned_codec(
         return values
 
     if kv_metrics is not None and isinstance(kv, TransformCodec):
-        kv.rope = target_rope(load_target_config(source.target_path))
+        kv.rope = target_rope(load_facts(source.target_path))
         answered = np.flatnonzero(numbers(source.sequences, "n_response_tokens") >= _MIN_RESPONSE)
         if not len(answered):
             raise OptionInvalid(
@@ -203,7 +203,7 @@ def _learned_codec(
         codec,
         source.lengths,
         read,
-        frozen.config,
+        frozen.facts,
         frozen.lm_head_weight,
         frozen.embed_tokens.weight,
         learning,

@@ -37,6 +37,7 @@ from ..moa.targets.chat import (
     parse_chat,
 )
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
+from ..moa.targets.facts import TargetFacts
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
 from ..storage.plan import TEXTS_SHA256, column, map_texts, numbers, text_column, texts_sha256
@@ -232,7 +233,7 @@ def read_sequences(
     source: ChatSource,
     template: ChatTemplate,
     config: ExtractConfig,
-    sizes: Mapping[str, Any],
+    facts: TargetFacts,
     progress: Progress | None = None,
 ) -> Sequences:
     """Tokenise the rows of a dataset in order, until there are ``max_sequences`` sequences."""
@@ -257,7 +258,7 @@ def read_sequences(
         if isinstance(chat, Rejection):
             sequences.reject(row, chat)
         else:
-            _check_fits(row, chat, sizes, config)
+            _check_fits(row, chat, facts, config)
             sequences.add(row, chat)
         done = len(sequences) if limit else sequences.n_rows
         if progress and done % _REPORT_ROWS == 0:
@@ -403,10 +404,8 @@ def tokenize_row(
     return replace(tokenized, beside=tuple(beside))
 
 
-def _check_fits(
-    row: int, chat: TokenizedChat, sizes: Mapping[str, Any], config: ExtractConfig
-) -> None:
-    n_positions = sizes["max_position_embeddings"]
+def _check_fits(row: int, chat: TokenizedChat, facts: TargetFacts, config: ExtractConfig) -> None:
+    n_positions = facts.max_position_embeddings
     largest = int(chat.tokens.max())
     if len(chat.tokens) > n_positions:
         raise DatasetError(
@@ -414,10 +413,10 @@ def _check_fits(
             f"--max-length {config.data.max_length:,}, but the target has only {n_positions:,} "
             f"positions. Use --max-length {n_positions}."
         )
-    if largest >= sizes["vocab_size"]:
+    if largest >= facts.vocab_size:
         raise DatasetError(
             f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has only "
-            f"{sizes['vocab_size']:,} entries, so the tokenizer does not belong to this target. "
+            f"{facts.vocab_size:,} entries, so the tokenizer does not belong to this target. "
             "Copy the target's own tokenizer files into its folder."
         )
 
@@ -459,7 +458,7 @@ def texts_origin(
     identities: Mapping[str, str],
     config: ExtractConfig,
     rendering: Mapping[str, Any],
-    sizes: Mapping[str, Any],
+    facts: TargetFacts,
 ) -> dict[str, Any] | None:
     """Return all inputs that determine the token ids of a dataset.
 
@@ -476,8 +475,8 @@ def texts_origin(
         **rendering,
         "max_length": config.data.max_length,
         "max_sequences": config.data.max_sequences,
-        "max_position_embeddings": sizes["max_position_embeddings"],
-        "vocab_size": sizes["vocab_size"],
+        "max_position_embeddings": facts.max_position_embeddings,
+        "vocab_size": facts.vocab_size,
     }
 
 

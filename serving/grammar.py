@@ -65,7 +65,7 @@ class Grammars:
                 f"{error.name} is not installed on the server, but answers of a given form need "
                 "it. Install it there with: pip install 'moa-data[structured]'."
             ) from error
-        self._n_vocab = target.sizes["vocab_size"]
+        self._n_vocab = target.facts.vocab_size
         self._matcher = LLMatcher
         ends = sorted(target.eos_token_ids) or None
         n_tokens = max(self._n_vocab, len(target.tokenizer))

@@ -408,7 +408,7 @@ class Service:
 
     def _logit_bias(self, asked: GenerationRequest) -> tuple[tuple[int, float], ...]:
         biases = asked.logit_bias or {}
-        n_vocab = self.target.sizes["vocab_size"]
+        n_vocab = self.target.facts.vocab_size
         for name, value in biases.items():
             is_token = (
                 name.isascii() and name.isdecimal() and len(name) < 10 and int(name) < n_vocab

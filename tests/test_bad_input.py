@@ -89,9 +89,9 @@ def drop_parts(room: Path) -> None:
 
 
 def put_stranger(room: Path) -> None:
-    config = Target.load(str(room / "model"), torch.float32, "cpu").config
+    facts = Target.load(str(room / "model"), torch.float32, "cpu").facts
     save_drafter(
-        MoADrafter(MoASizes.from_target(config, {"weights_sha256": "0" * 64})), room / "strange"
+        MoADrafter(MoASizes.from_target(facts, {"weights_sha256": "0" * 64})), room / "strange"
     )
 
 

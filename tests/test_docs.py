@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig
 
 from moa_data.moa.drafters.registry import drafter_class
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.serving.wire import CODECS, STATUSES, bytes_per_position
 from moa_data.storage import schema
 from moa_data.storage.plan import PLAN_SCHEMA
@@ -155,7 +156,7 @@ def test_bytes_of_contexts() -> None:
         drafter_type = drafter_class(kind)
         with torch.device("meta"):
             width = drafter_type(
-                drafter_type.config_class.from_target(LLAMA_3_8B, **sizes)
+                drafter_type.config_class.from_target(TargetFacts.of(LLAMA_3_8B), **sizes)
             ).context_width
         assert width is not None
         n_bytes = [bytes_per_position(codec, width) for codec in CODECS]

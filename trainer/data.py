@@ -42,7 +42,7 @@ from ..files import parse_object
 from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs, draw_anchors
 from ..moa.nn import masks
-from ..moa.targets.families import layer_sizes, load_target_config
+from ..moa.targets.facts import load_facts
 from ..storage.backend import names_in, read_file
 from ..storage.codecs.field import FieldCodec
 from ..storage.plan import numbers
@@ -327,7 +327,7 @@ def needed_fields(store: ActivationStore, config: TrainConfig) -> dict[str, str]
         )
     if n_last:
         # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
-        layer_sizes(load_target_config(store.target_path))
+        load_facts(store.target_path).layer_sizes()
     reads = _reads(store, config.drafter)
     needed = read_fields(reads)
     kv = _kv_read(store, reads)

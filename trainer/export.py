@@ -23,7 +23,7 @@ from ..moa.drafters.sizes import check_target_fits
 from ..moa.formats.checkpoint import LAYOUTS, load_drafter, write_layout
 from ..moa.formats.layout import EMBEDDINGS, LM_HEAD, Layout
 from ..moa.targets.bundle import FROZEN_FILE, hash_target, weight_files
-from ..moa.targets.families import embedding_scale, load_target_config, target_sizes
+from ..moa.targets.facts import TargetFacts, load_facts
 from ..moa.targets.live import resolve_model_folder
 from ..moa.targets.model_files import read_header
 from ..storage.backend import exists, open_path
@@ -71,11 +71,13 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     folder = Path(config.out).expanduser()
     drafter = load_drafter(source)
     refuse_other_files(folder)
+    facts: TargetFacts | None = None
     pieces: dict[str, Any] = {}
     if config.model or (layout.kind == drafter.kind and layout.needs):
-        identity, pieces = find_target(config.model, source, layout.needs)
-        check_target_fits(drafter.config, target_sizes(pieces["config"]), identity)
-    _check_embeddings(layout, pieces.get("config") or _config_of(source))
+        identity, facts, tensors = find_target(config.model, source, layout.needs)
+        check_target_fits(drafter.config, facts.sizes, identity)
+        pieces = {"config": facts.config, **tensors}
+    _check_embeddings(layout, facts or _facts_of(source))
     dtype = getattr(torch, config.dtype)
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
@@ -102,8 +104,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
 
 def find_target(
     model: str | None, drafter: Path, needs: Sequence[str]
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """Read the target's identity, its config, and the weights that a layout needs.
+) -> tuple[dict[str, str], TargetFacts, dict[str, torch.Tensor]]:
+    """Read the target's identity, the facts about it, and the weights that a layout needs.
 
     Args:
         model: a store, a model folder or a hub id. None uses the store from which the drafter was
@@ -112,7 +114,7 @@ def find_target(
         needs: names of the tensors that the layout needs.
 
     Returns:
-        The target's hashes, and a dict with its config under ``config`` and the needed tensors.
+        The target's hashes, the facts about it, and the needed tensors by name.
     """
     source = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
@@ -126,45 +128,41 @@ def find_target(
             prefix = ""
         else:
             folder = resolve_model_folder(source)
-            load_target_config(folder)  # Refuse an invalid target before its weights are hashed.
+            load_facts(folder)  # Refuse an invalid target before its weights are hashed.
             files = weight_files(folder)
             prefix = "model."
             identity = hash_target(folder)
         # If a target has no LM head of its own, its embeddings are the LM head (tied weights).
         names = {EMBEDDINGS: (prefix + EMBEDDINGS,), LM_HEAD: (LM_HEAD, prefix + EMBEDDINGS)}
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name in needs:
             if name in names:
                 tensors[name] = _read_tensor(files, names[name], folder)
-        config = load_target_config(folder)
+        facts = load_facts(folder)
         # Some targets multiply embeddings by a constant. A store holds the multiplied embeddings,
         # so do the same to embeddings from a model folder.
         if EMBEDDINGS in tensors and prefix:
             table = tensors[EMBEDDINGS]
-            tensors[EMBEDDINGS] = table * torch.tensor(embedding_scale(config), dtype=table.dtype)
+            tensors[EMBEDDINGS] = table * torch.tensor(facts.embedding_scale, dtype=table.dtype)
         if not Path(source).exists():
             # Record the hub id rather than the path in this machine's cache of the Hub.
-            config.name_or_path = source
-        return identity, {"config": config, **tensors}
+            facts.config.name_or_path = source
+        return identity, facts, tensors
 
 
-def _config_of(drafter: Path) -> Any:
-    """Return the target's config from the store that a drafter was trained from, or None."""
+def _facts_of(drafter: Path) -> TargetFacts | None:
+    """Return the facts about a drafter's target from the store of its training, or None."""
     with contextlib.suppress(TargetError, StoreError):
-        return find_target(None, drafter, ())[1]["config"]
+        return find_target(None, drafter, ())[1]
     return None
 
 
-def _check_embeddings(layout: Layout, target_config: Any) -> None:
+def _check_embeddings(layout: Layout, facts: TargetFacts | None) -> None:
     """Refuse a format without embeddings if the target scales its embeddings."""
-    if (
-        target_config is not None
-        and not layout.holds_embeddings
-        and embedding_scale(target_config) != 1
-    ):
+    if facts is not None and not layout.holds_embeddings and facts.embedding_scale != 1:
         fitting = ", ".join(other.name for other in LAYOUTS.values() if other.holds_embeddings)
         raise DrafterError(
-            f"{target_config.model_type} scales its embeddings, but {layout.reader} would feed "
+            f"{facts.model_type} scales its embeddings, but {layout.reader} would feed "
             f"unscaled ones to the drafter, because the format {layout.name} holds no embeddings. "
             f"Choose one of the formats {fitting}."
         )

@@ -64,7 +64,6 @@ from ..moa.drafters.advice import Advice, other_drafter
 from ..moa.drafters.registry import drafter_class
 from ..moa.formats.checkpoint import export_problems
 from ..moa.targets.bundle import FrozenTarget
-from ..moa.targets.families import target_sizes
 from ..storage.commit import check_target_bundle
 from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
@@ -396,7 +395,7 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
         identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)
     build = drafter_class(config.drafter.kind)
     sizes = size_settings(config.drafter)
-    drafter = build(build.config_class.from_target(frozen.config, identity, **sizes))
+    drafter = build(build.config_class.from_target(frozen.facts, identity, **sizes))
     max_depth = drafter.config.max_depth
     if max_depth is not None and config.validation.draft_length > max_depth:
         raise TrainingError(
@@ -411,7 +410,7 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
     if config.init_from and not config.resume:
         drafter = checkpoints.initial_drafter(
-            config.init_from, drafter, config.drafter, target_sizes(frozen.config)
+            config.init_from, drafter, config.drafter, frozen.facts.sizes
         )
     return DrafterModule(
         drafter, frozen, config, config.schedule.decay_end_step(data.steps_per_epoch)

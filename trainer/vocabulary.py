@@ -10,7 +10,7 @@ import torch
 
 from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.vocabulary import choose_draft_vocabulary, may_be_reduced
-from ..moa.targets.families import count_weights, load_target_config
+from ..moa.targets.facts import load_facts
 from ..storage.read.store import ActivationStore
 from .config import AnyDrafter
 from .data import BatchReader, StoreDataModule
@@ -39,9 +39,9 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
     is_given = config.resume or config.drafter.draft_vocabulary is not None
     if is_given or not may_be_reduced(int(store.manifest.target["vocab_size"])):
         return
-    target_config = load_target_config(store.target_path)
+    facts = load_facts(store.target_path)
     build = drafter_class(config.drafter.kind)
-    sizes = build.config_class.from_target(target_config, **size_settings(config.drafter))
+    sizes = build.config_class.from_target(facts, **size_settings(config.drafter))
     with torch.device("meta"):
         width, n_body = build(sizes).weights_per_draft()
     reader = BatchReader(store, config, torch.device("cpu"))
@@ -49,9 +49,7 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
         [reader.count_response_tokens(data.train_sequences[half::2]) for half in (0, 1)]
     )
     max_tokens = sizes.draft_vocabulary or halves.shape[1]
-    choice = choose_draft_vocabulary(
-        halves, width, n_body, count_weights(target_config), max_tokens
-    )
+    choice = choose_draft_vocabulary(halves, width, n_body, facts.n_weights, max_tokens)
     chosen = ChosenSetting("draft_vocabulary", choice.n_tokens or max_tokens, choice.why)
     data.config = config.replaced(draft_vocabulary=chosen.value)
     data.chosen = [*data.chosen, chosen]

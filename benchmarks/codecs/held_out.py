@@ -57,7 +57,7 @@ def learned(name: str, store: ActivationStore, frozen: FrozenTarget) -> StoreCod
     codec = StoreCodec(name, store.manifest.fields)
     with tempfile.TemporaryDirectory() as folder:
         calibrate(
-            codec, store.lengths, lambda row: read(store, row, codec), frozen.config,
+            codec, store.lengths, lambda row: read(store, row, codec), frozen.facts,
             frozen.lm_head_weight, frozen.embed_tokens.weight,
             learning_on("cpu", Path(folder), None),
         )  # fmt: skip

@@ -40,7 +40,6 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.block import CONTEXTS
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.targets.families import target_sizes
 from moa_data.moa.targets.live import Target
 from moa_data.trainer.config import AnyDrafter, MoASettings
 
@@ -183,7 +182,7 @@ def random_drafter(
         sizes["context"] = context
     if n_target_layers:
         sizes["target_layer_inference"] = n_target_layers
-    drafter = build(build.config_class.from_target(target.config, **sizes))
+    drafter = build(build.config_class.from_target(target.facts, **sizes))
     drafter.initialize(torch.Generator().manual_seed(0))
     return drafter.to(device=target.device, dtype=target.model.dtype).eval()
 
@@ -200,12 +199,12 @@ def read_bytes(target: Target, options: argparse.Namespace) -> int:
     settings = settings.model_copy(
         update={key: value for key, value in changes.items() if value is not None}
     )
-    facts = target_sizes(target.config)
-    reads = drafter_class(options.kind).reads(facts["n_layers"], settings)
-    n_layers = facts["n_layers"] if reads.kv_layers is None else len(reads.kv_layers)
-    kv = n_layers * 2 * facts["n_kv_heads"] * facts["head_dim"] if reads.kv else 0
+    facts = target.facts
+    reads = drafter_class(options.kind).reads(facts.n_layers, settings)
+    n_layers = facts.n_layers if reads.kv_layers is None else len(reads.kv_layers)
+    kv = n_layers * 2 * facts.n_kv_heads * facts.head_dim if reads.kv else 0
     n_states = len(reads.fields) - reads.kv + len(reads.outputs)
-    return 2 * int(kv + n_states * facts["hidden_size"])
+    return 2 * int(kv + n_states * facts.hidden_size)
 
 
 def rounds(
@@ -300,14 +299,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(
-        5, target.config.vocab_size, (options.prompt_tokens,), generator=generator
+        5, target.facts.vocab_size, (options.prompt_tokens,), generator=generator
     ).tolist()
     found: dict[str, Any] = {
         "device": device_name(target.device),
         "n_threads": torch.get_num_threads(),
         "dtype": options.dtype,
         "target": options.model or options.shape,
-        "n_layers": target.config.num_hidden_layers,
+        "n_layers": target.facts.n_layers,
         "cuda_graphs": options.cuda_graphs,
         "transformers_compiled": options.transformers_compiled,
         "drafter": drafter.kind,

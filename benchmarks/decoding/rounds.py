@@ -61,7 +61,7 @@ class KnownText(DrafterProposer):
         right = (self.text + [0] * (n_drafts + 1))[at : at + n_right + 1]
         drafts.tokens[0, :n_right] = torch.tensor(right[:n_right], dtype=torch.int64)
         if wrong:
-            drafts.tokens[0, n_right] = (right[n_right] + 1) % self.frozen.config.vocab_size
+            drafts.tokens[0, n_right] = (right[n_right] + 1) % self.frozen.facts.vocab_size
         return drafts
 
 
@@ -74,9 +74,9 @@ def random_drafter(target: Target, name: str) -> Drafter:
     build = drafter_class(drafter_settings.kind)
     known = {item.name for item in dataclasses.fields(build.config_class)}
     sizes = {key: value for key, value in drafter_settings if key in known}
-    drafter = build(build.config_class.from_target(target.config, **sizes))
+    drafter = build(build.config_class.from_target(target.facts, **sizes))
     drafter.initialize(torch.Generator().manual_seed(0))
-    n_tokens = target.config.vocab_size
+    n_tokens = target.facts.vocab_size
     drafter.adopt(FrozenTarget.from_model(target.model, 0), lambda: torch.arange(n_tokens, 0, -1))
     drafter.eval().requires_grad_(False).prepare()
     return drafter

@@ -57,7 +57,7 @@ class Text:
         self._proposer = DrafterProposer(target, drafter)
         generator = torch.Generator().manual_seed(0)
         self._committed = torch.randint(
-            5, target.config.vocab_size, (N_PROMPT,), generator=generator
+            5, target.facts.vocab_size, (N_PROMPT,), generator=generator
         ).tolist()
         self._proposer.begin(self._cache)
         self._commit(self._committed)

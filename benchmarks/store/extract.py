@@ -92,7 +92,7 @@ def compare(config: ExtractConfig, folder: Path, options: argparse.Namespace) ->
         report = extract(config.replaced(out=str(store)))
         shutil.rmtree(store)
         timings.append(report.timings)
-    flops = body_flops(target.config, plan.table["n_tokens"].to_pylist())
+    flops = body_flops(target.facts.config, plan.table["n_tokens"].to_pylist())
     peak = peak_flops(target.device, options.peak_tflops)
     return figures_of(plan.n_tokens, forward_s, timings) | {
         "stored_over_raw": report.stored_bytes / plan.raw_bytes,

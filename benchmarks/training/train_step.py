@@ -46,7 +46,7 @@ from benchmarks.kit.shapes import SHAPES, shape_config
 from moa_data.machine import free_memory, keep_freed_memory
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.targets.bundle import FROZEN_FILE
-from moa_data.moa.targets.families import target_sizes
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import (
     TARGET_NAME,
@@ -67,20 +67,20 @@ N_SEQUENCES = 2
 
 def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
     """Write random activations with the bundle of a random target."""
-    rng, sizes = np.random.default_rng(0), target_sizes(config)
+    rng, facts = np.random.default_rng(0), TargetFacts.of(config)
     wide, vocab_size = config.hidden_size, config.vocab_size
     reads = [
-        drafter_class(one.kind).reads(sizes["n_layers"], one)
+        drafter_class(one.kind).reads(facts.n_layers, one)
         for one in (settings() for settings in get_args(AnyDrafter))
     ]
     hidden = [
         "last",
         *(f"layer_{layer}" for layer in sorted({layer for one in reads for layer in one.outputs})),
     ]
-    kv = kv_field(sizes["n_layers"], sizes["n_kv_heads"], sizes["head_dim"])
+    kv = kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim)
     activations = (kv, *(hidden_field(name, wide) for name in hidden))
     fields = (tokens_field(), response_mask_field(), *activations)
-    manifest, plan = recipe(fields, [n_tokens] * N_SEQUENCES, target=sizes)
+    manifest, plan = recipe(fields, [n_tokens] * N_SEQUENCES, target=facts.sizes)
     with StoreWriter.create_or_resume(path, manifest, plan) as writer:
         with writer.target() as folder:
             config.save_pretrained(folder)

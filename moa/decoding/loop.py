@@ -347,7 +347,7 @@ class _Row:
                 f"the prompt has {len(prompt_tokens)} tokens, but it must have fewer than "
                 f"{target.max_positions}, the length of the target's context; shorten the prompt."
             )
-        vocab_size = target.sizes["vocab_size"]
+        vocab_size = target.facts.vocab_size
         if (
             unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)
         ) is not None:

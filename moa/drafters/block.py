@@ -54,7 +54,7 @@ from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource, check_arrived
-from ..targets.families import check_rotation, target_sizes
+from ..targets.facts import TargetFacts
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, concatenated, fitting_counts, padded, write_after
@@ -146,21 +146,20 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
     @classmethod
     @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        facts = target_sizes(config)
+    def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
         context = given.get("context", cls.context)
-        values = super().defaults(config, given) | {"mask_token": facts["vocab_size"] - 1}
+        values = super().defaults(facts, given) | {"mask_token": facts.vocab_size - 1}
         if context == "kv":
-            check_rotation(config)
-            values["kv_width"] = 2 * facts["n_kv_heads"] * facts["head_dim"]
+            facts.check_rotation()
+            values["kv_width"] = facts.kv_width
         if context == "memory":
-            values |= cls.encoder_defaults(config, given)
+            values |= cls.encoder_defaults(facts, given)
         # Call ``default_read_layers`` only if needed, because it fails for targets with few layers.
         elif "fused_layers" not in given:
             n_read = (
                 given.get("block_layers", cls.block_layers) if context == "kv" else N_READ_LAYERS
             )
-            values["fused_layers"] = default_read_layers(facts["n_layers"], n_read)
+            values["fused_layers"] = default_read_layers(facts.n_layers, n_read)
         return values
 
 

@@ -48,7 +48,7 @@ from ...errors import DrafterError
 from ..nn import losses
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm
 from ..targets.bundle import FrozenTarget
-from ..targets.families import target_sizes
+from ..targets.facts import TargetFacts
 from .eagle import FeatureDrafter
 from .sizes import DrafterSizes, LayerSizes, check_target_layers
 from .training import (
@@ -110,17 +110,16 @@ class Eagle3Sizes(LayerSizes):
 
     @classmethod
     @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        facts = target_sizes(config)
-        values = super().defaults(config, given)
+    def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().defaults(facts, given)
         # Use no biases of q, k and v, even for Qwen2 targets, because inference engines run EAGLE-3
         # without them.
         values["qkv_bias"] = False
-        values["draft_vocabulary"] = min(facts["vocab_size"], DEFAULT_DRAFT_VOCABULARY)
+        values["draft_vocabulary"] = min(facts.vocab_size, DEFAULT_DRAFT_VOCABULARY)
         # Call ``default_fused_layers`` only if needed, because it fails for targets with few
         # layers.
         if "fused_layers" not in given:
-            values["fused_layers"] = default_fused_layers(facts["n_layers"])
+            values["fused_layers"] = default_fused_layers(facts.n_layers)
         return values
 
 

@@ -43,7 +43,7 @@ from ..nn import masks
 from ..nn.layers import Attention, DecoderBlock, Rotation
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
-from ..targets.families import check_kv, kv_groups, rotates_as_llama, target_sizes
+from ..targets.facts import TargetFacts
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, lengths_mask
@@ -70,16 +70,15 @@ class GlideSizes(LayerSizes):
 
     @classmethod
     @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        check_kv(config)
-        facts = target_sizes(config)
+    def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
+        facts.check_kv()
         values = dict[str, Any]()
-        if not rotates_as_llama(config):
-            last = max(kv_groups(config), key=lambda group: group.layers[-1])
+        if not facts.rotates_as_llama:
+            last = max(facts.kv_groups, key=lambda group: group.layers[-1])
             values["target_kv"] = (last.layers[-1], *last.shape)
             values["target_latents"] = last.field == "kv/latent"
-        values["kv_width"] = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
-        return super().defaults(config, given) | values
+        values["kv_width"] = facts.kv_width
+        return super().defaults(facts, given) | values
 
     @override
     def problems(self) -> Iterator[str]:

@@ -26,7 +26,7 @@ from ..nn import losses
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
-from ..targets.families import mlp_width
+from ..targets.facts import TargetFacts
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features
 from .sizes import DrafterSizes, multiple_of_32
@@ -61,9 +61,9 @@ class IndependentSizes(DrafterSizes):
 
     @classmethod
     @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        width = given.get("independent_width", multiple_of_32(config.hidden_size / 2))
-        narrow = multiple_of_32(width * mlp_width(config) / config.hidden_size)
+    def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
+        width = given.get("independent_width", multiple_of_32(facts.hidden_size / 2))
+        narrow = multiple_of_32(width * facts.mlp_width / facts.hidden_size)
         return {"independent_width": width, "independent_mlp_width": narrow}
 
     @property

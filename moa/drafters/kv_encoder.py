@@ -32,7 +32,7 @@ from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, Rotary
 from ..nn.masks import added
 from ..targets.cache import KVSource, check_arrived
-from ..targets.families import check_rotation, kv_groups, rotates_as_llama, target_sizes
+from ..targets.facts import TargetFacts
 from .sizes import DrafterSizes, largest_divisor, multiple_of_32
 
 # Maximum number of positions in one call of layer self-attention. Each position is a sequence of L
@@ -121,38 +121,36 @@ class KVEncoderSizes(DrafterSizes):
             )
 
     @staticmethod
-    def encoder_defaults(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    def encoder_defaults(facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose sizes in the same proportions as the MoA authors' drafter for Llama-3-8B."""
-        facts = target_sizes(config)
         grouped = {}
-        kv_width = facts.get("kv_width") or 2 * facts["n_kv_heads"] * facts["head_dim"]
-        if "kv_width" in facts:
-            groups = kv_groups(config)
+        kv_width = facts.kv_width
+        if facts.splits_kv:
             numbered_layers: list[tuple[int, int]] = []
-            for number, group in enumerate(groups):
+            for number, group in enumerate(facts.kv_groups):
                 for layer in group.layers:
                     numbered_layers.append((layer, number))
             grouped["kv_groups"] = tuple(number for _, number in sorted(numbered_layers))
-            grouped["kv_group_widths"] = tuple(group.shape.width for group in groups)
+            grouped["kv_group_widths"] = tuple(group.shape.width for group in facts.kv_groups)
         # Limit the number of heads: a target that caches latents has many heads, but narrow KV.
-        n_heads = min(facts["n_heads"], max(1, kv_width // 64)) if grouped else facts["n_heads"]
+        n_heads = min(facts.n_heads, max(1, kv_width // 64)) if grouped else facts.n_heads
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The MoA authors' code uses the target's number of heads for layer self-attention. If this
         # number does not divide the KV width, the head dim is rounded down.
-        if kv_width % heads and (heads != facts["n_heads"] or kv_width // heads % 2):
+        if kv_width % heads and (heads != facts.n_heads or kv_width // heads % 2):
             raise DrafterError(
                 f"layer_attention_heads is {heads}, which does not divide the KV width {kv_width} "
                 "(the size of all keys and values of a token in a target layer); give "
-                f"--layer-attention-heads {_layer_attention_heads(kv_width, facts['n_heads'])}."
+                f"--layer-attention-heads {_layer_attention_heads(kv_width, facts.n_heads)}."
             )
         if given.get("unrotated_keys"):
-            check_rotation(config)
+            facts.check_rotation()
         return grouped | {
             "kv_width": kv_width,
-            "unrotated_keys": rotates_as_llama(config),
+            "unrotated_keys": facts.rotates_as_llama,
             "layer_attention_heads": heads,
             "layer_attention_head_dim": kv_width // heads,
-            "layer_attention_kv_heads": largest_divisor(heads, min(heads, facts["n_kv_heads"])),
+            "layer_attention_kv_heads": largest_divisor(heads, min(heads, facts.n_kv_heads)),
             "layer_attention_mlp_width": multiple_of_32(kv_width * 1.5),
         }
 

@@ -44,7 +44,7 @@ from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import DecoderBlock
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
-from ..targets.families import mlp_width, target_sizes
+from ..targets.facts import TargetFacts
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
@@ -92,17 +92,16 @@ class MoASizes(KVEncoderSizes):
 
     @classmethod
     @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose sizes in the same proportions as the MoA authors' drafter for Llama-3-8B."""
-        facts = target_sizes(config)
-        half_kv_heads = largest_divisor(facts["n_heads"], max(1, facts["n_kv_heads"] // 2))
-        narrow = multiple_of_32(mlp_width(config) * 3 / 7)
+        half_kv_heads = largest_divisor(facts.n_heads, max(1, facts.n_kv_heads // 2))
+        narrow = multiple_of_32(facts.mlp_width * 3 / 7)
         return {
             "self_attention_kv_heads": half_kv_heads,
             "self_attention_mlp_width": narrow,
             "cross_attention_kv_heads": half_kv_heads,
             "cross_attention_mlp_width": narrow,
-        } | cls.encoder_defaults(config, given)
+        } | cls.encoder_defaults(facts, given)
 
 
 class MoADraftState(LayerState):

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ...errors import DrafterError, TargetError
 from ..nn.layers import DecoderBlockSizes, Rotary
-from ..targets.families import mlp_width, norm_eps, rope_parameters, target_sizes
+from ..targets.facts import TargetFacts
 
 _MAX_SIZE = 1 << 26
 
@@ -109,34 +109,33 @@ class DrafterSizes:
                 yield f"{name} ({count}) must divide the target's {self.n_heads} query heads"
 
     @classmethod
-    def from_target(cls, config: Any, target: dict[str, str] | None = None, **sizes: Any) -> Self:
-        """Create the sizes for a target's transformers config and identity.
+    def from_target(
+        cls, facts: TargetFacts, target: dict[str, str] | None = None, **sizes: Any
+    ) -> Self:
+        """Create the sizes for the facts about a target and its identity.
 
         ``sizes`` overrides defaults. Raises DrafterError if the sizes do not fit each other.
         """
-        known = target_sizes(config)
-        names = (
-            "hidden_size",
-            "n_heads",
-            "head_dim",
-            "n_layers",
-            "vocab_size",
-            "max_position_embeddings",
-        )
-        facts = {name: known[name] for name in names} | {
-            "norm_eps": norm_eps(config),
-            "rope_parameters": rope_parameters(config),
-            "qkv_bias": config.model_type == "qwen2",
+        values: dict[str, Any] = {
+            "hidden_size": facts.hidden_size,
+            "n_heads": facts.n_heads,
+            "head_dim": facts.head_dim,
+            "n_layers": facts.n_layers,
+            "vocab_size": facts.vocab_size,
+            "max_position_embeddings": facts.max_position_embeddings,
+            "norm_eps": facts.norm_eps,
+            "rope_parameters": facts.rope_parameters,
+            "qkv_bias": facts.model_type == "qwen2",
             "target": dict(target or {}),
         }
         given_sizes = {name: value for name, value in sizes.items() if value is not None}
         if given_sizes.get("draft_vocabulary") == "all":
-            given_sizes["draft_vocabulary"] = facts["vocab_size"]
-        return cls(**(facts | cls.defaults(config, given_sizes) | given_sizes))
+            given_sizes["draft_vocabulary"] = facts.vocab_size
+        return cls(**(values | cls.defaults(facts, given_sizes) | given_sizes))
 
     @classmethod
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose defaults from the target's transformers config and the given sizes.
+    def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose defaults from the facts about the target and the given sizes.
 
         This class has no defaults.
         """
@@ -218,11 +217,10 @@ class LayerSizes(DrafterSizes):
 
     @classmethod
     @override
-    def defaults(cls, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        n_kv_heads = target_sizes(config)["n_kv_heads"]
+    def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "self_attention_kv_heads": n_kv_heads,
-            "self_attention_mlp_width": mlp_width(config),
+            "self_attention_kv_heads": facts.n_kv_heads,
+            "self_attention_mlp_width": facts.mlp_width,
         }
 
     @property
@@ -266,7 +264,7 @@ def check_target_fits(
 
     Args:
         config: sizes of the drafter.
-        sizes: sizes of the target, from ``families.target_sizes``.
+        sizes: sizes of the target, from ``TargetFacts.sizes``.
         identity: hashes of the target's weights, from ``bundle.hash_target``.
     """
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}

@@ -215,7 +215,7 @@ def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
 
 def check_drafter_matches(drafter: Drafter, target: Target) -> None:
     """Raise TargetError if a drafter was trained for another target."""
-    check_target_fits(drafter.config, target.sizes, target.identity)
+    check_target_fits(drafter.config, target.facts.sizes, target.identity)
 
 
 def write_layout(

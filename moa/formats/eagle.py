@@ -47,7 +47,7 @@ import torch
 from ...errors import DrafterError
 from ..drafters.eagle import EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
-from ..targets.families import parse_target_config
+from ..targets.facts import parse_facts
 from . import layout
 from .layout import ForeignConfig, Layout, Weights
 
@@ -254,7 +254,7 @@ MOA_EAGLE = Layout(
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,
     read_sizes=lambda weights, config: _read_sizes(
-        weights, EagleSizes.from_target(parse_target_config(config, "config.json")).to_dict()
+        weights, EagleSizes.from_target(parse_facts(config, "config.json")).to_dict()
     ),
 )
 

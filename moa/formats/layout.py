@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from ...errors import DrafterError
 from ...files import parsing
 from ..drafters.sizes import DrafterSizes
-from ..targets.families import norm_eps, rope_parameters
+from ..targets.facts import rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -169,7 +169,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "n_layers": 0,
             "vocab_size": known.vocab_size,
             "max_position_embeddings": known.max_position_embeddings,
-            "norm_eps": norm_eps(known),
+            "norm_eps": known.rms_norm_eps,
             "rope_parameters": rope_parameters(known),
         }
     # Check only these fields here. :class:`DrafterSizes` checks the other fields.

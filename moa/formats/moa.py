@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..drafters.mixture import MoASizes
-from ..targets.families import parse_target_config
+from ..targets.facts import parse_facts
 from . import layout
 from .layout import Layout, Weights
 
@@ -121,7 +121,7 @@ MOA = Layout(
     own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),
     recognises=lambda names, config: _KEY in names and config.get("model_type") != _MODEL_TYPE,
     read_sizes=lambda weights, config: sizes_from_official(
-        weights, parse_target_config(config, "config.json")
+        weights, parse_facts(config, "config.json")
     ),
 )
 

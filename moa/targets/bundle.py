@@ -30,7 +30,8 @@ from ...text import Progress
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
 from ..nn.packed import PackedLinear, as_layer, pack, rows_of
-from . import families
+from .facts import TargetFacts, load_facts
+from .families import text_model
 from .model_files import check_finite, find_problems, read_header, read_json, write_tensors
 
 FROZEN_FILE = "frozen.safetensors"
@@ -98,7 +99,7 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
     """
     folder = Path(folder)
     # This raises TargetError for a folder that is not a target.
-    families.load_target_config(folder)
+    load_facts(folder)
     if folder.parent == cache_folder("gguf"):
         # Use the hash of the GGUF file, because releases of transformers may convert it to
         # different files.
@@ -212,13 +213,13 @@ def held_layers(path: str | Path) -> int:
     return len(layer_indices)
 
 
-def frozen_tensors(config: Any, n_layers: int) -> dict[str, Tensor]:
+def frozen_tensors(facts: TargetFacts, n_layers: int) -> dict[str, Tensor]:
     """Create, on the meta device, the tensors that a bundle with the last N layers must contain."""
-    n_total = config.num_hidden_layers
+    n_total = facts.n_layers
     with torch.device("meta"):
-        norm = torch.empty(config.hidden_size)
-        embeddings = torch.empty(config.vocab_size, config.hidden_size)
-        layer = DecoderBlock(families.layer_sizes(config)).state_dict() if n_layers else {}
+        norm = torch.empty(facts.hidden_size)
+        embeddings = torch.empty(facts.vocab_size, facts.hidden_size)
+        layer = DecoderBlock(facts.layer_sizes()).state_dict() if n_layers else {}
     tensors = {"embed_tokens.weight": embeddings, "norm.weight": norm, "lm_head.weight": embeddings}
     for index in range(n_total - n_layers, n_total):
         for name, value in layer.items():
@@ -232,22 +233,22 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
     Raises:
         TargetError: drafters do not support the target's embeddings or LM head.
     """
-    body: Any = families.text_model(model)
-    n_layers = body.config.num_hidden_layers
+    body: Any = text_model(model)
+    facts = TargetFacts.of(body.config)
     weights = {
         "embed_tokens.weight": _embeddings(model),
-        "norm.weight": _norm_factors(body, body.config),
+        "norm.weight": _norm_factors(body, facts),
         "lm_head.weight": scaled_head(model),
     }
-    size = body.config.vocab_size, body.config.hidden_size
+    size = facts.vocab_size, facts.hidden_size
     # Refuse models such as OPT-350m, whose embeddings have another width than the hidden states.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
-            f"this {body.config.model_type} has embeddings or an LM head of another shape than "
+            f"this {facts.model_type} has embeddings or an LM head of another shape than "
             f"{size[0]:,} tokens by {size[1]:,} numbers, which drafters need. Choose another "
             "target."
         )
-    for index in range(n_layers - n_layers_kept, n_layers):
+    for index in range(facts.n_layers - n_layers_kept, facts.n_layers):
         for name, value in body.layers[index].state_dict().items():
             weights[f"layers.{index}.{name}"] = value
     return {name: value.detach() for name, value in weights.items()}
@@ -274,29 +275,28 @@ def final_norm(body: nn.Module) -> nn.Module:
     return nn.Identity()
 
 
-def _norm_factors(body: nn.Module, config: Any) -> Tensor:
+def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:
     """Return the factors [E] of the norm after the last layer; ones without such a norm."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
-            config.hidden_size, dtype=cast(Any, body).dtype, device=cast(Any, body).device
+            facts.hidden_size, dtype=cast(Any, body).dtype, device=cast(Any, body).device
         )
-    offset = families.family_of(config).norm_offset
+    offset = facts.family.norm_offset
     return weight + offset if offset else weight
 
 
 def scaled_head(model: PreTrainedModel) -> Tensor:
     """Return the LM head [V, E], multiplied by the scale that the model applies to logits."""
     head = cast(Any, model).get_output_embeddings()
-    config = families.text_model(model).config
+    facts = TargetFacts.of_model(model)
     if head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
-            f"the LM head of {config.model_type} is not a plain matrix, or it has a bias, which "
+            f"the LM head of {facts.model_type} is not a plain matrix, or it has a bias, which "
             "drafters do not support. Choose another target."
         )
     weight = cast(Tensor, head.weight)
-    scale = families.logit_scale(config)
-    return weight if scale == 1 else weight * scale
+    return weight if facts.logit_scale == 1 else weight * facts.logit_scale
 
 
 class FrozenTarget(nn.Module):
@@ -305,36 +305,30 @@ class FrozenTarget(nn.Module):
     They are not trained.
     """
 
-    def __init__(self, config: Any, weights: dict[str, Tensor], n_layers: int) -> None:
+    def __init__(self, facts: TargetFacts, weights: dict[str, Tensor], n_layers: int) -> None:
         super().__init__()
-        self.config = config
+        self.facts = facts
         self.n_layers = n_layers
-        windows = families.layer_windows(config)
+        first = facts.n_layers - n_layers
         # Attention window of each of the last N layers, in tokens; None for full attention.
-        self.windows = windows[len(windows) - n_layers :]
+        self.windows = facts.layer_windows[first:]
         dtype = weights["lm_head.weight"].dtype
         # dtype of the results of `embed` and `logits`; None if it is the dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
         self.embed_tokens = nn.Embedding.from_pretrained(
             weights["embed_tokens.weight"], freeze=True
         )
-        self.norm = RMSNorm(config.hidden_size, eps=families.norm_eps(config), dtype=dtype)
+        self.norm = RMSNorm(facts.hidden_size, eps=facts.norm_eps, dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
         self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
         # The LM head as a packed layer. The tuple prevents PyTorch from registering it as a
         # submodule.
         self._laid_head: tuple[nn.Linear, ...] = ()
-        self.logit_cap = families.logit_cap(config)
-        sizes = families.target_sizes(config)
-        self.rotary = Rotary(
-            sizes["head_dim"], families.rope_parameters(config), sizes["max_position_embeddings"]
-        )
-        first = sizes["n_layers"] - n_layers
+        self.logit_cap = facts.logit_cap
+        self.rotary = Rotary(facts.head_dim, facts.rope_parameters, facts.max_position_embeddings)
         with torch.device("meta"):
             # The last N layers in order. ``layers[0]`` is the target's layer ``L - N``.
-            self.layers = nn.ModuleList(
-                DecoderBlock(families.layer_sizes(config)) for _ in range(n_layers)
-            )
+            self.layers = nn.ModuleList(DecoderBlock(facts.layer_sizes()) for _ in range(n_layers))
         for offset, layer in enumerate(self.layers):
             prefix = f"layers.{first + offset}."
             layer_weights: dict[str, Tensor] = {}
@@ -358,7 +352,7 @@ class FrozenTarget(nn.Module):
             path: the folder of the bundle.
             n_layers: the number of decoder layers to load, counted from the last layer.
             dtype: the dtype of the weights; None for the stored dtype.
-            sizes: the target's sizes (see :func:`target_sizes`) that the store with this bundle has
+            sizes: the target's sizes (see :attr:`.TargetFacts.sizes`) that the store with this bundle has
                 recorded; None if the bundle is not part of a store.
 
         Raises:
@@ -371,14 +365,14 @@ class FrozenTarget(nn.Module):
                 "extract again with the same options: it restores target/."
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
-        config = families.load_target_config(path)
-        _check_sizes(path, config, sizes or {})
+        facts = load_facts(path)
+        _check_sizes(path, facts.sizes, sizes or {})
         if (held := held_layers(path)) < n_layers:
             raise TargetError(
                 f"{path} holds {held} decoder layers, {n_layers} are needed; add the missing ones "
                 f"with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
             )
-        expected = frozen_tensors(config, n_layers)
+        expected = frozen_tensors(facts, n_layers)
         stored = {name: header for name, header in headers.items() if name in expected}
         if problem := find_problems(stored, expected):
             raise TargetError(
@@ -389,13 +383,13 @@ class FrozenTarget(nn.Module):
         if dtype is not None:
             weights = {name: value.to(dtype) for name, value in weights.items()}
         check_finite(weights, path / FROZEN_FILE, TargetError)
-        return cls(config, weights, n_layers)
+        return cls(facts, weights, n_layers)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, n_layers: int = 0) -> "FrozenTarget":
         """Make the frozen target from a live target. Both use the same weights in memory."""
         weights = frozen_weights(model, n_layers)
-        frozen = cls(families.text_model(model).config, weights, n_layers).to(
+        frozen = cls(TargetFacts.of_model(model), weights, n_layers).to(
             weights["lm_head.weight"].device
         )
         head = cast(Any, model).get_output_embeddings()
@@ -451,9 +445,8 @@ class FrozenTarget(nn.Module):
         return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)
 
 
-def _check_sizes(path: Path, config: Any, recorded: Mapping[str, Any]) -> None:
+def _check_sizes(path: Path, sizes: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
     """Raise TargetError if a bundle has other sizes than those that its store has recorded."""
-    sizes = families.target_sizes(config)
     differences: list[str] = []
     for key, size in recorded.items():
         if sizes.get(key, size) != size:

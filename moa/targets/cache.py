@@ -38,7 +38,7 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn.kv import KVBuffer, slots_after, unpack_kv, write_slots
 from ..nn.masks import DeviceLengths, added, to_device
-from .families import KVGroup, KVShape
+from .facts import KVGroup, KVShape
 
 _INITIAL_SLOTS = 256
 

@@ -23,8 +23,10 @@ from ..nn import masks
 from ..nn.graphs import recorded
 from ..nn.losses import capped
 from ..nn.masks import to_device
-from . import bundle, families, gguf, proof
+from . import bundle, gguf, proof
 from .cache import Buffers, TargetCache
+from .facts import TargetFacts, load_facts
+from .families import decoder_layers, text_model, transformers_config
 from .fused import fuse
 from .loading import load_target_model
 from .model_files import check_model_folder, read_config
@@ -99,8 +101,8 @@ def load_target_tokenizer(folder: Path) -> Any:
     config = None
     # Load the config too, because transformers may choose the class of the tokenizer by it.
     if (folder / "config.json").is_file():
-        families.load_target_config(folder, with_weights=False)
-        config = families.transformers_config(read_config(folder), folder)
+        load_facts(folder, with_weights=False)
+        config = transformers_config(read_config(folder), folder)
     if packages := _missing_packages(folder):
         raise TargetError(
             f"{folder} has no tokenizer.json, and reading its tokenizer.model needs "
@@ -162,44 +164,34 @@ class Target:
         self.tokenizer = tokenizer
         self.folder = folder
         # The text model without the LM head.
-        self.body: Any = families.text_model(model)
+        self.body: Any = text_model(model)
         self._head = model.get_output_embeddings()
-        self.config = self.body.config
-        self.sizes = families.target_sizes(self.config)
-        # Families with Llama's layers always decode correctly, so they need no check.
-        self.is_llama = families.family_of(self.config).has_llama_layers
+        self.facts = TargetFacts.of(self.body.config)
+        config = self.facts.config
         # From the position ``floor_scale`` on, Llama 4 scales attention by the position. Its layers
         # count positions by themselves, and count drafts wrongly. So sequences must end before this
         # position.
         bound = (
-            getattr(self.config, "floor_scale", None)
-            if getattr(self.config, "attn_temperature_tuning", 0)
+            getattr(config, "floor_scale", None)
+            if getattr(config, "attn_temperature_tuning", 0)
             else None
         )
-        self.max_positions: int = min(
-            self.sizes["max_position_embeddings"], bound - 1 if bound else math.inf
-        )
+        n_positions = self.facts.max_position_embeddings
+        self.max_positions: int = min(n_positions, bound - 1) if bound else n_positions
         self.eos_token_ids = bundle.find_eos_token_ids(
             getattr(source, "eos_token_id", None)
-            for source in (model.generation_config, model.config, self.config)
+            for source in (model.generation_config, model.config, config)
         )
         # Kind of layer -> sliding window in tokens; None for full attention.
-        self._windows = dict(
-            zip(families.layer_kinds(self.config), families.layer_windows(self.config), strict=True)
-        )
+        self._windows = dict(zip(self.facts.layer_kinds, self.facts.layer_windows, strict=True))
         # The shortest sliding window in tokens; infinity without sliding windows.
         self._shortest_window = math.inf
         for window in self._windows.values():
             if window is not None:
                 self._shortest_window = min(self._shortest_window, window)
-        self._takes_bool_masks = getattr(self.config, "_attn_implementation", "sdpa") == "sdpa"
+        self._takes_bool_masks = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
         self._decodes_with_one_thread = False
-        self._logit_scale = families.logit_scale(self.config), families.logit_cap(self.config)
-        self._kv_shapes = families.kv_shapes(self.config)
-        # Whether some layers carry a recurrent state instead of KV.
-        self.has_states = None in self._kv_shapes
-        self.has_uniform_kv = families.has_uniform_kv(self.config)
 
     @classmethod
     def load(
@@ -240,7 +232,9 @@ class Target:
     @cached_property
     def decoding_problem(self) -> str:
         """The reason why drafts cannot be verified; empty if they can be verified."""
-        return "" if self.is_llama else proof.decoding_problem(self)
+        # Families with Llama's layers always decode correctly.
+        is_llama = self.facts.family.has_llama_layers
+        return "" if is_llama else proof.decoding_problem(self)
 
     def prepare(self, uses_graphs: bool = True) -> None:
         """Optimize decoding for the device. The weights must not change afterwards.
@@ -257,7 +251,8 @@ class Target:
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
         # CUDA graphs need layers without decisions on the host. Some layers, such as experts,
         # decide on the host what to compute.
-        takes_graphs = self.device.type == "cuda" and self.is_llama and self.has_uniform_kv
+        is_plain = self.facts.family.has_llama_layers and self.facts.has_uniform_kv
+        takes_graphs = self.device.type == "cuda" and is_plain
         if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
 
@@ -307,9 +302,9 @@ class Target:
         # Short calls after a prefill are static calls.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             return self._static.forward(self, tokens, seen, cache)
-        if seen is not None and self.has_states:
+        if seen is not None and self.facts.has_states:
             raise TargetError(
-                f"the layers of {self.config.model_type} carry a state from token to token, so "
+                f"the layers of {self.facts.model_type} carry a state from token to token, so "
                 "they cannot verify a tree of drafts; draft a chain, with --tree 5 or eval "
                 "--method chain."
             )
@@ -394,8 +389,8 @@ class Target:
     def logits_by(self, head: Any, hidden: Tensor) -> Tensor:
         """Apply an LM head to hidden states [..., E], with the model's scale and soft cap."""
         logits: Tensor = head(hidden)
-        scale, cap = self._logit_scale
-        return capped(logits if scale == 1 else logits * scale, cap)
+        scale = self.facts.logit_scale
+        return capped(logits if scale == 1 else logits * scale, self.facts.logit_cap)
 
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`.
@@ -409,18 +404,19 @@ class Target:
         )
         if self.decoding_problem:
             raise TargetError(f"{self.decoding_problem}.")
-        if self.has_states and n_rows > 1:
+        if self.facts.has_states and n_rows > 1:
             raise TargetError(
-                f"the layers of {self.config.model_type} carry a state from token to token, which "
+                f"the layers of {self.facts.model_type} carry a state from token to token, which "
                 "padding would change; decode one prompt at a time."
             )
         return self.make_cache(n_rows, **shared)
 
     def make_cache(self, n_rows: int = 1, **shared: Any) -> TargetCache:
         """Make an empty cache without checking that the target can be decoded."""
-        if not self.has_uniform_kv:
-            shared |= {"shapes": self._kv_shapes, "groups": families.kv_groups(self.config)}
-        return TargetCache(len(self._kv_shapes), n_rows, **shared)
+        facts = self.facts
+        if not facts.has_uniform_kv:
+            shared |= {"shapes": facts.kv_shapes, "groups": facts.kv_groups}
+        return TargetCache(facts.n_layers, n_rows, **shared)
 
 
 @contextmanager
@@ -430,7 +426,7 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
     The yielded dict maps the index of a layer to its output [B, T, E] in the last forward pass.
     """
     outputs: dict[int, Tensor] = {}
-    width = families.text_model(model).config.hidden_size
+    width = text_model(model).config.hidden_size
 
     def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
         outputs[layer] = output[0] if isinstance(output, tuple | list) else output
@@ -440,10 +436,8 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
                 "moa-data cannot store their outputs. Leave hidden:layer:K out of --activations."
             )
 
-    decoder_layers: Any = families.decoder_layers(model) if layers else []
-    handles = [
-        decoder_layers[layer].register_forward_hook(partial(keep, layer)) for layer in layers
-    ]
+    modules: Any = decoder_layers(model) if layers else []
+    handles = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
     try:
         yield outputs
     finally:

@@ -19,7 +19,9 @@ from ...errors import TargetError
 from ...files import parsing
 from ...machine import free_memory
 from ...text import format_bytes
-from . import bundle, families
+from . import bundle
+from .facts import TargetFacts, load_facts
+from .families import model_loader, transformers_config
 from .model_files import (
     TensorHeader,
     check_finite,
@@ -63,10 +65,10 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
         TargetError: the weights do not fit in the free memory, do not fit config.json, or are not
             finite.
     """
-    config = families.load_target_config(folder)
-    headers = _read_headers(folder, config)
-    _check_memory(folder, headers, config, dtype, device)
-    model = _load_fitting(folder, headers, config, dtype)
+    facts = load_facts(folder)
+    headers = _read_headers(folder, facts.config)
+    _check_memory(folder, headers, facts, dtype, device)
+    model = _load_fitting(folder, headers, facts, dtype)
     frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     check_finite(frozen.state_dict(), folder, TargetError)
     return frozen
@@ -80,13 +82,13 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
     Raises:
         TargetError: the weights do not fit config.json, or are not finite.
     """
-    config = families.load_target_config(folder)
-    headers = _read_headers(folder, config)
+    facts = load_facts(folder)
+    headers = _read_headers(folder, facts.config)
     n_held = _count_values(headers)
-    n_needed = families.count_weights(config)
+    n_needed = facts.n_weights
     if n_held < n_needed:
         raise _too_few(folder, n_held, n_needed)
-    _load_fitting(folder, headers, config, dtype, device_map="meta")
+    _load_fitting(folder, headers, facts, dtype, device_map="meta")
     vocabulary = []
     for file in bundle.weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
@@ -97,7 +99,7 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
                 if name in _VOCABULARY_TENSORS:
                     vocabulary.append(values)
     # Some configs do not have the attribute ``tie_word_embeddings``.
-    is_tied = getattr(config, "tie_word_embeddings", False)
+    is_tied = getattr(facts.config, "tie_word_embeddings", False)
     if is_tied and not all(torch.equal(values, vocabulary[0]) for values in vocabulary):
         raise TargetError(
             f"{folder}: lm_head.weight differs from the embeddings, although config.json ties the "
@@ -108,7 +110,7 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
 def _load_fitting(
     folder: Path,
     headers: Mapping[str, TensorHeader],
-    config: Any,
+    facts: TargetFacts,
     dtype: torch.dtype,
     **options: Any,
 ) -> Any:
@@ -118,12 +120,12 @@ def _load_fitting(
         options: further arguments of ``from_pretrained``. With the device map ``meta``, only the
             shapes are loaded.
     """
-    _check_tied_head(folder, headers, config)
+    _check_tied_head(folder, headers, facts.config)
     with parsing(f"cannot load the weights of {folder}", TargetError):
         try:
-            loaded: Any = families.model_loader(folder).from_pretrained(
-                folder, config=families.transformers_config(read_config(folder), folder),
-                dtype=dtype, attn_implementation=families.attention_of(config),
+            loaded: Any = model_loader(folder).from_pretrained(
+                folder, config=transformers_config(read_config(folder), folder),
+                dtype=dtype, attn_implementation=facts.attention,
                 output_loading_info=True, use_safetensors=True, trust_remote_code=False, **options,
                 # With this setting transformers reports tensors of the wrong shape, and
                 # `_check_fit` refuses them.
@@ -145,7 +147,7 @@ def _load_fitting(
                 f"{n_tensors:,} tensors {pattern} have the shape {list(shape)}. {_ADVICE}"
             ) from error
     model, info = loaded
-    _check_fit(folder, headers, config, model, info)
+    _check_fit(folder, headers, facts.config, model, info)
     return model
 
 
@@ -154,14 +156,14 @@ def check_vocabulary(folder: Path) -> None:
 
     Tokenised chats are compared with vocab_size before the target is loaded.
     """
-    config = families.load_target_config(folder)
-    headers = _read_headers(folder, config)
+    facts = load_facts(folder)
+    headers = _read_headers(folder, facts.config)
     for name in _VOCABULARY_TENSORS:
-        shape = headers[name].shape if name in headers else (config.vocab_size,)
-        if shape[0] != config.vocab_size:
+        shape = headers[name].shape if name in headers else (facts.vocab_size,)
+        if shape[0] != facts.vocab_size:
             raise TargetError(
                 f"the weights of {folder} do not fit config.json: {name} has shape {list(shape)}, "
-                f"expected {[config.vocab_size, *shape[1:]]}. {_ADVICE}"
+                f"expected {[facts.vocab_size, *shape[1:]]}. {_ADVICE}"
             )
 
 
@@ -214,7 +216,11 @@ def _too_few(folder: Path, n_held: int, n_needed: int) -> TargetError:
 
 
 def _check_memory(
-    folder: Path, headers: Mapping[str, TensorHeader], config: Any, dtype: torch.dtype, device: str
+    folder: Path,
+    headers: Mapping[str, TensorHeader],
+    facts: TargetFacts,
+    dtype: torch.dtype,
+    device: str,
 ) -> None:
     """Refuse weights that do not fit into memory.
 
@@ -223,7 +229,7 @@ def _check_memory(
     n_held = _count_values(headers)
     # Count all weights that config.json describes, because transformers allocates them before it
     # reports that some are missing.
-    n_values = max(n_held, families.count_weights(config))
+    n_values = max(n_held, facts.n_weights)
     n_bytes = n_values * dtype.itemsize
     # On every device, the weights are first read into host memory.
     free_bytes = {"host memory": free_memory()}

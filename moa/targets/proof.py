@@ -13,8 +13,8 @@ from ...errors import TargetError
 from ...files import parsing
 from ...text import first_line
 from ..nn.losses import capped, logits_of
-from . import families
 from .bundle import final_norm, scaled_head
+from .families import decoder_layers
 
 # A :class:`.live.Target`. The class cannot be imported here, because its module imports this one.
 Target = Any
@@ -46,7 +46,7 @@ def prove_logits(target: Target) -> None:
         states.append(output.last_hidden_state)
         return output
 
-    trouble = f"{target.config.model_type} cannot run with these weights and this config.json"
+    trouble = f"{target.facts.model_type} cannot run with these weights and this config.json"
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         half = _N_TOKENS // 2
@@ -64,14 +64,12 @@ def prove_logits(target: Target) -> None:
         return
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
-            f"tokens of this {target.config.model_type} attend to later tokens, so the model "
+            f"tokens of this {target.facts.model_type} attend to later tokens, so the model "
             "cannot generate text token by token. Choose another target."
         )
     # Cast the states, because Mamba returns them in a wider dtype than that of the weights.
     head_inputs = states[0].to(model.dtype)
-    trained_logits = capped(
-        logits_of(head_inputs, scaled_head(model)), families.logit_cap(target.config)
-    )
+    trained_logits = capped(logits_of(head_inputs, scaled_head(model)), target.facts.logit_cap)
     largest = known.float().abs().amax(dim=-1, keepdim=True)
     bound = (1e-3 if model.dtype == torch.float32 else _HEAD_ERROR) * largest
     if any(
@@ -79,7 +77,7 @@ def prove_logits(target: Target) -> None:
         for logits in (trained_logits, target.logits(head_inputs))
     ):
         raise TargetError(
-            f"{target.config.model_type} does something to its logits that moa-data does not "
+            f"{target.facts.model_type} does something to its logits that moa-data does not "
             "support, so drafters would learn from wrong logits. Choose another target."
         )
 
@@ -93,9 +91,9 @@ def prove_norm(target: Target) -> nn.Module:
     """
     norm = final_norm(target.body)
     outputs = list[Any]()
-    if target.is_llama:
+    if target.facts.family.has_llama_layers:
         return norm
-    last_layer: Any = families.decoder_layers(target.model)[-1]
+    last_layer: Any = decoder_layers(target.model)[-1]
     handle = last_layer.register_forward_hook(lambda *call: outputs.append(call[-1]))
     try:
         _, hidden = _sample(target)
@@ -105,7 +103,7 @@ def prove_norm(target: Target) -> nn.Module:
     normed = norm(before)
     if normed.shape != hidden.shape or not _agrees(normed, hidden):
         raise TargetError(
-            f"moa-data does not know how {target.config.model_type} turns the output of its last "
+            f"moa-data does not know how {target.facts.model_type} turns the output of its last "
             "layer into hidden states. Choose a source that gives hidden states after the final "
             "norm, such as `moa-data extract`."
         )
@@ -129,7 +127,7 @@ def decoding_problem(target: Target) -> str:
         cache.commit([range(half)])
         # Feed two branches after the same token: a wrong draft, and the right token with its
         # successor.
-        if not target.has_states:
+        if not target.facts.has_states:
             branches = torch.cat(
                 (tokens[:, half : half + 1], tokens[:, :1], tokens[:, half + 1 : half + 2]), dim=1
             )
@@ -142,7 +140,7 @@ def decoding_problem(target: Target) -> str:
     # The calls run code of transformers, which may raise any of these errors.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         is_right, why = False, first_line(error)[:200]
-    name = target.config.model_type
+    name = target.facts.model_type
     return (
         ""
         if is_right
@@ -184,7 +182,7 @@ def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]],
 
 def _sample(target: Target) -> tuple[Tensor, Tensor]:
     """Make sample tokens [1, n], and compute their hidden states [1, n, E] in one call."""
-    tokens = torch.arange(_N_TOKENS, device=target.device)[None] * 7 % target.sizes["vocab_size"]
+    tokens = torch.arange(_N_TOKENS, device=target.device)[None] * 7 % target.facts.vocab_size
     return tokens, target.body(input_ids=tokens, use_cache=False).last_hidden_state
 
 

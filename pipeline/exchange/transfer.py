@@ -30,13 +30,7 @@ from ...files import (
     write_atomic,
 )
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
-from ...moa.targets.families import (
-    family_of,
-    layer_sizes,
-    layer_windows,
-    load_target_config,
-    target_sizes,
-)
+from ...moa.targets.facts import load_facts
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage import schema
@@ -86,7 +80,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         n_layers = int(store.manifest.target["n_layers"])
         if config.kv:
             store.refuse_groups("--kv")
-        windows = layer_windows(load_target_config(store.target_path)) if config.kv else []
+        windows = load_facts(store.target_path).layer_windows if config.kv else []
         last_layers: dict[str, int] = {}
         for layer, window in enumerate(windows):
             last_layers["global" if window is None else "local"] = layer
@@ -256,28 +250,25 @@ def import_folder(
             f"{folder} is not a folder. Point to the folder with the files of {config.format}."
         )
     target_folder = resolve_model_folder(config.model)
-    target_config = load_target_config(target_folder)
-    sizes = target_sizes(target_config)
+    facts = load_facts(target_folder)
     if config.target_layers:
-        layer_sizes(target_config)  # This call raises if no drafter can use the target's layers.
-    file_format = make_format(config.format, config.layers, sizes["n_layers"])
+        facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
+    file_format = make_format(config.format, config.layers, facts.n_layers)
     paths = file_format.files(folder)[: config.max_sequences]
-    texts = _read_texts(file_format, paths, sizes["vocab_size"], progress)
+    texts = _read_texts(file_format, paths, facts.vocab_size, progress)
     plan = plan_parts(texts, config.part_tokens, schema.ALIGNMENT_TOKENS)
-    specs = _field_specs(file_format, paths[0], sizes)
-    manifest = _manifest(config, file_format, texts, plan, specs, sizes, target_folder)
+    specs = _field_specs(file_format, paths[0], facts.hidden_size)
+    manifest = _manifest(config, file_format, texts, plan, specs, facts.sizes, target_folder)
     load = partial(
         Target.load,
         str(target_folder),
-        getattr(target_config, "dtype", None) or torch.float32,
+        getattr(facts.config, "dtype", None) or torch.float32,
         "cpu",
     )
     # If the files lack the state after the final norm, the import applies the norm. The norm of a
     # target with Llama layers is read from the store's bundle below. Other families have other
     # kinds of norm, so load the target here to get its norm.
-    norm_of = (
-        None if file_format.gives_last or family_of(target_config).has_llama_layers else load()
-    )
+    norm_of = None if file_format.gives_last or facts.family.has_llama_layers else load()
     norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
     # Load the target before the store is created, so that no store is left behind if the target
     # cannot be loaded.
@@ -288,7 +279,7 @@ def import_folder(
             with store.target() as bundle:
                 save_target_bundle(target.model, target.tokenizer, bundle, config.target_layers)
         if norm is None and not file_format.gives_last:
-            norm = FrozenTarget.load(store.target_path, sizes=sizes).norm
+            norm = FrozenTarget.load(store.target_path, sizes=facts.sizes).norm
         timings = write_parts(
             store,
             lambda row: _read_sequence(
@@ -356,14 +347,14 @@ def _read_texts(
 
 
 def _field_specs(
-    file_format: FileFormat, first: Path, sizes: Mapping[str, Any]
+    file_format: FileFormat, first: Path, target_width: int
 ) -> tuple[schema.FieldSpec, ...]:
     values = next(iter(file_format.read_hidden(first).values()))
-    if values.dtype not in _DTYPES or values.shape[1] != sizes["hidden_size"]:
+    if values.dtype not in _DTYPES or values.shape[1] != target_width:
         raise DatasetError(
             f"{first} holds hidden states of type {values.dtype} and width {values.shape[1]}. "
             f"Expected one of the types {', '.join(_DTYPES.values())}, and the target's width "
-            f"{sizes['hidden_size']}. Check --model."
+            f"{target_width}. Check --model."
         )
     width = values.shape[1]
     dtype = _DTYPES[values.dtype]

@@ -17,7 +17,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...errors import CodecUnknown, SchemaVersionError, StoreDamaged
-from ...moa.targets.families import layer_kinds, target_sizes
+from ...moa.targets.facts import TargetFacts
 from ...storage.codecs.calibration import logit_metric
 from ...storage.codecs.field import Learning
 from ...storage.codecs.fit import left_variances, split_bits
@@ -111,7 +111,7 @@ def calibrate(
     codec: StoreCodec,
     lengths: np.ndarray,
     read: Callable[[int], Mapping[str, np.ndarray]],
-    model_config: Any,
+    facts: TargetFacts,
     lm_head: torch.Tensor,
     embeddings: torch.Tensor,
     learning: Learning,
@@ -127,7 +127,7 @@ def calibrate(
         lengths: number of tokens of each planned sequence.
         read: maps a row of the plan to a dict with the values of each field, float32
             [n_tokens, *token_shape], and the token ids, int [n_tokens].
-        model_config: the target's transformers config.
+        facts: facts about the target.
         lm_head: the target's LM head, [vocab_size, width], of any dtype and on any device.
         embeddings: the target's embeddings, [vocab_size, width], of any dtype and on any device.
         learning: settings of the calibration.
@@ -140,7 +140,7 @@ def calibrate(
     with ExitStack() as stack:
         observations: dict[str, Observation] = {}
         for name, field in codec.learned.items():
-            field.rope = target_rope(model_config) if field.is_kv else None
+            field.rope = target_rope(facts) if field.is_kv else None
             field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
             observations[name] = stack.enter_context(closing(Observation(field, learning)))
         for i, row in enumerate(rows):
@@ -231,36 +231,35 @@ def _joint_bits(
     return dict(zip(joint, split_bits(variances, bits), strict=True))
 
 
-def target_rope(model_config: Any) -> Rope:
+def target_rope(facts: TargetFacts) -> Rope:
     """Return the RoPE rotation that a target applies to its keys.
 
     If the kinds of layers have different RoPE parameters, the rotation has one entry per layer.
     """
-    kinds = layer_kinds(model_config)
-    parameters = model_config.rope_parameters
-    if not parameters.keys() & set(kinds):
-        return Rope(*_rotation(model_config, parameters))
+    parameters = facts.config.rope_parameters
+    if not parameters.keys() & set(facts.layer_kinds):
+        return Rope(*_rotation(facts, parameters))
     rotations: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     frequencies = list[np.ndarray]()
     scalings = list[np.ndarray]()
-    for kind in kinds:
+    for kind in facts.layer_kinds:
         if kind not in rotations:
-            rotations[kind] = _rotation(model_config, parameters[kind])
+            rotations[kind] = _rotation(facts, parameters[kind])
         frequency, scaling = rotations[kind]
         frequencies.append(frequency)
         scalings.append(scaling)
     return Rope(np.stack(frequencies), np.stack(scalings))
 
 
-def _rotation(model_config: Any, parameters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def _rotation(facts: TargetFacts, parameters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Compute the angle per position, [rotary_dim / 2], and the scaling, from RoPE parameters."""
-    config = copy.copy(model_config)
+    config = copy.copy(facts.config)
     config.rope_parameters = dict(parameters)
     rotated_share = parameters.get("partial_rotary_factor") or 1.0
     # transformers ignores ``partial_rotary_factor``, the share of a head's dimensions that is
     # rotated, in the default RoPE type. So set ``head_dim`` to the number of rotated dimensions.
     if rotated_share != 1 and parameters["rope_type"] == "default":
-        config.head_dim = int(target_sizes(model_config)["head_dim"] * rotated_share)
+        config.head_dim = int(facts.head_dim * rotated_share)
     with torch.device("cpu"):
         embedding = LlamaRotaryEmbedding(config)
     return embedding.inv_freq.float().numpy(), np.asarray(embedding.attention_scaling, np.float32)

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
-from ...moa.targets.families import kv_groups, kv_shapes, text_model
+from ...moa.targets.facts import TargetFacts
+from ...moa.targets.families import text_model
 from ...moa.targets.live import layer_outputs, mark_moment, seconds_between
 from ...storage.codecs.registry import StoreCodec
 from ...storage.schema import StoredArray
@@ -277,18 +278,17 @@ def capture(
         torch.arange(max(n_tokens), device=model.device)
         < torch.tensor(n_tokens, device=model.device)[:, None]
     )
-    config = text_model(model).config
-    groups = kv_groups(config)
+    facts = TargetFacts.of_model(model)
     cache = None
     if spec.kv or uses_cache:
-        cache = new_cache([shape is None for shape in kv_shapes(config)])
+        cache = new_cache([shape is None for shape in facts.kv_shapes])
     fields: dict[str, Tensor] = {}
     with torch.inference_mode(), layer_outputs(model, spec.layers) as outputs:
         last = text_model(model)(
             input_ids=input_ids, past_key_values=cache, use_cache=cache is not None
         ).last_hidden_state
         if cache is not None and spec.kv:
-            for group in groups:
+            for group in facts.kv_groups:
                 keys, values = cache_layers(cache, group.layers)
                 # Keys and values of the L layers of the group, [B, T, L, D]. D is the number of key
                 # and value elements of all heads together.
@@ -308,7 +308,7 @@ def capture(
         finite: dict[str, Tensor] = {}
         for name, activations in fields.items():
             finite[name] = finite_rows(activations, valid)
-    layers = {group.field: group.layers for group in groups}
+    layers = {group.field: group.layers for group in facts.kv_groups}
     return Capture(n_tokens, input_ids, finite, fields, layers=layers)
 
 

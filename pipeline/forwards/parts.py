@@ -27,7 +27,7 @@ import torch
 
 from ...machine import keep_freed_memory
 from ...moa.targets.bundle import held_layers, save_target_bundle
-from ...moa.targets.families import load_target_config
+from ...moa.targets.facts import load_facts
 from ...moa.targets.live import Mark, Target, mark_moment, seconds_between
 from ...moa.targets.loading import load_target_model
 from ...storage.chunk import EncodePool
@@ -267,7 +267,7 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
     with store.publishing(BUNDLE_BYTE):
         if store.has_target and n_layers_kept <= held_layers(store.target_path):
             return  # Another process has written the bundle.
-        own_dtype = getattr(load_target_config(folder), "dtype", None) or torch.float32
+        own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
             # The weights were rounded to a narrower dtype when they were loaded, so load the target

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import WorkerError
-from ...moa.targets.families import layer_windows
+from ...moa.targets.facts import TargetFacts
 from ...moa.targets.live import Target
 from ...moa.targets.proof import prove_norm
 from ...text import first_line
@@ -47,7 +47,7 @@ _PROCESSES = ("EngineCore", "VLLM")  # Prefixes of the names of vLLM's processes
 _MEMORY_FOLDER = Path("/dev/shm")
 
 
-def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
+def check_vllm(facts: TargetFacts, max_length: int) -> dict[str, str]:
     """Refuse targets and settings that an extraction with vLLM does not support.
 
     Returns:
@@ -65,16 +65,17 @@ def check_vllm(model_config: Any, max_length: int) -> dict[str, str]:
             f"{VLLM_VERSIONS[0]} and {VLLM_VERSIONS[1]} of vllm. Run `pip install "
             f"vllm=={VLLM_VERSIONS[0]}`, or leave out --source vllm."
         )
-    if any(window is not None for window in layer_windows(model_config)):
+    if any(window is not None for window in facts.layer_windows):
         raise WorkerError(
             "The target has layers with sliding-window attention, and vLLM frees their keys and "
             "values before a prompt is finished. Leave out --source vllm."
         )
-    if max_length >= model_config.max_position_embeddings:
+    n_positions = facts.config.max_position_embeddings
+    if max_length >= n_positions:
         raise WorkerError(
             "vLLM appends a sampled token to each sequence, which needs one of the target's "
-            f"{model_config.max_position_embeddings:,} positions. Use --max-length "
-            f"{model_config.max_position_embeddings - 1}."
+            f"{n_positions:,} positions. Use --max-length "
+            f"{n_positions - 1}."
         )
     return {"name": "vllm", "version": version}
 
@@ -115,7 +116,7 @@ class VllmSource:
         self._dtype = dtype
         self._max_length = max_length
         self._n_read = 0
-        self._n_layers = int(target.sizes["n_layers"])
+        self._n_layers = int(target.facts.n_layers)
         self._norm = prove_norm(target) if spec.last else nn.Identity()
         # vLLM numbers hidden states so that the input of layer i has id i. The output of layer i
         # thus has id i + 1, and the input of the final norm has id n_layers.

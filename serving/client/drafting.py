@@ -31,7 +31,6 @@ from ...moa.drafters.base import Drafter
 from ...moa.drafters.sizes import check_target_fits
 from ...moa.formats.checkpoint import load_drafter
 from ...moa.targets.bundle import FROZEN_FILE, FrozenTarget, load_eos_token_ids
-from ...moa.targets.families import target_sizes
 from ...moa.targets.live import load_target_tokenizer
 from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common
@@ -89,7 +88,7 @@ class DraftingModel:
         frozen = FrozenTarget.load(bundle_folder, drafter.config.target_layer_inference, dtype).to(
             device
         )
-        check_target_fits(drafter.config, target_sizes(frozen.config))
+        check_target_fits(drafter.config, frozen.facts.sizes)
         drafter.prepare()
         frozen.prepare()
         recorded: Mapping[str, str] = drafter.config.target

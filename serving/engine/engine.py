@@ -34,7 +34,6 @@ from ...moa.decoding.sampling import Verified, accept_argmax, accept_chosen, cut
 from ...moa.drafters.base import Drafter
 from ...moa.drafters.registry import REMOTE_KINDS
 from ...moa.nn.masks import to_device
-from ...moa.targets.families import attention_sizes, kv_groups
 from ...moa.targets.live import Target
 from ...moa.targets.proof import serving_problem
 from ...text import first_line
@@ -114,9 +113,9 @@ class Engine:
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
         # The largest number of drafts that one VERIFY (a client's drafts) can have.
         self.max_drafts = options.max_drafts
-        if target.decoding_problem or target.has_states:
+        if target.decoding_problem or target.facts.has_states:
             raise TargetError(
-                f"{target.config.model_type} can't be served: "
+                f"{target.facts.model_type} can't be served: "
                 + (
                     target.decoding_problem
                     or "its layers carry a state from token to token, which the server does not "
@@ -125,16 +124,17 @@ class Engine:
                 + "."
             )
         for name, drafter in self.drafters.items():
-            if drafter.reads(target.sizes["n_layers"], drafter.config).kv and hasattr(
-                target.config, "kv_lora_rank"
+            if drafter.reads(target.facts.n_layers, drafter.config).kv and hasattr(
+                target.facts.config, "kv_lora_rank"
             ):
                 raise TargetError(
                     f"drafter {name!r} can't be served: it reads latents (compressed keys and "
-                    f"values) of {target.config.model_type}, which the server does not keep. "
+                    f"values) of {target.facts.model_type}, which the server does not keep. "
                     "`moa-data generate` can use this drafter."
                 )
-        sizes = target.sizes | attention_sizes(target.config)
-        groups = () if target.has_uniform_kv else kv_groups(target.config)
+        facts = target.facts
+        sizes = facts.sizes | facts.attention_sizes
+        groups = () if facts.has_uniform_kv else facts.kv_groups
         self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device, groups)
         # A sequence can have as many tokens as the model has positions, but must fit into the KV
         # memory together with the drafts of a round.
@@ -146,14 +146,14 @@ class Engine:
         # sorted copies for sampling, the masks of a chunk, the token lists, and freed memory that
         # the allocator keeps.
         n_logits = options.max_sequences * (1 + n_own_drafts) + options.max_drafts
-        activations = 100 * sizes["hidden_size"] * (options.prefill_chunk + n_logits)
+        activations = 100 * facts.hidden_size * (options.prefill_chunk + n_logits)
         masks = 5 * self.max_positions * options.prefill_chunk
-        self.working_bytes = activations + 8 * sizes["vocab_size"] * n_logits + masks + 200_000_000
+        self.working_bytes = activations + 8 * facts.vocab_size * n_logits + masks + 200_000_000
         self._max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
         if problem := self._problem():
-            raise TargetError(f"{target.config.model_type} can't be served: {problem}.")
+            raise TargetError(f"{target.facts.model_type} can't be served: {problem}.")
         self._speculations = {
             name: Speculation(
                 name, self._runner.frozen(drafter.config.target_layer_inference), drafter, shape
@@ -341,7 +341,7 @@ class Engine:
 
     def check_tokens(self, tokens: GenericSequence[int]) -> None:
         """Raise RequestInvalid if a number is not a token id of the target."""
-        largest = self.target.sizes["vocab_size"] - 1
+        largest = self.target.facts.vocab_size - 1
         if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
             raise RequestInvalid(
                 f"token ids must be from 0 to {largest}; use the model's tokenizer."

@@ -27,7 +27,7 @@ from ...errors import NotEnoughMemory
 from ...machine import free_memory
 from ...moa.nn.masks import to_device
 from ...moa.targets.cache import pack_groups
-from ...moa.targets.families import KVGroup
+from ...moa.targets.facts import KVGroup
 from ...text import first_line, format_bytes
 
 BLOCK_TOKENS = 32

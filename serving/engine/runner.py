@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...moa.nn.masks import to_device
 from ...moa.targets.bundle import FrozenTarget
-from ...moa.targets.families import family_of, layer_windows, text_model
+from ...moa.targets.families import text_model
 from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, BatchedAttention, Segment, SegmentAttention
@@ -87,9 +87,10 @@ class Runner:
         self._min_s = min_s
         self._logits = target.logits_by
         self._body, self._head = text_model(self._model), self._model.get_output_embeddings()
-        self._can_batch = target.has_uniform_kv and family_of(target.config).attention == "sdpa"
-        self._windows = layer_windows(target.config)
-        self._n_heads = target.sizes["n_heads"]
+        facts = target.facts
+        self._can_batch = facts.has_uniform_kv and facts.family.attention == "sdpa"
+        self._windows = facts.layer_windows
+        self._n_heads = facts.n_heads
 
     def frozen(self, n_layers: int) -> FrozenTarget:
         """Return the target weights that drafters need, with the LM head as the runner packs it."""

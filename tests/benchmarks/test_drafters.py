@@ -8,6 +8,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from moa_data.moa.drafters.registry import drafter_class
+from moa_data.moa.targets.facts import TargetFacts
 
 ROOT = Path(__file__).parents[2]
 N_WEIGHTS = 1_890_000
@@ -33,6 +34,6 @@ def test_drafters_have_equal_weights(benchmark: Callable[[str], ModuleType]) -> 
         kind = drafter_class(settings["drafter"])
         sizes: Any = kind.config_class
         given = {key: value for key, value in settings.items() if key in sizes.__dataclass_fields__}
-        drafter = kind(sizes.from_target(target, **given))
+        drafter = kind(sizes.from_target(TargetFacts.of(target), **given))
         n_weights = sum(weight.numel() for weight in drafter.parameters())
         assert abs(n_weights / N_WEIGHTS - 1) < 0.015, f"{name}: {n_weights:,}"

@@ -160,7 +160,7 @@ def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_pat
         evaluate(config.replaced(prompts=str(long)))
     with pytest.raises(DrafterError, match="holds no drafter"):
         evaluate(config.replaced(drafter=(str(tmp_path),)))
-    stranger = MoADrafter(MoASizes.from_target(target.config, target={"weights_sha256": "0" * 64}))
+    stranger = MoADrafter(MoASizes.from_target(target.facts, target={"weights_sha256": "0" * 64}))
     stranger.initialize(torch.Generator().manual_seed(0))
     save_drafter(stranger, tmp_path / "stranger")
     with pytest.raises(TargetError, match="weights have the hash 0000"):

@@ -72,7 +72,7 @@ def build_room(folder: Path, chats: list[dict[str, Any]]) -> Path:
     tokenizer.save_pretrained(folder / "model")
     target = Target.load(str(folder / "model"), device="cpu")
     save_drafter(
-        MoADrafter(MoASizes.from_target(target.config, target.identity, **PAPER)),
+        MoADrafter(MoASizes.from_target(target.facts, target.identity, **PAPER)),
         folder / "drafter",
     )
     arguments = (

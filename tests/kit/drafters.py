@@ -15,7 +15,8 @@ from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.training import Draws, LossTerms, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.moa.targets.families import kv_groups, kv_shapes, text_model
+from moa_data.moa.targets.facts import TargetFacts
+from moa_data.moa.targets.families import text_model
 from moa_data.moa.targets.live import Target, layer_outputs
 
 from .models import SIZES
@@ -38,7 +39,9 @@ def build(kind: str, model: Any, seed: int = 1, std: float = 0.15, **sizes: Any)
     drafter_type = drafter_class(kind)
     if kind in ("eagle3", "dspark", "dflash"):  # their default layers need a deeper target
         sizes = {"fused_layers": (0, 1)} | sizes
-    drafter = drafter_type(drafter_type.config_class.from_target(text_model(model).config, **sizes))
+    drafter = drafter_type(
+        drafter_type.config_class.from_target(TargetFacts.of_model(model), **sizes)
+    )
     generator = torch.Generator().manual_seed(seed)
     drafter.initialize(generator, std=std)
     drafter.adopt(frozen_for(drafter, model), token_counts)
@@ -97,10 +100,10 @@ def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
 @torch.no_grad()
 def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
     """Return exactly the activations of a batch that a store would provide to this drafter."""
-    own, drafters = text_model(model).config, type(drafter)
-    n_layers = own.num_hidden_layers
+    facts, drafters = TargetFacts.of_model(model), type(drafter)
+    n_layers = facts.n_layers
     reads, every = drafters.reads(n_layers, drafter.config), range(n_layers)
-    cache = new_cache([shape is None for shape in kv_shapes(own)]) if reads.kv else None
+    cache = new_cache([shape is None for shape in facts.kv_shapes]) if reads.kv else None
     with layer_outputs(model, every) as outputs:
         hidden = text_model(model)(
             tokens, past_key_values=cache, use_cache=reads.kv
@@ -110,7 +113,7 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
         name: states[field] for name, field in reads.fields.items() if field != "kv"
     }
     if cache is not None:
-        layers = sorted(layer for group in kv_groups(own) for layer in group.layers)
+        layers = sorted(layer for group in facts.kv_groups for layer in group.layers)
         made = [pack_kv(*cache_layers(cache, [layer])) for layer in layers]  # [B, T, 1, width]
         widest = max(one.shape[3] for one in made)
         kv = torch.cat([pad(one, (0, widest - one.shape[3])) for one in made], dim=2)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 
 from moa_data.moa.targets.bundle import save_target_bundle
-from moa_data.moa.targets.families import target_sizes
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.pipeline.config import parse_activations
 from moa_data.pipeline.estimate import field_specs
 from moa_data.pipeline.forwards.capture import capture
@@ -70,14 +70,12 @@ def build_store(
             ),
         }
     )
-    plan, spec, sizes = (
-        plan_parts(table, 1024),
-        parse_activations(activations, 1, N_LAYERS),
-        target_sizes(model.config),
-    )
-    fields = field_specs(spec, sizes, dtype)
+    plan = plan_parts(table, 1024)
+    spec = parse_activations(activations, 1, N_LAYERS)
+    facts = TargetFacts.of_model(model)
+    fields = field_specs(spec, facts, dtype)
     manifest = StoreManifest(
-        fields=fields, target=sizes, identities={"target.weights_sha256": "ab" * 32},
+        fields=fields, target=facts.sizes, identities={"target.weights_sha256": "ab" * 32},
         extraction={}, n_sequences=len(sequences), n_parts=int(plan["part"].to_numpy().max()) + 1,
         n_tokens=int(plan["n_tokens"].to_numpy().sum()), codec=StoreCodec(codec, fields).describe(),
     )  # fmt: skip

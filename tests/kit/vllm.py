@@ -214,8 +214,8 @@ class LLM:
             max_model_len,
         )
         self.states: list[int] = states.get("eagle_aux_hidden_state_layer_ids", [])
-        sizes = self.target.sizes
-        self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(sizes["n_layers"])]
+        facts = self.target.facts
+        self.names = [f"model.layers.{layer}.self_attn.attn" for layer in range(facts.n_layers)]
         # The layers are neither in order nor in a single group.
         found: list[tuple[Any, list[str]]] = [
             (FullAttentionSpec(), self.names[1:][::-1]), (FullAttentionSpec(), self.names[:1]),
@@ -237,11 +237,9 @@ class LLM:
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, self.groups)
         self.worker = connector(config, KVConnectorRole.WORKER, self.groups)
         empty = partial(paged, layout=layout, dtype=self.target.model.dtype)
-        self.caches = {
-            name: empty(sizes["n_kv_heads"], 2 * sizes["head_dim"]) for name in self.names
-        }
+        self.caches = {name: empty(facts.n_kv_heads, 2 * facts.head_dim) for name in self.names}
         if self.states:
-            self.caches["cache_only_layers.7"] = empty(len(self.states), sizes["hidden_size"])
+            self.caches["cache_only_layers.7"] = empty(len(self.states), facts.hidden_size)
         self.worker.register_kv_caches(self.caches)
         self.pool = np.random.default_rng(0).permutation(N_BLOCKS).tolist()
         self.held: dict[str, tuple[list[int], ...]] = {}

@@ -30,6 +30,7 @@ from moa_data.moa.drafters.training import (
     TrainingStep,
 )
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.moa.targets.live import Target
 
 from . import vectors as common
@@ -113,11 +114,10 @@ def build(name: str) -> tuple[BlockDrafter, FrozenTarget]:
             for key, value in heads
             if has_confidence or not key.startswith("confidence_head.")
         }
-    drafter: Any = drafter_class(kind)(
-        drafter_class(kind).config_class.from_target(target_config(config), **own)
-    )
+    facts = TargetFacts.of(target_config(config))
+    drafter: Any = drafter_class(kind)(drafter_class(kind).config_class.from_target(facts, **own))
     drafter.load_state_dict(weights)
-    return drafter, FrozenTarget(target_config(config), of_target, 0)
+    return drafter, FrozenTarget(facts, of_target, 0)
 
 
 def inputs_of(config: str, drafter: BlockDrafter, loss_mask: Tensor, rows: slice) -> TrainingInputs:

@@ -14,6 +14,7 @@ from moa_data.moa.formats.checkpoint import LAYOUTS, build_drafter
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import pack_kv, unpack_kv
 from moa_data.moa.nn.layers import rotate
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.tests.kit.drafters import forward_kl
 
 from .official import eagle_objective, glide_features, glide_objective, rotated_twice
@@ -74,7 +75,7 @@ def glide_case(name: str) -> tuple[Vectors, GlideDrafter, TrainingInputs, Tensor
     row = slice(meta(name)["row"], meta(name)["row"] + 1)
     real, vectors = real[row], Vectors(tensors(name), real[row])
     own = GlideSizes.from_target(
-        config,
+        TargetFacts.of(config),
         self_attention_kv_heads=sizes["self_attention_num_key_value_heads"],
         self_attention_mlp_width=sizes["self_attention_intermediate_size"],
         block_size=sizes["block_size"],

@@ -23,6 +23,7 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.training import LossTerms, TrainingInputs
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.facts import TargetFacts
 
 COMMITTED = Path(__file__).parent / "data"
 FOLDER = Path(os.environ.get("MOA_ORACLE") or COMMITTED).resolve()
@@ -178,7 +179,7 @@ def frozen_target(name: str, n_layers: int = 0) -> FrozenTarget:
     """Build the float32 frozen target of the set that a file belongs to."""
     weights = weights_of(f"{set_of(name)}moa_weights", of_target=True)
     pieces = {key.removeprefix("model."): value for key, value in weights.items()}
-    return FrozenTarget(target_config(name), pieces, n_layers)
+    return FrozenTarget(TargetFacts.of(target_config(name)), pieces, n_layers)
 
 
 def inputs_of(name: str, n_layers: int = 0) -> tuple[Tensor, TrainingInputs]:

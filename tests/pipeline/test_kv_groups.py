@@ -19,7 +19,7 @@ from moa_data.evaluation.run import generate
 from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.formats.checkpoint import load_drafter
-from moa_data.moa.targets.families import KVShape, kv_groups, parse_target_config, target_sizes
+from moa_data.moa.targets.facts import KVShape, TargetFacts, parse_facts
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline.add import add
@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, tuple[tuple[int, ...], KVShape]]] = {
 @pytest.mark.parametrize("name", quick(GROUPS, ("deepseek_v3", "gemma4_text", "qwen3_next")))
 def test_what_is_captured_is_the_models_own_cache(name: str) -> None:
     model, random = build_family(name), np.random.default_rng(0)
-    groups = kv_groups(model.config)
+    groups = TargetFacts.of_model(model).kv_groups
     assert {group.field: (group.layers, group.shape) for group in groups} == GROUPS[name]
     rows = [random.integers(4, 60, length).astype(np.int32) for length in (19, 7)]
     fields = capture(
@@ -309,7 +309,7 @@ def test_what_a_store_says_of_its_values(
     plan = build_plan(config_of(tmp_path))
     manifest = StoreManifest.from_json(plan.manifest.to_json())
     assert manifest.extraction["attention"] == attention
-    assert plan.forward.load_target().config._attn_implementation == attention
+    assert plan.forward.load_target().facts.config._attn_implementation == attention
     assert manifest.conventions["kv_keys"].startswith(keys)
     assert manifest.conventions["kv_order"].startswith(order)
     assert manifest.fields[2].description.startswith(described)
@@ -370,16 +370,10 @@ def test_what_a_store_says_of_its_values(
 def test_bytes_of_a_token_follow_from_the_config_alone(
     values: dict[str, Any], token_bytes: int
 ) -> None:
-    config = parse_target_config(values, "config.json")
-    groups = kv_groups(config)
-    spec = parse_activations(
-        ["kv"], 0, config.num_hidden_layers, tuple(group.field for group in groups)
-    )
-    fields = [
-        one
-        for one in field_specs(spec, target_sizes(config), "bfloat16", groups)
-        if one.name.startswith("kv")
-    ]
+    facts = parse_facts(values, "config.json")
+    groups = facts.kv_groups
+    spec = parse_activations(["kv"], 0, facts.n_layers, tuple(group.field for group in groups))
+    fields = [one for one in field_specs(spec, facts, "bfloat16") if one.name.startswith("kv")]
     assert sum(field.token_bytes for field in fields) == token_bytes
     assert len(fields) == len(groups)
 

@@ -24,7 +24,7 @@ from moa_data.errors import (
     StoreMismatch,
     TargetError,
 )
-from moa_data.moa.targets.families import parse_target_config
+from moa_data.moa.targets.facts import parse_facts
 from moa_data.moa.targets.live import resolve_model_folder
 from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline import plan as plan_module
@@ -235,12 +235,11 @@ LLAMA_3_8B: dict[str, Any] = {
 def forwards_of(**changes: Any) -> ForwardPlan:
     """Return the forwards of Llama-3-8B in float32 on a CPU, with some settings changed."""
     spec = parse_activations(("kv", "hidden:last"), 0, 32)
-    sizes = {"n_layers": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_size": 4096}
-    codec = StoreCodec("lossless", field_specs(spec, sizes, "bfloat16"))
+    facts = parse_facts(LLAMA_3_8B, "test")
+    codec = StoreCodec("lossless", field_specs(spec, facts, "bfloat16"))
     given: dict[str, Any] = {"device": "cpu", "compute_dtype": "float32", "batch_tokens": 2048}
     return ForwardPlan(
-        folder=Path("target"), model_config=parse_target_config(LLAMA_3_8B, "test"), spec=spec,
-        codec=codec,
+        folder=Path("target"), facts=facts, spec=spec, codec=codec,
         dtype="bfloat16", longest_tokens=2048, uses_cache=True, n_encode_threads=1,
         **given | changes,
     )  # fmt: skip

@@ -51,5 +51,5 @@ def test_training_from_a_bucket_with_a_cache(
     asked.clear()
     assert run("second", str(remote), tmp_path / "cache") == expected
     assert not asked
-    _, pieces = find_target(None, tmp_path / "second" / "drafter", (EMBEDDINGS,))
-    assert pieces[EMBEDDINGS].shape == (61, 32)
+    _, _, tensors = find_target(None, tmp_path / "second" / "drafter", (EMBEDDINGS,))
+    assert tensors[EMBEDDINGS].shape == (61, 32)

@@ -21,6 +21,7 @@ from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.formats.checkpoint import LAYOUTS, load_drafter, save_drafter
 from moa_data.moa.targets.bundle import FrozenTarget, hash_target
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.tests.kit.drafters import PAPER
 from moa_data.tests.kit.families import FEATURES, GROUPED, build_family, works
 from moa_data.tests.kit.variants import quick
@@ -46,9 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def make_run(folder: Path, target: Path, store: Path, kind: str, **identity: str) -> Path:
     """Write a run like those that training leaves, of a drafter with random weights."""
-    config, identity = AutoConfig.from_pretrained(target), hash_target(target) | identity
+    facts = TargetFacts.of(AutoConfig.from_pretrained(target))
+    identity = hash_target(target) | identity
     build = drafter_class(kind)
-    drafter: Drafter = build(build.config_class.from_target(config, identity, **KINDS[kind]))
+    drafter: Drafter = build(build.config_class.from_target(facts, identity, **KINDS[kind]))
     drafter.initialize(torch.Generator().manual_seed(0))
     drafter.adopt(
         FrozenTarget.from_model(AutoModelForCausalLM.from_pretrained(target)),

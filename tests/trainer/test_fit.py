@@ -23,7 +23,7 @@ from moa_data.errors import DrafterError, Interrupted, OutputOccupied, RunWarnin
 from moa_data.moa.drafters import vocabulary
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.formats.checkpoint import load_drafter, save_drafter
-from moa_data.moa.targets.families import target_sizes
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.pipeline.recode import recode
 from moa_data.tests.kit.command import TRAIN, refused
 from moa_data.tests.kit.command import run as run_command
@@ -402,7 +402,7 @@ def test_norms_that_no_option_sets_are_refused_with_their_names(tmp_path: Path) 
     with pytest.raises(
         TrainingError, match="has norm_before_residual, which can be run but not trained"
     ):
-        initial_drafter(str(tmp_path), fresh, settings, target_sizes(model.config))
+        initial_drafter(str(tmp_path), fresh, settings, TargetFacts.of_model(model).sizes)
 
 
 def test_resume_needs_no_setting_twice(

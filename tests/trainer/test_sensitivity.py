@@ -21,6 +21,7 @@ from moa_data.errors import (
 )
 from moa_data.moa.drafters.training import Draws
 from moa_data.moa.formats.checkpoint import save_drafter
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.pipeline.recode import recode
 from moa_data.storage.codecs.transform import TransformCodec, TransformSettings
@@ -43,11 +44,9 @@ def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def codec_of(model: Any, scope: str) -> TransformCodec:
-    config = model.config
-    spec = kv_field(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    return TransformCodec(
-        spec, TransformSettings.parse(f"transform:1@{scope}"), target_rope(config)
-    )
+    facts = TargetFacts.of_model(model)
+    spec = kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim)
+    return TransformCodec(spec, TransformSettings.parse(f"transform:1@{scope}"), target_rope(facts))
 
 
 @pytest.mark.parametrize(

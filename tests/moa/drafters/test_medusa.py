@@ -10,6 +10,7 @@ from torch import Tensor
 from moa_data.moa.drafters.medusa import HEAD_DECAY, MedusaDrafter, MedusaSizes
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.tests.kit.drafters import NO_DRAWS, assert_loss, batch_with, build_medusa
 from moa_data.tests.kit.models import build_model
 
@@ -33,7 +34,7 @@ class TestTwoLayersPerHead(DrafterContract):
 def test_untrained_heads_say_what_the_target_says() -> None:
     model = build_model()
     drafter, hidden = (
-        MedusaDrafter(MedusaSizes.from_target(model.config, medusa_layers=2)),
+        MedusaDrafter(MedusaSizes.from_target(TargetFacts.of_model(model), medusa_layers=2)),
         torch.randn(3, 48),
     )
     drafter.initialize()

@@ -3,6 +3,7 @@
 Default sizes follow from the target.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from moa_data.moa.drafters.eagle3 import Eagle3Sizes, default_fused_layers
 from moa_data.moa.drafters.independent import IndependentSizes
 from moa_data.moa.drafters.mixture import MoASizes
 from moa_data.moa.drafters.registry import drafter_class
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.tests.kit.models import SIZES, build_model
 
 BLOCK: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size": 7}
@@ -57,7 +59,7 @@ def test_unfit_sizes_are_refused(kind: str, sizes: dict[str, Any]) -> None:
     with pytest.raises(
         DrafterError, match=None if kind == "dspark" else list(sizes)[-1].split("_")[0]
     ):
-        drafter_class(kind).config_class.from_target(build_model().config, **sizes)
+        drafter_class(kind).config_class.from_target(TargetFacts.of_model(build_model()), **sizes)
 
 
 def test_sizes_of_another_kind_are_refused() -> None:
@@ -66,19 +68,21 @@ def test_sizes_of_another_kind_are_refused() -> None:
 
 
 def test_heads_divide_widths() -> None:
-    wide = MoASizes.from_target(build_model(num_attention_heads=6, head_dim=64).config)
+    model = build_model(num_attention_heads=6, head_dim=64)
+    wide = MoASizes.from_target(TargetFacts.of_model(model))
     assert (wide.layer_attention_heads, wide.layer_attention_head_dim) == (4, 64), (
         "256 / 6 is no head dim"
     )
-    config = build_model(hidden_size=384, num_attention_heads=6, intermediate_size=1024).config
-    sizes = IndependentSizes.from_target(config)
+    model = build_model(hidden_size=384, num_attention_heads=6, intermediate_size=1024)
+    facts = TargetFacts.of_model(model)
+    sizes = IndependentSizes.from_target(facts)
     assert (sizes.independent_width, sizes.independent_mlp_width, sizes.independent_layers) == (
         192,
         512,
         2,
     )
     assert (sizes.own_block.n_heads, sizes.own_block.head_dim) == (4, 48)
-    narrow = IndependentSizes.from_target(config, independent_width=6)
+    narrow = IndependentSizes.from_target(facts, independent_width=6)
     assert (narrow.own_block.n_heads, narrow.own_block.head_dim) == (3, 2)
 
 
@@ -93,10 +97,9 @@ def test_default_layers_are_those_of_the_official_code() -> None:
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(67, 67), (128_256, 32_000)])
 def test_defaults_follow_from_the_vocabulary(vocab_size: int, expected: int) -> None:
-    config = build_model().config
-    config.vocab_size = vocab_size
-    assert Eagle3Sizes.defaults(config, FUSED)["draft_vocabulary"] == expected
+    facts = replace(TargetFacts.of_model(build_model()), vocab_size=vocab_size)
+    assert Eagle3Sizes.defaults(facts, FUSED)["draft_vocabulary"] == expected
     assert SIZES["vocab_size"] == 67
     assert (
-        drafter_class("dspark").config_class.defaults(config, BLOCK)["mask_token"] == vocab_size - 1
+        drafter_class("dspark").config_class.defaults(facts, BLOCK)["mask_token"] == vocab_size - 1
     )

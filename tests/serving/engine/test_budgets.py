@@ -191,7 +191,7 @@ def test_one_call_gives_what_segments_give_one_by_one(
     for kinds in (CHAINS + TREES, CHAINS, CHAINS[:1], CHAINS[1:2], TREES, CHAINS[1:3]):
         found = []
         for target in targets:
-            pool, runner = Pool(640, target.sizes, dtype, target.device), Runner(target)
+            pool, runner = Pool(640, target.facts.sizes, dtype, target.device), Runner(target)
             pool.buffer.fill_(torch.nan)  # Reading an unwritten value gives NaN.
             kvs = [PooledKV(pool) for _ in kinds]
             for kv in kvs:

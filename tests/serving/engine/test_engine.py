@@ -198,7 +198,7 @@ def test_drafts_use_the_packed_lm_head_of_the_target(
     frozen = Engine(target, {"a": drafter})._speculations["a"]._proposer.frozen
     monkeypatch.setattr(packed, "product", counted)
     with torch.inference_mode():
-        frozen.logits(torch.randn(5, target.sizes["hidden_size"]))
+        frozen.logits(torch.randn(5, target.facts.hidden_size))
     assert rows == [5]
 
 
@@ -507,7 +507,7 @@ def test_a_fault_in_one_text_ends_that_one_alone(
         engine.set_work(reader.id, Work.PLAIN)
     engine.step()
     assert "the listener is gone" in str(broken.errors[0])
-    pool = Pool(96, target.sizes | {"head_dim": 1}, torch.float32, target.device)
+    pool = Pool(96, target.facts.sizes | {"head_dim": 1}, torch.float32, target.device)
     engine._sequences[readers[2].id].kv.pool = pool
     run(engine)
     assert len(readers[2].errors) == 1

@@ -21,7 +21,7 @@ def stepped(family: str, lengths: list[int]) -> tuple[list[Output], torch.Tensor
     Returns the outputs, with those of two layers, and the content of the pool.
     """
     target, generator = Target(build_model(family)), torch.Generator().manual_seed(0)
-    pool = Pool(16 * BLOCK_TOKENS, target.sizes, torch.float32, target.device)
+    pool = Pool(16 * BLOCK_TOKENS, target.facts.sizes, torch.float32, target.device)
     pool.buffer.fill_(torch.nan)
     for length in lengths:
         pool.reserve(kv := PooledKV(pool), 1 + length // BLOCK_TOKENS)
@@ -87,7 +87,7 @@ def test_layers_of_unlike_query_heads_run_one_by_one(monkeypatch: pytest.MonkeyP
     expected = model(torch.tensor([tokens])).logits[0, -1]
     runner, pool = (
         Runner(target),
-        Pool(8 * BLOCK_TOKENS, target.sizes, torch.float32, target.device),
+        Pool(8 * BLOCK_TOKENS, target.facts.sizes, torch.float32, target.device),
     )
     pool.reserve(kv := PooledKV(pool), 1)
     with torch.inference_mode():

@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig
 
 from moa_data.errors import CodecUnknown, StoreError, StoreMismatch
+from moa_data.moa.targets.facts import TargetFacts
 from moa_data.pipeline.forwards.calibrate import calibrate, target_rope
 from moa_data.storage.codecs import coding
 from moa_data.storage.codecs.field import Learning
@@ -50,8 +51,8 @@ FIELDS = (
     kv_field(4, 2, 8),
 )  # fmt: skip
 RECIPE = make_recipe(fields=FIELDS)
-CONFIG = LlamaConfig(hidden_size=WIDTH, num_attention_heads=2, head_dim=8)
-ROPE = target_rope(CONFIG)
+FACTS = TargetFacts.of(LlamaConfig(hidden_size=WIDTH, num_attention_heads=2, head_dim=8))
+ROPE = target_rope(FACTS)
 _RNG = np.random.default_rng(1)
 EMBEDDINGS = _RNG.standard_normal((VOCABULARY, WIDTH)).astype(np.float32)
 EMBEDDINGS /= np.sqrt(np.square(EMBEDDINGS).mean(1, keepdims=True))
@@ -109,7 +110,7 @@ def learned(name: str) -> StoreCodec:
             codec,
             lengths,
             lambda i: SEQUENCES[i] | exact(SEQUENCES[i]),
-            CONFIG,
+            FACTS,
             head,
             embeddings,
             Learning(),

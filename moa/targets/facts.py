@@ -1,0 +1,553 @@
+"""Facts about a target that follow from its transformers config: sizes, KV shapes, windows, scales.
+
+:func:`load_facts` reads and validates the config.json of a folder. :meth:`TargetFacts.of_model`
+takes a loaded model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from ...errors import DrafterError, TargetError
+from ...files import parsing
+from ..nn.layers import ROPE_TYPES, DecoderBlockSizes, Rotary
+from ..nn.masks import Chunk
+from .families import FAMILIES, OTHER, Family, empty_model, text_model, transformers_config
+from .model_files import FLOATS, check_model_folder, quantised_by, read_config
+
+# Upper limits of the sizes in a config.json. They are far above the sizes of the largest models.
+_LARGEST = {
+    "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26, "sliding_window": 1 << 26,
+}  # fmt: skip
+# Maximum number of positions of a target if the config does not state it.
+_MANY_POSITIONS = 1 << 20
+
+
+class KVShape(NamedTuple):
+    """The shape of the keys and values that a layer caches for one token."""
+
+    n_heads: int
+    # Width of a key of one head.
+    key_width: int
+    # Width of a value of one head.
+    value_width: int
+
+    @property
+    def width(self) -> int:
+        """Number of values per token, keys and values of all heads together."""
+        return self.n_heads * (self.key_width + self.value_width)
+
+
+class KVGroup(NamedTuple):
+    """Layers whose KV has the same shape. A store has one field for the KV of these layers."""
+
+    # Name of the field: "kv" if the group holds all layers of the target, else e.g.
+    # "kv/full_attention".
+    field: str
+    layers: tuple[int, ...]  # Layer indices of the target, ascending.
+    shape: KVShape
+    is_rotated: bool = True  # Whether all layers of the target rotate their keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """Facts about a target, computed once from the transformers config of its text model.
+
+    If layers differ, the number and size of heads are those of the first layer. If no layer has
+    attention, drafters get heads with about 64 dimensions.
+    """
+
+    config: Any = field(repr=False)
+    family: Family
+    n_layers: int  # L, number of decoder layers
+    n_heads: int  # number of query heads
+    n_kv_heads: int
+    head_dim: int
+    hidden_size: int  # E
+    vocab_size: int  # V
+    # Sequence length up to which cached keys stay valid when the sequence grows.
+    max_position_embeddings: int
+    # Width of the dense MLPs, by default four times the hidden size. If layers have different
+    # widths, the largest width.
+    mlp_width: int
+    norm_eps: float  # epsilon of the norms
+    # RoPE parameters of drafters; see :func:`rope_parameters`.
+    rope_parameters: dict[str, Any]
+    logit_scale: float  # factor that the target applies to the outputs of its LM head
+    # Soft cap of the logits, which a tanh applies; None without a cap.
+    logit_cap: float | None
+    # Kind of attention of each layer, with the names of transformers.
+    layer_kinds: tuple[str, ...]
+    # Attention window of each layer; None for full attention. A window is a number of tokens and
+    # includes the query's own token.
+    layer_windows: tuple[int | None, ...]
+    # KV shape of each layer; None for a layer that carries a state instead of KV.
+    kv_shapes: tuple[KVShape | None, ...]
+    # Layers with a KV cache of their own, by kind and shape, ordered by first layer.
+    kv_groups: tuple[KVGroup, ...]
+
+    @classmethod
+    def of(cls, config: Any) -> "TargetFacts":
+        """Compute the facts from the transformers config of a text model."""
+        family = FAMILIES.get(config.model_type, OTHER)
+        first_layer = _layer_configs(config)[0]
+        n_heads = getattr(first_layer, "num_attention_heads", None) or max(
+            1, config.hidden_size // 64
+        )
+        layer_kinds = _layer_kinds(config, family)
+        kv_shapes = _kv_shapes(config, layer_kinds)
+        return cls(
+            config=config,
+            family=family,
+            n_layers=config.num_hidden_layers,
+            n_heads=n_heads,
+            n_kv_heads=getattr(first_layer, "num_key_value_heads", None) or n_heads,
+            head_dim=getattr(first_layer, "head_dim", None) or config.hidden_size // n_heads,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=_n_positions(config),
+            mlp_width=_mlp_width(config),
+            norm_eps=_norm_eps(config),
+            rope_parameters=rope_parameters(config),
+            logit_scale=logit_scale(config),
+            logit_cap=_logit_cap(config),
+            layer_kinds=layer_kinds,
+            layer_windows=_layer_windows(config, layer_kinds),
+            kv_shapes=kv_shapes,
+            kv_groups=_kv_groups(config, layer_kinds, kv_shapes, family.rotates_all),
+        )
+
+    @classmethod
+    def of_model(cls, model: Any) -> "TargetFacts":
+        """Compute the facts from a loaded causal LM."""
+        return cls.of(text_model(model).config)
+
+    @property
+    def model_type(self) -> str:
+        """Model type of the text model, the name of its family."""
+        return str(self.config.model_type)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of the target as stores record them.
+
+        ``kv_width`` is left out if stores keep the KV of all layers in one field.
+        """
+        sizes: dict[str, Any] = {
+            "n_layers": self.n_layers,
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "architecture": self.model_type,
+        }
+        if self.splits_kv:
+            sizes["kv_width"] = self.kv_width
+        return sizes
+
+    @property
+    def has_uniform_kv(self) -> bool:
+        """Whether the KV of all layers has the same shape, with keys as wide as values."""
+        return len(self.kv_groups) == 1 and self.kv_groups[0].field == "kv"
+
+    @property
+    def splits_kv(self) -> bool:
+        """Whether stores keep the KV in several fields, because it differs between layers."""
+        return self.family.keeps_kv and bool(self.kv_groups) and not self.has_uniform_kv
+
+    @property
+    def kv_width(self) -> int:
+        """Number of KV values per token, of all heads together, in the widest layer."""
+        if self.splits_kv:
+            return max(group.shape.width for group in self.kv_groups)
+        return 2 * self.n_kv_heads * self.head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Number of KV values per token in the caches of all layers together."""
+        return sum(len(group.layers) * group.shape.width for group in self.kv_groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers carry a recurrent state instead of KV."""
+        return None in self.kv_shapes
+
+    @property
+    def rotates_as_llama(self) -> bool:
+        """Whether all layers have keys of the same shape, rotated as in drafters."""
+        rope = dict(getattr(self.config, "rope_parameters", None) or {})
+        is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
+        is_supported = rope.get("rope_type", "default") in ROPE_TYPES
+        return self.family.rotates_halves and is_supported and is_whole and self.has_uniform_kv
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention implementation in transformers that supports the target fully."""
+        model_class: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.config), None)
+        # Older model classes support only eager attention.
+        is_plain = model_class is not None and not model_class._supports_sdpa
+        return "eager" if is_plain else self.family.attention
+
+    @property
+    def attention_sizes(self) -> dict[str, int]:
+        """The largest number of KV heads and the largest head dim that attention computes with.
+
+        For latents, these are the sizes of the keys and values to which a latent is expanded.
+        """
+        config = self.config
+        if getattr(config, "kv_lora_rank", None) is not None:
+            key_width = config.qk_nope_head_dim + config.qk_rope_head_dim
+            return {"n_kv_heads": self.n_heads, "head_dim": max(key_width, config.v_head_dim)}
+        shapes = [shape for shape in self.kv_shapes if shape is not None]
+        return {
+            "n_kv_heads": max(kv_shape.n_heads for kv_shape in shapes),
+            "head_dim": max(kv_shape.key_width for kv_shape in shapes),
+        }
+
+    @cached_property
+    def n_weights(self) -> int:
+        """Number of weights of the text model. Tied matrices count once.
+
+        For families with Llama's layers, biases and norms are not counted.
+        """
+        if not self.family.has_llama_layers:
+            return sum(weight.numel() for weight in empty_model(self.config).parameters())
+        heads = self.n_heads + self.n_kv_heads
+        layer = self.hidden_size * (2 * heads * self.head_dim + 3 * self.mlp_width)
+        return self.vocab_size * self.hidden_size + self.n_layers * layer
+
+    @cached_property
+    def embedding_scale(self) -> float:
+        """Factor that the embedding layer applies, as in Gemma; 1 if there is none."""
+        table = empty_model(self.config).get_input_embeddings()
+        return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
+
+    def check_kv(self) -> None:
+        """Raise TargetError if keys and values of the target cannot be stored."""
+        if not self.family.keeps_kv:
+            raise TargetError(
+                f"moa-data does not know what the layers of {self.model_type} cache, so it cannot "
+                "store their keys and values. Store hidden states: --activations "
+                "hidden:last,hidden:layer:1,..."
+            )
+
+    def check_rotation(self) -> None:
+        """Raise DrafterError if the target does not rotate its keys as drafters do.
+
+        Call this for drafters whose queries attend to the target's own keys.
+        """
+        if not self.rotates_as_llama:
+            raise DrafterError(
+                "this drafter needs keys that have the same shape in all layers and are rotated "
+                f"(RoPE) as in Llama, but those of {self.model_type} are not. Train a drafter that "
+                "accepts any keys, such as moa, or one that reads hidden states."
+            )
+
+    def layer_sizes(self) -> DecoderBlockSizes:
+        """Return the sizes of the target's decoder layers as block sizes.
+
+        Raises:
+            TargetError: the drafter cannot run these layers on its features.
+        """
+        config = self.config
+        if not self.family.has_llama_layers:
+            raise TargetError(
+                f"the layers of {self.model_type} cannot run on the output of a drafter (target "
+                "layer inference). Leave --target-layers and --target-layer-inference at 0."
+            )
+        if config.hidden_act != "silu":
+            raise TargetError(
+                "target layer inference supports only the hidden_act silu, not "
+                f"{config.hidden_act!r}. Leave --target-layer-inference at 0."
+            )
+        has_bias = bool(getattr(config, "attention_bias", False))
+        return DecoderBlockSizes(
+            width=self.hidden_size,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            mlp_width=self.mlp_width,
+            norm_eps=self.norm_eps,
+            qkv_bias=has_bias or self.model_type == "qwen2",
+            output_bias=has_bias,
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            query_key_norm=self.model_type == "qwen3",
+        )
+
+
+def _layer_configs(config: Any) -> Any:
+    """Return the configs of the layers; one config for all layers if they do not differ."""
+    return getattr(config, "per_layer_config", None) or [config]
+
+
+def _n_positions(config: Any) -> int:
+    n_positions: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    # For sequences beyond the original length, longrope uses another rotation, which changes cached
+    # keys.
+    if rope.get("rope_type") == "longrope":
+        n_positions = int(rope.get("original_max_position_embeddings") or n_positions)
+    return n_positions
+
+
+def _mlp_width(config: Any) -> int:
+    width = getattr(config, "intermediate_size", None)
+    # Some configs have a list with the width of each layer.
+    width = max(width) if isinstance(width, list) else width
+    return width if isinstance(width, int) else 4 * int(config.hidden_size)
+
+
+def _norm_eps(config: Any) -> float:
+    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+        epsilon: float | None = getattr(config, name, None)
+        if epsilon is not None:
+            return epsilon
+    return 1e-5
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Return the RoPE parameters of a target's drafters: ``rope_theta``, ``rope_type`` and others.
+
+    They are the parameters of the target's layers with full attention. If drafters do not support
+    this type of rotation, they use the default rotation with the target's ``rope_theta``.
+    """
+    by_kind = getattr(config, "rope_parameters", None) or {}
+    parameters: dict[str, Any] = {}
+    for key, value in dict(by_kind.get("full_attention") or by_kind).items():
+        if value is not None:
+            parameters[key] = value
+    if FAMILIES.get(config.model_type, OTHER).has_llama_layers or (
+        parameters.get("rope_type", "default") in ROPE_TYPES
+        and parameters.get("rope_theta")
+        and "partial_rotary_factor" not in parameters
+    ):
+        return parameters
+    return {"rope_type": "default", "rope_theta": parameters.get("rope_theta") or 10_000.0}
+
+
+def logit_scale(config: Any) -> float:
+    """Return the factor that a target applies to the outputs of its LM head."""
+    # Granite divides the logits by this value.
+    divisor = getattr(config, "logits_scaling", None)
+    return float(1 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0)
+
+
+def _logit_cap(config: Any) -> float | None:
+    # RecurrentGemma uses the second of these names, xLSTM the third.
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        cap: float | None = getattr(config, name, None)
+        if cap is not None:
+            return cap
+    return None
+
+
+def _layer_kinds(config: Any, family: Family) -> tuple[str, ...]:
+    slides = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) if family.mixes_layers else None
+    return tuple(
+        kinds or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    )
+
+
+def _layer_windows(config: Any, layer_kinds: Sequence[str]) -> tuple[int | None, ...]:
+    chunk = getattr(config, "attention_chunk_size", None)
+    windows = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": None if chunk is None else Chunk(chunk),
+    }
+    return tuple(map(windows.get, layer_kinds))
+
+
+def _kv_shapes(config: Any, layer_kinds: Sequence[str]) -> tuple[KVShape | None, ...]:
+    layer_configs = getattr(config, "per_layer_config", None) or [config] * len(layer_kinds)
+    shapes = list[KVShape | None]()
+    for kind, layer_config in zip(layer_kinds, layer_configs, strict=True):
+        if (
+            kind == "linear_attention"
+            or (n_heads := getattr(layer_config, "num_attention_heads", None)) is None
+        ):
+            shapes.append(None)
+        # Multi-head latent attention caches a latent, and one rotated key for all heads.
+        elif (rank := getattr(layer_config, "kv_lora_rank", None)) is not None:
+            shapes.append(KVShape(1, rank, layer_config.qk_rope_head_dim))
+        else:
+            width = getattr(layer_config, "head_dim", None) or config.hidden_size // n_heads
+            shapes.append(
+                KVShape(getattr(layer_config, "num_key_value_heads", None) or n_heads, width, width)
+            )
+    return tuple(shapes)
+
+
+def _kv_groups(
+    config: Any,
+    layer_kinds: Sequence[str],
+    kv_shapes: Sequence[KVShape | None],
+    is_rotated: bool,
+) -> tuple[KVGroup, ...]:
+    sharing_modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kv_shapes)
+    is_latent = getattr(_layer_configs(config)[0], "kv_lora_rank", None) is not None
+    layers_of: dict[tuple[str, KVShape], list[int]] = {}
+    for layer, (kind, shape, mode) in enumerate(
+        zip(layer_kinds, kv_shapes, sharing_modes, strict=True)
+    ):
+        # A layer with the mode "reuse" reads the KV cache of an earlier layer.
+        if shape is not None and mode != "reuse":
+            layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
+    distinct_shapes = {shape for _, shape in layers_of}
+    n_layers = sum(map(len, layers_of.values()))
+    if n_layers == len(kv_shapes) and len(distinct_shapes) == 1:
+        (only_shape,) = distinct_shapes
+        if only_shape.key_width == only_shape.value_width:
+            return (KVGroup("kv", tuple(range(n_layers)), only_shape, is_rotated),)
+    groups: list[KVGroup] = []
+    for (kind, shape), layers in layers_of.items():
+        # Number the groups of the same kind, because they have different shapes.
+        n_before = sum(entry.field.startswith(f"kv/{kind}") for entry in groups)
+        name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
+        groups.append(KVGroup(name, tuple(layers), shape, is_rotated))
+    return tuple(groups)
+
+
+def load_facts(folder: Path, with_weights: bool = True) -> TargetFacts:
+    """Read the facts about the text model of a folder, and check the sizes in its config.json.
+
+    Args:
+        folder: the model folder.
+        with_weights: whether the weights will be used. If true, quantised weights raise
+            TargetError.
+    """
+    folder, values = Path(folder), read_config(Path(folder))
+    check_model_folder(folder)
+    return parse_facts(values, folder / "config.json", folder, with_weights)
+
+
+def parse_facts(
+    values: Mapping[str, Any], source: object, folder: Path | None = None, with_weights: bool = True
+) -> TargetFacts:
+    """Compute the facts about a target's text model from the values of its config.json.
+
+    Args:
+        values: the content of config.json.
+        source: name of the config file in error messages.
+        folder: the folder that holds the config file; None without a folder.
+        with_weights: whether the weights will be used. If true, quantised weights raise
+            TargetError.
+
+    Raises:
+        TargetError: the config is not supported, or its sizes are not plausible.
+    """
+    _check_loads(values, source)
+    if with_weights and (problem := quantisation_problem(values, folder)):
+        raise TargetError(f"{source}: {problem}.")
+    text_config = values.get("text_config")
+    # Check counts such as the number of layers first, because transformers allocates lists of these
+    # lengths.
+    _check_counts(text_config if isinstance(text_config, dict) else values, source)
+    with parsing(f"cannot read {source}", TargetError):
+        config = transformers_config(values, folder)
+        dtype = config.dtype
+        config = config.get_text_config(decoder=True)
+        config.dtype = config.dtype or dtype
+    name = config.model_type
+    with parsing(
+        f"{source}: the config of {name} is not understood", TargetError, "Choose another target."
+    ):
+        _check_config(config, source)
+        facts = TargetFacts.of(config)
+        _check_facts(facts, source)
+        try:
+            Rotary(facts.head_dim, facts.rope_parameters, facts.max_position_embeddings)
+        except DrafterError as error:
+            raise TargetError(f"{source}: {error}") from error
+    return facts
+
+
+def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:
+    """Return why quantised weights cannot be used; empty if the weights are not quantised."""
+    method = quantised_by(values, folder)
+    return method and (
+        f"the weights are quantised by {method!r}. Give the folder of the weights before "
+        "quantisation, or save them dequantised with transformers"
+    )
+
+
+def _check_loads(values: Mapping[str, Any], source: object) -> None:
+    """Raise TargetError if transformers can load a model type neither for text nor for images."""
+    # Convert to text, because a damaged config may hold a list, which cannot be looked up.
+    model_type = str(values.get("model_type"))
+    text = values.get("text_config")
+    sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    loads_text = (
+        isinstance(text, dict)
+        and str(text.get("model_type")) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
+        sees and loads_text
+    ):
+        way = "Choose another target, or install a release of transformers that supports it"
+        raise TargetError(
+            f"{source}: transformers {transformers.__version__} has no text-only causal language "
+            f"model for the model type {model_type[:60]!r}. "
+            f"{'Save the text part of this model as a causal language model' if sees else way}."
+        )
+
+
+def _check_counts(values: Mapping[str, Any], source: object) -> None:
+    for name, largest in _LARGEST.items():
+        value = values.get(name)
+        of_layers = value if name == "intermediate_size" and isinstance(value, list) else [value]
+        # A window of 0 means that no layer has a sliding window.
+        least = 0 if name == "sliding_window" else 1
+        for count in of_layers:
+            if count is not None and (type(count) is not int or not least <= count <= largest):
+                shown = f"{str(value)[:60]!r}, expected a whole number from {least} to {largest}"
+                raise TargetError(f"{source}: {name} is {shown}. Restore the file.")
+
+
+def _check_config(config: Any, source: object) -> None:
+    """Raise TargetError if sizes are missing or not plausible.
+
+    This includes defaults filled in by transformers.
+    """
+    needed = ("hidden_size", "num_hidden_layers", "vocab_size")
+    if lacking := [name for name in needed if getattr(config, name, None) is None]:
+        raise TargetError(
+            f"{source}: the config of {config.model_type} has no {' and no '.join(lacking)}, "
+            "which stores and drafters need. Choose another target."
+        )
+    for layer_config in _layer_configs(config):
+        _check_counts({name: getattr(layer_config, name, None) for name in _LARGEST}, source)
+
+
+def _check_facts(facts: TargetFacts, source: object) -> None:
+    """Raise TargetError if facts do not fit together."""
+    config = facts.config
+    keeps_kv = facts.family.keeps_kv
+    known_kinds = {"full_attention", "sliding_attention", "chunked_attention"}
+    known_kinds |= {"linear_attention"} if facts.family.carries_state else set()
+    epsilon = facts.norm_eps
+    if keeps_kv and facts.n_heads % facts.n_kv_heads:
+        trouble = f"{facts.n_heads} query heads are not a multiple of {facts.n_kv_heads} KV heads"
+    elif type(epsilon) not in (int, float) or not 0 <= epsilon <= 1:
+        trouble = f"the epsilon of its norms is {epsilon!r}, expected a number from 0 to 1"
+    elif config.dtype not in (None, *FLOATS):
+        trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
+    elif keeps_kv and set(facts.layer_kinds) - known_kinds:
+        trouble = (
+            "layer_types must contain only "
+            f"{' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
+        )
+    elif "sliding_attention" in facts.layer_kinds and not getattr(config, "sliding_window", None):
+        trouble = "some layers have sliding_attention, but sliding_window is missing"
+    else:
+        return
+    raise TargetError(f"{source}: {trouble}. Restore the file.")
