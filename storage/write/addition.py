@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import StoreError, StoreLocked
 from ...files import write_atomic
-from ..backend import put_if_absent, replace_file
+from ..backend import backend_of
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import FileRecord, PartCommit, array_of, read_part_commit
@@ -92,7 +92,9 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
             for name, record in commit.files.items():
                 if array_of(name) in arrays:
                     files[name] = record
-            if not replace_file(path, commit.to_json(), replace(commit, files=files).to_json()):
+            if not backend_of(path).replace(
+                commit.to_json(), replace(commit, files=files).to_json()
+            ):
                 raise changed_meanwhile(path)
     writer.remove_uncommitted()
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
@@ -100,7 +102,7 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
         # The store's lock prevents other additions at the same time. If a new basis exists already,
         # an interrupted addition has left it, so it can be replaced.
         write_atomic(path, codec.files()[BASIS_NAME])
-    elif not put_if_absent(path, codec.files()[BASIS_NAME]):
+    elif not backend_of(path).put_if_absent(codec.files()[BASIS_NAME]):
         raise StoreLocked(
             f"{path} belongs to an unfinished `moa-data add` of other fields. Finish that command "
             "first. If no process runs it any more, you can delete the file instead."

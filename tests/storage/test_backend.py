@@ -19,19 +19,9 @@ from moa_data.storage import backend, object_store
 from moa_data.storage.backend import (
     MISSING,
     LocalFile,
-    blocks_of,
+    backend_of,
     download,
-    exists,
-    listed_sizes,
-    make_folder,
-    names_below,
-    names_in,
     open_path,
-    put,
-    put_if_absent,
-    read_file,
-    remove_files,
-    replace_file,
 )
 from moa_data.storage.commit import FileRecord, find_size_damage
 from moa_data.storage.object_store import ObjectStore
@@ -48,81 +38,85 @@ class BackendContract:
     def test_what_is_put_is_read_and_listed(self, place: StorePath) -> None:
         contents = {"a": b"", "b/c": b"text", "b/c.d/e f+ü": bytes(range(256))}
         for name, data in contents.items():
-            make_folder((place / name).parent)
-            put(place / name, data)
-            assert read_file(place / name) == data
+            backend_of((place / name).parent).make_folder()
+            backend_of(place / name).put(data)
+            assert backend_of(place / name).read() == data
             assert (place / name).stat().st_size == len(data)
-        put(place / "b/c", b"another")
-        assert read_file(place / "b/c", 7) == b"another"
+        backend_of(place / "b/c").put(b"another")
+        assert backend_of(place / "b/c").read(7) == b"another"
         with pytest.raises(ValueError, match="7 bytes, but the limit is 6 bytes"):
-            read_file(place / "b/c", 6)
+            backend_of(place / "b/c").read(6)
         sizes = {"a": 0, "b/c": 7, "b/c.d/e f+ü": 256}
-        assert {name: (place / name).stat().st_size for name in names_below(place)} == sizes
-        listed = listed_sizes(place)
+        assert {
+            name: (place / name).stat().st_size for name in backend_of(place).names_below()
+        } == sizes
+        listed = backend_of(place).listed_sizes()
         assert listed == (sizes if isinstance(place, RemotePath) else {})
-        put(place / "later", b"12345")  # The list is older than this file.
+        backend_of(place / "later").put(b"12345")  # The list is older than this file.
         assert not find_size_damage(
             place, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed
         )
-        assert names_in(place) == ["a", "b", "later"]
-        assert names_in(place / "nothing") == []
-        assert exists(place / "b")
-        assert not exists(place / "b/c.")
+        assert backend_of(place).names_in() == ["a", "b", "later"]
+        assert backend_of(place / "nothing").names_in() == []
+        assert backend_of(place / "b").exists()
+        assert not backend_of(place / "b/c.").exists()
 
     def test_what_is_not_there_is_not_found(self, place: StorePath) -> None:
         for ask in (
-            read_file,
+            lambda path: backend_of(path).read(),
             lambda path: path.stat(),
-            lambda path: replace_file(path, b"", b"x"),
+            lambda path: backend_of(path).replace(b"", b"x"),
         ):
             with pytest.raises(MISSING):
                 ask(place / "nothing")
-        put(place / "x", b"1")
+        backend_of(place / "x").put(b"1")
         for _ in range(2):
-            remove_files(place / "x")
-        assert not exists(place / "x")
+            backend_of(place).remove_files(["x"])
+        assert not backend_of(place / "x").exists()
 
     def test_a_file_is_read_in_blocks(self, place: StorePath) -> None:
-        put(place / "file", data := os.urandom(100_000))
-        assert b"".join(blocks_of(place / "file", 30_000)) == data
+        backend_of(place / "file").put(data := os.urandom(100_000))
+        assert b"".join(backend_of(place / "file").blocks(30_000)) == data
 
     def test_one_of_many_creates(self, place: StorePath) -> None:
-        assert put_if_absent(place / "once", b"first")
-        assert not put_if_absent(place / "once", b"second")
+        assert backend_of(place / "once").put_if_absent(b"first")
+        assert not backend_of(place / "once").put_if_absent(b"second")
         # The client repeats the call if the answer to the first one is lost.
-        assert put_if_absent(place / "once", b"first")
-        assert read_file(place / "once") == b"first"
+        assert backend_of(place / "once").put_if_absent(b"first")
+        assert backend_of(place / "once").read() == b"first"
         for key in range(4):
             path = place / f"key-{key}"
             with ThreadPoolExecutor(8) as pool:
                 won = list(
-                    pool.map(lambda n, path=path: put_if_absent(path, b"by %d" % n), range(8))
+                    pool.map(
+                        lambda n, path=path: backend_of(path).put_if_absent(b"by %d" % n), range(8)
+                    )
                 )
             assert won.count(True) == 1
-            assert read_file(path) == b"by %d" % won.index(True)
-        assert len(names_in(place)) == 5  # No half-written file is left.
+            assert backend_of(path).read() == b"by %d" % won.index(True)
+        assert len(backend_of(place).names_in()) == 5  # No half-written file is left.
 
     def test_a_file_is_replaced_where_it_holds_what_is_expected(self, place: StorePath) -> None:
-        put(place / "document", b"old")
-        assert not replace_file(place / "document", b"another", b"new")
-        assert replace_file(place / "document", b"old", b"new")
-        assert read_file(place / "document") == b"new"
+        backend_of(place / "document").put(b"old")
+        assert not backend_of(place / "document").replace(b"another", b"new")
+        assert backend_of(place / "document").replace(b"old", b"new")
+        assert backend_of(place / "document").read() == b"new"
 
     def test_a_put_is_seen_whole_or_not_at_all(self, place: StorePath) -> None:
         versions = [bytes([n]) * 50_000 for n in range(8)]
-        put(place / "document", versions[0])
+        backend_of(place / "document").put(versions[0])
 
         def look(n: int) -> bytes:
             with suppress(ValueError):
-                return read_file(place / "document")
+                return backend_of(place / "document").read()
             return versions[0]
 
         with ThreadPoolExecutor(4) as pool:
             seen = pool.map(look, range(16))
             for version in versions:
-                put(place / "document", version)
+                backend_of(place / "document").put(version)
         assert set(seen) <= set(versions)
-        assert read_file(place / "document") == versions[-1]
+        assert backend_of(place / "document").read() == versions[-1]
 
 
 class TestFolder(BackendContract):
@@ -138,23 +132,23 @@ class TestFolder(BackendContract):
 
         monkeypatch.setattr(os, "link", refuse)
         self.test_a_file_is_replaced_where_it_holds_what_is_expected(place)
-        assert put_if_absent(place / "once", b"first")
-        assert not put_if_absent(place / "once", b"second")
+        assert backend_of(place / "once").put_if_absent(b"first")
+        assert not backend_of(place / "once").put_if_absent(b"second")
 
 
 class ObjectStoreContract(BackendContract):
     """The contract of object stores, in addition to that of all backends."""
 
     def test_ranges_end_with_the_file(self, place: RemotePath) -> None:
-        place.backend.put("file", data := os.urandom(100_000))
+        place.bucket.put("file", data := os.urandom(100_000))
         ranges = [(99_990, 100_000), (0, 5), (3, 9), (99_998, 100_020), (200_000, 200_001)]
-        found = place.backend.read_ranges([("file", start, stop) for start, stop in ranges])
+        found = place.bucket.read_ranges([("file", start, stop) for start, stop in ranges])
         assert [bytes(each) for each in found] == [data[start:stop] for start, stop in ranges]
         with pytest.raises(FileNotFoundError):
-            place.backend.read_ranges([("nothing", 0, 1)])
+            place.bucket.read_ranges([("nothing", 0, 1)])
 
     def test_one_of_many_replaces(self, place: RemotePath) -> None:
-        store = place.backend
+        store = place.bucket
         store.put("document", b"new")
         with ThreadPoolExecutor(8) as pool:
             won = list(
@@ -166,7 +160,7 @@ class ObjectStoreContract(BackendContract):
     def test_uploads_and_copies_in_blocks(
         self, place: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store, data = place.backend, os.urandom(REQUEST_BYTES + 12345)
+        store, data = place.bucket, os.urandom(REQUEST_BYTES + 12345)
         step = 1 << 20
         (tmp_path / "file").write_bytes(data)
         store.put("a b/c", tmp_path / "file")
@@ -184,11 +178,11 @@ class ObjectStoreContract(BackendContract):
                 store.copy("nothing", "target", n_bytes)
 
     def test_a_path_is_pickled_by_its_url(self, place: RemotePath, tmp_path: Path) -> None:
-        place.backend.put("parts/kv/c.1", b"shard")
+        place.bucket.put("parts/kv/c.1", b"shard")
         again = pickle.loads(pickle.dumps(place / "parts"))
         assert again == place / "parts"
-        assert again.names() == ["kv/c.1"]
-        download(again, tmp_path, again.names())
+        assert again.names_below() == ["kv/c.1"]
+        download(again, tmp_path, again.names_below())
         assert (tmp_path / "kv/c.1").read_bytes() == b"shard"
 
 
@@ -203,11 +197,11 @@ class TestMoto(ObjectStoreContract):
             ObjectStore("s3://nowhere/store").read("store.json")
 
     def test_a_fork_of_a_process_that_has_connected_refuses(self, place: RemotePath) -> None:
-        place.backend.put("x", b"1")
+        place.bucket.put("x", b"1")
         child = os.fork()
         if not child:
             try:
-                place.backend.read("x")
+                place.bucket.read("x")
             except StorageUnavailable as error:
                 os._exit(7 if "spawn" in str(error) else 1)
             os._exit(2)
@@ -268,8 +262,8 @@ def test_urls_of_all_providers(monkeypatch: pytest.MonkeyPatch) -> None:
         path = open_path(url + "/")
         assert str(path) == url
         assert isinstance(path, RemotePath)
-        assert isinstance(path.backend, ObjectStore)
-        assert getattr(path.backend.connection, "prefix", None) == "a/store"
+        assert isinstance(path.bucket, ObjectStore)
+        assert getattr(path.bucket.connection, "prefix", None) == "a/store"
     with pytest.raises(StoreNotFound):
         open_path("hf://datasets/me/store")
 

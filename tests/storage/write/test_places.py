@@ -18,7 +18,7 @@ from moa_data.errors import (
     StoreLocked,
     StoreMismatch,
 )
-from moa_data.storage.backend import names_below, open_path, put, put_if_absent, remove_files
+from moa_data.storage.backend import backend_of, open_path
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
@@ -76,11 +76,11 @@ class PlaceContract:
 
     def test_leaving_without_commit_leaves_nothing(self, place: StorePath, recipe: Recipe) -> None:
         with recipe.open(place) as writer:
-            before = names_below(place)
+            before = backend_of(place).names_below()
             with suppress(KeyboardInterrupt), writer.part(0) as out:
                 recipe.fill(out)
                 raise KeyboardInterrupt
-            assert names_below(place) == before
+            assert backend_of(place).names_below() == before
             recipe.write_part(writer, 0)
 
     def test_of_two_writers_of_a_part_the_first_to_commit_wins(
@@ -113,10 +113,10 @@ class PlaceContract:
     ) -> None:
         if isinstance(place, Path):
             place.mkdir()
-        put(place / "notes.txt", b"mine")
+        backend_of(place / "notes.txt").put(b"mine")
         with pytest.raises(OutputOccupied, match=r"it holds notes\.txt"):
             recipe.write(place)
-        assert names_below(place) == ["notes.txt"]
+        assert backend_of(place).names_below() == ["notes.txt"]
 
     def test_the_bundle_is_committed_whole_and_replaced(
         self, place: StorePath, recipe: Recipe
@@ -153,20 +153,20 @@ class TestBucket(PlaceContract):
         whole = shard.read_bytes()
         reader = ActivationStore(place)
         i = reader.sequences["part"].to_pylist().index(1)
-        put(shard, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+        backend_of(shard).put(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         with pytest.raises(StoreDamaged, match=f"{shard} is damaged: the checksum of a chunk"):
             reader.read(i, "kv")
         assert [damage.path for damage in verify_store(place, values=False).damages] == [
             "parts/kv/c.1.0.0.0.0"
         ]
-        put(shard, whole[:-50])
+        backend_of(shard).put(whole[:-50])
         reader.close()
         with pytest.raises(StoreDamaged, match=f"{shard} is truncated: it ends inside its index"):
             reader.read(i, "kv")
         for _ in range(2):  # The shard is cut first, and then removed.
             with pytest.raises(StoreDamaged, match=str(shard)):
                 ActivationStore(place)
-            remove_files(shard)
+            backend_of(shard.parent).remove_files([shard.name])
 
     def test_leftovers_go_when_they_are_old(
         self,
@@ -327,7 +327,7 @@ def test_a_record_whose_uploads_are_gone_comes_to_nothing(
 ) -> None:
     with recipe.open(place, shares=True) as writer:
         record = Publication(commit_path(place, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}")
-        put_if_absent(publication_path(record.commit), record.to_json())
+        backend_of(publication_path(record.commit)).put_if_absent(record.to_json())
         recipe.write_part(writer, 0, rounded(0))
     assert read_remote_tree(place) == trees(recipe, tmp_path, 1)[0]
 
@@ -341,7 +341,7 @@ def test_plain_libraries_read_a_bucket_as_a_folder(
     local = recipe.write(tmp_path / "local")
     recipe.write(place)
     assert read_remote_tree(place) == read_tree(local)
-    bucket, _, prefix = place.backend.url.removeprefix("s3://").partition("/")
+    bucket, _, prefix = place.bucket.url.removeprefix("s3://").partition("/")
     page = (Path(__file__).parents[3] / "docs" / "object-stores.md").read_text()
     found = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert found is not None
