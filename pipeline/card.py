@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..storage.backend import put
+from ..storage.backend import backend_of
 from ..storage.paths import AnyPath, StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec, below
@@ -133,9 +133,8 @@ def write_card(
         The path of the card.
     """
     path = below(store, CARD_NAME)
-    put(
-        path, card_text(store, public_name(model), public_name(dataset), licences, command).encode()
-    )
+    text = card_text(store, public_name(model), public_name(dataset), licences, command)
+    backend_of(path).put(text.encode())
     return path
 
 

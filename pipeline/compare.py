@@ -23,7 +23,7 @@ from ..errors import OptionInvalid
 from ..moa.nn.kv import new_cache
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.live import Target
-from ..storage.backend import exists
+from ..storage.backend import backend_of
 from ..storage.paths import StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.read.verify import summarize_store
@@ -123,7 +123,7 @@ def compare(
     with ActivationStore(reference) as exact, ActivationStore(store) as coded:
         fields = _common_fields(exact, coded)
         pairs = _common_sequences(exact, coded, samples, seed)
-        has_head = HIDDEN_LAST in fields and exists(exact.path / TARGET_NAME)
+        has_head = HIDDEN_LAST in fields and backend_of(exact.path / TARGET_NAME).exists()
         frozen = (
             FrozenTarget.load(exact.target_path, sizes=exact.manifest.target) if has_head else None
         )

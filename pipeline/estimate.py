@@ -24,14 +24,15 @@ import pyarrow as pa
 import torch
 
 from ..errors import NotEnoughMemory, TargetError
-from ..files import check_room, nearest_folder
+from ..files import check_room
 from ..machine import free_memory, resident_memory
 from ..moa.targets.facts import TargetFacts
 from ..moa.targets.live import Target
+from ..storage.backend import backend_of
 from ..storage.codecs.calibration import MAX_COMPONENTS, MAX_FEATURES
 from ..storage.codecs.registry import LOSSLESS, StoreCodec
 from ..storage.codecs.transform import KV_FEATURES, TransformCodec
-from ..storage.paths import RemotePath, StorePath
+from ..storage.paths import StorePath
 from ..storage.plan import column, numbers, plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
@@ -347,7 +348,7 @@ class WritePlan:
     @property
     def disk(self) -> Path:
         """An existing folder on the disk that the store is written to."""
-        return existing_parent(self.store)
+        return backend_of(self.store).local_folder()
 
     def check_disk(self) -> None:
         """Refuse a plan if the disk does not have enough free space for it."""
@@ -355,7 +356,7 @@ class WritePlan:
         # The advice names no option of `extract`, because `add` and `repair` may lack that option.
         advice = "Free some space."
         # For a remote store, the local disk needs room only for shards that are being uploaded.
-        if isinstance(self.store, RemotePath):
+        if backend_of(self.store).uploads:
             needed = min(needed, 2 * self.stored_bytes // max(1, len(self.table["part"].unique())))
             advice = "Free some space, or set TMPDIR to another disk."
         check_room(self.disk, needed, advice)
@@ -398,7 +399,7 @@ class WritePlan:
         n_batch_tokens = max(map(_padded_tokens, batched), default=0)
         return [
             f"free disk    {format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
-            + (", for shards that are being uploaded" if isinstance(self.store, RemotePath) else "")
+            + (", for shards that are being uploaded" if backend_of(self.store).uploads else "")
             + (
                 f"; the store already holds {format_bytes(self.present_bytes)}"
                 if self.present_bytes
@@ -407,16 +408,6 @@ class WritePlan:
             f"memory       {self.forward.describe_memory(n_batch_tokens)}; free "
             f"{format_bytes(free_memory() or 0)}",
         ]
-
-
-def existing_parent(path: StorePath) -> Path:
-    """Return a local path if it exists, otherwise its nearest parent that exists.
-
-    For a path in a bucket, return the local folder for temporary files.
-    """
-    if isinstance(path, RemotePath):
-        return Path(tempfile.gettempdir())
-    return nearest_folder(path.expanduser())
 
 
 def estimate(plan: WritePlan) -> tuple[float, float]:

@@ -49,7 +49,7 @@ from ..moa.targets.template import (
     parse_template_arguments,
     template_source,
 )
-from ..storage.backend import names_in, open_path, read_file
+from ..storage.backend import backend_of, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import committed_bytes, has_parts
 from ..storage.paths import StorePath
@@ -585,10 +585,10 @@ def recorded_config(store: StorePath) -> ExtractConfig:
     """
     runs = store / RUNS_NAME
     setting_names = {setting.name for setting in ExtractConfig.settings()}
-    records = [name for name in names_in(runs) if name.endswith(".json")]
+    records = [name for name in backend_of(runs).names_in() if name.endswith(".json")]
     for record in sorted(records, reverse=True):
         try:
-            settings = parse_object(read_file(runs / record))["config"]
+            settings = parse_object(backend_of(runs / record).read())["config"]
             known = {name: value for name, value in settings.items() if name in setting_names}
             return ExtractConfig.of(**known)
         except (KeyError, TypeError, ValueError, AttributeError):

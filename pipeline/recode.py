@@ -18,7 +18,7 @@ from ..files import check_room, walk
 from ..machine import fix_sums
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.facts import load_facts
-from ..storage.backend import exists, open_path
+from ..storage.backend import backend_of, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
 from ..storage.paths import StorePath
@@ -28,7 +28,6 @@ from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.store import StoreWriter
 from ..text import Progress
 from .compare import compare
-from .estimate import existing_parent
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Timings, WriteReport
 
@@ -198,7 +197,7 @@ def _learned_codec(
     # Load the target's weights only now, so that their memory is free while it is measured how much
     # errors matter to the drafter.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
-    learning = learning_on("cpu", existing_parent(out), progress)
+    learning = learning_on("cpu", backend_of(out).local_folder(), progress)
     calibrate(
         codec,
         source.lengths,
@@ -212,7 +211,7 @@ def _learned_codec(
 
 
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
-    if not writer.has_target and exists(source.path / TARGET_NAME):
+    if not writer.has_target and backend_of(source.path / TARGET_NAME).exists():
         with writer.target() as folder:
             # Copy each file by itself, because shutil.copytree would hide a full disk's OSError in
             # a list of tuples.

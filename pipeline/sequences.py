@@ -521,7 +521,7 @@ def keep_texts(
         return write_texts(path, sequences, origin)
     with tempfile.TemporaryDirectory(prefix="moa-data-") as folder:
         mapped = write_texts(Path(folder) / TEXTS_NAME, sequences, origin)
-        path.backend.put(path.key, Path(folder) / TEXTS_NAME)
+        path.bucket.put(path.key, Path(folder) / TEXTS_NAME)
     return mapped
 
 

@@ -1,8 +1,8 @@
 """Read and write the files of a store: whole files, and byte ranges of shards.
 
-Each function accepts local paths and paths in a bucket (``object_store.ObjectStore``). A function
-raises FileNotFoundError if a file does not exist. It raises StorageUnavailable or another OSError
-if it cannot determine whether the file exists.
+A store is in a local folder, or below a prefix of a bucket (``object_store.ObjectStore``).
+:class:`Backend` is the interface to both. :func:`open_path` converts a URL to a path, and
+:func:`backend_of` returns the backend of a path.
 """
 
 import errno
@@ -15,8 +15,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 import google_crc32c
@@ -24,7 +25,7 @@ import numpy as np
 
 from .. import files
 from ..errors import MoaDataError, StorageUnavailable
-from .paths import REQUEST_BYTES, RemotePath, StorePath, requests
+from .paths import REQUEST_BYTES, RemotePath, StorePath
 
 MISSING = (FileNotFoundError, NotADirectoryError)
 """Errors that mean 'no such file'. Any other OSError means that the file could not be checked."""
@@ -33,7 +34,6 @@ MAX_OPEN_FILES = 128
 
 It is half of the default limit of a process on macOS, which is the lowest of all systems.
 """
-_BLOCKS_AHEAD = 4
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
@@ -56,180 +56,226 @@ def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
     return RemotePath(ObjectStore(text))
 
 
-# Functions for whole files, on a disk or in a bucket
+class Backend(Protocol):
+    """The interface that reads and writes one file or folder of a store.
 
-
-def exists(path: StorePath) -> bool:
-    """Whether a file or folder exists.
-
-    Raises:
-        OSError: the existence cannot be determined. ``Path.exists`` would return False instead.
+    ``RemotePath`` implements it for object stores, and ``_FolderBackend`` for local folders. A
+    method raises one of the errors in ``MISSING`` if the file does not exist. It raises
+    StorageUnavailable or another OSError if it cannot determine whether the file exists.
     """
-    if isinstance(path, RemotePath):
-        return path.exists()
-    try:
-        path.stat()
-    except MISSING:
-        return False
-    return True
 
+    uploads: bool
+    """Whether files are uploaded from a local temporary folder and then copied on the server.
 
-def read_file(path: StorePath, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        ValueError: the file is longer than ``max_bytes`` or not a regular file. Nothing was read.
+    If not, files are written in the folder of the store, and renamed while the store is locked.
     """
-    if isinstance(path, RemotePath):
-        return path.backend.read(path.key, max_bytes)
-    return files.read_bounded(path, max_bytes)
+
+    def exists(self) -> bool:
+        """Whether the file or folder exists.
+
+        Raises:
+            OSError: the existence cannot be determined. ``Path.exists`` would return False instead.
+        """
+
+    def read(self, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
+        """Return the content of the file.
+
+        Raises:
+            ValueError: the file is longer than ``max_bytes`` or not a regular file. Nothing was
+                read.
+        """
+
+    def start_read(self) -> Callable[[], bytes]:
+        """Return a function that returns the content of the file.
+
+        The content of a remote file is prefetched in the background.
+        """
+
+    def blocks(self, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of the file in order, in blocks of at most ``block_bytes``.
+
+        Blocks of a remote file are fetched in parallel.
+        """
+
+    def put(self, data: bytes) -> None:
+        """Replace the file. After a crash, the file has either the old or the new content."""
+
+    def put_if_absent(self, data: bytes) -> bool:
+        """Write the file only if it does not exist yet.
+
+        Returns:
+            Whether the file now holds ``data``. This is also true if another writer wrote the same
+            data.
+        """
+
+    def replace(self, old: bytes, new: bytes) -> bool:
+        """Replace the file if its content is ``old``; return whether it is now ``new``."""
+
+    def move_in(self, local: Path) -> None:
+        """Move a local file to this path durably. An object store leaves the local file in place.
+
+        Raises:
+            StorageUnavailable: the uploaded file does not have the size of the local file.
+        """
+
+    def remove_files(self, names: Iterable[str]) -> None:
+        """Delete files below the folder. Files that do not exist are skipped.
+
+        Args:
+            names: names relative to the folder.
+        """
+
+    def make_folder(self) -> None:
+        """Create the folder and its missing parents. An object store has no folders to create."""
+
+    def sync_names(self) -> None:
+        """Sync the folder, so that created and deleted files survive a crash.
+
+        In an object store, every change is durable at once, so nothing is done.
+        """
+
+    def names_in(self) -> list[str]:
+        """Return the sorted names of the files and folders in the folder.
+
+        The list is empty if the folder does not exist.
+        """
+
+    def names_below(self) -> list[str]:
+        """Return the sorted names of all files below the folder, relative to the folder.
+
+        In a bucket, the list may be out of date.
+        """
+
+    def listed_sizes(self) -> dict[str, int]:
+        """Return name -> size in bytes for all files below a remote folder, with one request.
+
+        For a local folder the result is empty, and the caller has to call ``stat`` for each file.
+        """
+
+    def local_folder(self) -> Path:
+        """Return an existing folder on the local disk to which new files are first written.
+
+        It is the path itself or its nearest parent that exists. For a path in a bucket, it is the
+        folder for temporary files.
+        """
 
 
-def put(path: StorePath, data: bytes) -> None:
-    """Replace a file. After a crash, the file has either the old or the new content."""
-    if isinstance(path, RemotePath):
-        path.backend.put(path.key, data)
-    else:
-        files.write_atomic(path, data)
+def backend_of(path: StorePath) -> Backend:
+    """Return the object that reads and writes a file or folder. A remote path is this object."""
+    return path if isinstance(path, RemotePath) else _FolderBackend(path)
 
 
-def put_if_absent(path: StorePath, data: bytes) -> bool:
-    """Write a file only if it does not exist yet.
+@dataclass(frozen=True)
+class _FolderBackend:
+    """Implements :class:`Backend` for a path in a local folder."""
 
-    Returns:
-        Whether the file now holds ``data``. This is also true if another writer wrote the same
-        data.
-    """
-    if isinstance(path, RemotePath):
-        return path.backend.put_if_absent(path.key, data)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.PARTIAL_SUFFIX}")
-    with files.disk_full_guard(path):
+    path: Path
+    uploads = False
+
+    def exists(self) -> bool:
         try:
-            files.write_file(temporary, data)
+            self.path.stat()
+        except MISSING:
+            return False
+        return True
+
+    def read(self, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
+        return files.read_bounded(self.path, max_bytes)
+
+    def start_read(self) -> Callable[[], bytes]:
+        return self.read
+
+    def blocks(self, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes]:
+        with open(files.open_regular(self.path), "rb", buffering=0) as file:
+            while block := file.read(block_bytes):
+                yield block
+
+    def put(self, data: bytes) -> None:
+        files.write_atomic(self.path, data)
+
+    def put_if_absent(self, data: bytes) -> bool:
+        path = self.path
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.PARTIAL_SUFFIX}")
+        with files.disk_full_guard(path):
             try:
-                # Unlike a rename, a link never replaces an existing file.
-                os.link(temporary, path)
+                files.write_file(temporary, data)
+                try:
+                    # Unlike a rename, a link never replaces an existing file.
+                    os.link(temporary, path)
+                except FileExistsError:
+                    raise
+                # Any other OSError means that the file system has no hard links. In that case,
+                # check whether the file exists and then rename. The store's lock keeps other
+                # writers out in between.
+                except OSError:
+                    if path.exists():
+                        raise FileExistsError(path) from None
+                    os.replace(temporary, path)
             except FileExistsError:
-                raise
-            # Any other OSError means that the file system has no hard links. In that case, check
-            # whether the file exists and then rename. The store's lock keeps other writers out in
-            # between.
-            except OSError:
-                if path.exists():
-                    raise FileExistsError(path) from None
-                os.replace(temporary, path)
-        except FileExistsError:
-            return _holds(path, data)
-        finally:
-            temporary.unlink(missing_ok=True)
-        files.fsync_directory(path.parent)
-    return True
+                return self._holds(data)
+            finally:
+                temporary.unlink(missing_ok=True)
+            files.fsync_directory(path.parent)
+        return True
+
+    def replace(self, old: bytes, new: bytes) -> bool:
+        # Comparing and then replacing is not atomic, but the store's lock keeps other writers out.
+        if not self._holds(old):
+            return False
+        files.write_atomic(self.path, new)
+        return True
+
+    def _holds(self, data: bytes) -> bool:
+        n_bytes = len(data)
+        return self.path.stat().st_size == n_bytes and self.read(n_bytes) == data
+
+    def move_in(self, local: Path) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.fsync_directory(self.path.parent.parent)
+        with open(local, "rb") as file:
+            os.fsync(file.fileno())
+        os.rename(local, self.path)
+
+    def remove_files(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+    def make_folder(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def sync_names(self) -> None:
+        files.fsync_directory(self.path)
+
+    def names_in(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except MISSING:
+            return []
+
+    def names_below(self) -> list[str]:
+        names_in_tree: list[str] = []
+        if self.path.is_dir():
+            for root, _, names in files.walk(self.path):
+                for name in names:
+                    names_in_tree.append((root / name).relative_to(self.path).as_posix())
+        return sorted(names_in_tree)
+
+    def listed_sizes(self) -> dict[str, int]:
+        return {}
+
+    def local_folder(self) -> Path:
+        return files.nearest_folder(self.path.expanduser())
 
 
-def replace_file(path: StorePath, old: bytes, new: bytes) -> bool:
-    """Replace a file if its content is ``old``; return whether the content is now ``new``."""
-    if isinstance(path, RemotePath):
-        return path.backend.replace(path.key, old, new)
-    # Comparing and then replacing is not atomic, but the store's lock keeps other writers out.
-    if not _holds(path, old):
-        return False
-    files.write_atomic(path, new)
-    return True
+# Functions for files of all backends
 
 
-def _holds(path: Path, data: bytes) -> bool:
-    return path.stat().st_size == len(data) and files.read_bounded(path, len(data)) == data
-
-
-def remove_files(*paths: StorePath) -> None:
-    """Delete files of one store. Files that do not exist are skipped."""
-    remote = [path for path in paths if isinstance(path, RemotePath)]
-    if remote:
-        remote[0].backend.delete(path.key for path in remote)
-    for path in paths:
-        if isinstance(path, Path):
-            path.unlink(missing_ok=True)
-
-
-def make_folder(path: StorePath) -> None:
-    """Create a folder and its missing parents. In an object store nothing needs to be created."""
-    if isinstance(path, Path):
-        path.mkdir(parents=True, exist_ok=True)
-
-
-def sync_names(folder: StorePath) -> None:
-    """Sync a folder, so that created and deleted files survive a crash.
-
-    In an object store, every change is durable at once, so nothing is done.
-    """
-    if isinstance(folder, Path):
-        files.fsync_directory(folder)
-
-
-def names_in(folder: StorePath) -> list[str]:
-    """Return the sorted names of the files and folders in a folder.
-
-    The list is empty if the folder does not exist.
-    """
-    if isinstance(folder, RemotePath):
-        return sorted({name.partition("/")[0] for name in folder.names()})
-    try:
-        return sorted(os.listdir(folder))
-    except MISSING:
-        return []
-
-
-def names_below(folder: StorePath) -> list[str]:
-    """Return the sorted names of all files below a folder, relative to the folder.
-
-    In a bucket, the list may be out of date.
-    """
-    if isinstance(folder, RemotePath):
-        return folder.names()
-    names_in_tree: list[str] = []
-    if folder.is_dir():
-        for root, _, names in files.walk(folder):
-            for name in names:
-                names_in_tree.append((root / name).relative_to(folder).as_posix())
-    return sorted(names_in_tree)
-
-
-def reads_of(paths: Iterable[StorePath]) -> Iterator[tuple[StorePath, Callable[[], bytes]]]:
-    """Yield each path with a function that returns the content of the file.
+def reads_of(paths: Iterable[StorePath]) -> list[tuple[StorePath, Callable[[], bytes]]]:
+    """Return each path with a function that returns the content of the file.
 
     All remote files are prefetched in parallel.
     """
-    paths = list(paths)
-    ahead = [
-        requests().submit(read_file, path) if isinstance(path, RemotePath) else None
-        for path in paths
-    ]
-    for path, future in zip(paths, ahead, strict=True):
-        yield path, partial(read_file, path) if future is None else future.result
-
-
-def listed_sizes(folder: StorePath) -> dict[str, int]:
-    """Return name -> size in bytes for all files below a remote folder, with one request.
-
-    For a local folder the result is empty, and the caller has to call ``stat`` for each file.
-    """
-    return folder.sizes() if isinstance(folder, RemotePath) else {}
-
-
-def blocks_of(path: StorePath, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a whole file in order. Blocks of a remote file are fetched in parallel."""
-    if not isinstance(path, RemotePath):
-        with open(files.open_regular(path), "rb", buffering=0) as file:
-            while block := file.read(block_bytes):
-                yield block
-        return
-    n_bytes = path.stat().st_size
-    key = path.key
-    blocks = [
-        (key, start, min(start + block_bytes, n_bytes)) for start in range(0, n_bytes, block_bytes)
-    ]
-    for first in range(0, len(blocks), _BLOCKS_AHEAD):
-        yield from path.backend.read_ranges(blocks[first : first + _BLOCKS_AHEAD])
+    return [(path, backend_of(path).start_read()) for path in paths]
 
 
 def download(folder: StorePath, target: Path, names: Iterable[str]) -> None:
@@ -242,7 +288,7 @@ def download(folder: StorePath, target: Path, names: Iterable[str]) -> None:
         local = target / files.relative_name(name)
         local.parent.mkdir(parents=True, exist_ok=True)
         with open(local, "wb") as file:
-            for block in blocks_of(folder / name):
+            for block in backend_of(folder / name).blocks():
                 file.write(block)
 
 
@@ -260,7 +306,7 @@ def file_crc32(path: StorePath) -> int:
     # depend on these bytes. So the CRC-32C of a whole shard would depend only on the lengths of its
     # chunks.
     crc = 0
-    for block in blocks_of(path):
+    for block in backend_of(path).blocks():
         crc = zlib.crc32(block, crc)
     return crc
 

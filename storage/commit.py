@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from ..errors import StoreDamaged
 from ..files import MAX_JSON_BYTES, MAX_WHOLE_NUMBER, relative_name
 from . import schema
-from .backend import MISSING, file_crc32, make_folder, names_in, put, read_file, reads_of
+from .backend import MISSING, backend_of, file_crc32, reads_of
 from .paths import StorePath, name_below
 from .plan import MAX_PLAN_BYTES
 
@@ -112,7 +112,7 @@ def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -
         StoreDamaged: the file is not a valid commit.
     """
     with _reading(path):
-        return _PART_COMMIT.validate_json(read() if read else read_file(path), strict=True)
+        return _PART_COMMIT.validate_json(read() if read else backend_of(path).read(), strict=True)
 
 
 def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit]:
@@ -147,7 +147,7 @@ def committed_bytes(store: StorePath) -> int:
     n_bytes = 0
     folder = store / schema.COMMITS_NAME
     commits: list[StorePath] = []
-    for name in names_in(folder):
+    for name in backend_of(folder).names_in():
         if name.endswith(".json"):
             commits.append(folder / name)
     for _, read in reads_of(commits):
@@ -166,7 +166,7 @@ def has_parts(store: StorePath) -> bool:
     """
     return any(
         name.startswith("part-") and name.endswith(".json")
-        for name in names_in(store / schema.COMMITS_NAME)
+        for name in backend_of(store / schema.COMMITS_NAME).names_in()
     )
 
 
@@ -184,7 +184,7 @@ def find_size_damage(
     Args:
         folder: the folder of the files.
         files: name relative to the folder -> size and checksum in the commit.
-        listed: sizes from ``backend.listed_sizes``, which may be out of date. So a file is checked
+        listed: sizes from ``Backend.listed_sizes``, which may be out of date. So a file is checked
             with ``stat`` if its listed size is missing or differs from the commit.
 
     Returns:
@@ -232,7 +232,7 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
         StoreDamaged: the commit is damaged.
     """
     with _reading(path):
-        return dict(_FILE_LIST.validate_json(read_file(path), strict=True)["files"])
+        return dict(_FILE_LIST.validate_json(backend_of(path).read(), strict=True)["files"])
 
 
 # The target bundle
@@ -317,8 +317,8 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
         metadata: names of the zarr.json files, relative to the store.
     """
     names = (schema.MANIFEST_NAME, schema.PLAN_NAME, *sorted(metadata))
-    files = {name: record_of(read_file(store / name, MAX_PLAN_BYTES)) for name in names}
-    put(schema.manifest_commit_path(store), files_json(files))
+    files = {name: record_of(backend_of(store / name).read(MAX_PLAN_BYTES)) for name in names}
+    backend_of(schema.manifest_commit_path(store)).put(files_json(files))
 
 
 def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
@@ -400,8 +400,8 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
             continue
         if record_of(contents[name]) != read_file_records(schema.manifest_commit_path(store))[name]:
             raise error
-        make_folder(path.parent)
-        put(path, contents[name])
+        backend_of(path.parent).make_folder()
+        backend_of(path).put(contents[name])
 
 
 # Reading files
@@ -413,7 +413,7 @@ def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None
     The result is empty if the file is longer than ``max_bytes`` or not a regular file.
     """
     try:
-        return read_file(path, max_bytes)
+        return backend_of(path).read(max_bytes)
     except MISSING:
         return None
     except ValueError:
@@ -430,7 +430,7 @@ def _reading(path: StorePath) -> Iterator[None]:
             f"{_REDO}"
         ) from error
     except ValueError as error:
-        # `read_file` raises ValueError if a file is too long or not a regular file.
+        # `Backend.read` raises ValueError if a file is too long or not a regular file.
         raise StoreDamaged(
             f"{path} is not a valid commit file ({error}). Delete this file. {_REDO}"
         ) from error

@@ -35,7 +35,7 @@ from zarr.storage import MemoryStore
 
 from ..errors import StoreDamaged
 from ..files import parse_object, whole_number, whole_numbers
-from .backend import MISSING, read_file
+from .backend import MISSING, backend_of
 from .chunk import zarr_codecs
 from .paths import StorePath
 from .schema import PIECE_AXIS, ZARR_NAME, StoredArray
@@ -235,7 +235,7 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
     path = parts / array.name / ZARR_NAME
     unit = array.axes[0]
     try:
-        text = read_file(path)
+        text = backend_of(path).read()
     except MISSING as error:
         raise StoreDamaged(
             f"{path} is missing. Run the same `moa-data extract` command again: it writes missing "

@@ -65,7 +65,7 @@ class _Torn(Exception):
 
 
 class ObjectStore:
-    """The files below a prefix of a bucket. Implements ``paths.Backend``.
+    """The files below a prefix of a bucket. Implements ``paths.Bucket``.
 
     Several threads may share an object. Pickling it pickles only the URL, and each process opens a
     connection of its own.
@@ -91,7 +91,7 @@ class ObjectStore:
             self._connected = _connect(self.url)
         return self._connected
 
-    def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Backend)
+    def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Bucket)
         def list_all() -> dict[str, Entry]:
             pages = obstore.list(self.connection, folder or None, chunk_size=1000)
             entries: dict[str, Entry] = {}

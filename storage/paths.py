@@ -2,12 +2,18 @@
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol, TypeVar
 
+from ..errors import StorageUnavailable
+from ..files import MAX_JSON_BYTES
+
+# Number of blocks of one file that are fetched in parallel.
+_BLOCKS_AHEAD = 4
 # Largest number of bytes that one request to a server reads, and size of the blocks of an upload.
 REQUEST_BYTES = 8 << 20
 MAX_REQUESTS = 32
@@ -25,7 +31,7 @@ class Entry(NamedTuple):
     modified: datetime | None
 
 
-class Backend(Protocol):
+class Bucket(Protocol):
     """The interface to the files below a prefix of a bucket.
 
     Object stores cannot rename files. Instead, the server copies a file to the new name. Every
@@ -88,18 +94,21 @@ class Stat(NamedTuple):
 class RemotePath:
     """A file or folder in an object store, with the interface of ``Path``.
 
-    The path of the store itself has an empty key.
+    Implements ``backend.Backend``, so that it also reads and writes the file or folder. The path of
+    the store itself has an empty key.
     """
 
-    def __init__(self, backend: Backend, key: str = "") -> None:
-        self.backend = backend
+    uploads = True
+
+    def __init__(self, bucket: Bucket, key: str = "") -> None:
+        self.bucket = bucket
         self.key = key
 
     def __truediv__(self, name: str | PurePosixPath) -> "RemotePath":
-        return RemotePath(self.backend, f"{self.key}/{name}".strip("/"))
+        return RemotePath(self.bucket, f"{self.key}/{name}".strip("/"))
 
     def __str__(self) -> str:
-        return f"{self.backend.url}/{self.key}".rstrip("/")
+        return f"{self.bucket.url}/{self.key}".rstrip("/")
 
     __repr__ = __str__
 
@@ -117,7 +126,7 @@ class RemotePath:
     @property
     def parent(self) -> "RemotePath":
         """The parent folder. The parent of the store itself is the store."""
-        return RemotePath(self.backend, self.key.rpartition("/")[0])
+        return RemotePath(self.bucket, self.key.rpartition("/")[0])
 
     def stat(self) -> Stat:
         """Return the size of the file.
@@ -125,31 +134,80 @@ class RemotePath:
         Raises:
             FileNotFoundError: the file does not exist.
         """
-        return Stat(self.backend.size(self.key))
+        return Stat(self.bucket.size(self.key))
 
     def exists(self) -> bool:
         """Whether this is the path of a file, or of a folder with at least one file below it."""
         try:
             self.stat()
         except FileNotFoundError:
-            return bool(self.backend.list_files(self.key))
+            return bool(self.bucket.list_files(self.key))
         return True
 
-    def sizes(self) -> dict[str, int]:
+    def listed_sizes(self) -> dict[str, int]:
         """Return relative name -> size in bytes, for each file below the path, sorted by name."""
         start = f"{self.key}/" if self.key else ""
-        entries = sorted(self.backend.list_files(self.key).items())
+        entries = sorted(self.bucket.list_files(self.key).items())
         return {
             name[len(start) :]: entry.n_bytes for name, entry in entries if name.startswith(start)
         }
 
-    def names(self) -> list[str]:
+    def names_below(self) -> list[str]:
         """Return the sorted names of all files below the path, relative to the path."""
-        return list(self.sizes())
+        return list(self.listed_sizes())
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
-        return self.backend.read(self.key)
+        return self.bucket.read(self.key)
+
+    def names_in(self) -> list[str]:  # noqa: D102  (Backend)
+        return sorted({name.partition("/")[0] for name in self.names_below()})
+
+    def read(self, max_bytes: int = MAX_JSON_BYTES) -> bytes:  # noqa: D102
+        return self.bucket.read(self.key, max_bytes)
+
+    def start_read(self) -> Callable[[], bytes]:  # noqa: D102
+        return requests().submit(self.read).result
+
+    def blocks(self, block_bytes: int = REQUEST_BYTES) -> Iterator[memoryview]:  # noqa: D102
+        n_bytes = self.stat().st_size
+        ranges = [
+            (self.key, start, min(start + block_bytes, n_bytes))
+            for start in range(0, n_bytes, block_bytes)
+        ]
+        for first in range(0, len(ranges), _BLOCKS_AHEAD):
+            yield from self.bucket.read_ranges(ranges[first : first + _BLOCKS_AHEAD])
+
+    def put(self, data: bytes) -> None:  # noqa: D102
+        self.bucket.put(self.key, data)
+
+    def put_if_absent(self, data: bytes) -> bool:  # noqa: D102
+        return self.bucket.put_if_absent(self.key, data)
+
+    def replace(self, old: bytes, new: bytes) -> bool:  # noqa: D102
+        return self.bucket.replace(self.key, old, new)
+
+    def move_in(self, local: Path) -> None:  # noqa: D102
+        self.bucket.put(self.key, local)
+        expected = local.stat().st_size
+        got = self.stat().st_size
+        if got != expected:
+            raise StorageUnavailable(
+                f"{self} has {got} bytes, although {expected} bytes were uploaded. Run the same "
+                "command again."
+            )
+
+    def remove_files(self, names: Iterable[str]) -> None:  # noqa: D102
+        self.bucket.delete((self / name).key for name in names)
+
+    def make_folder(self) -> None:  # noqa: D102
+        pass
+
+    def sync_names(self) -> None:  # noqa: D102
+        pass
+
+    def local_folder(self) -> Path:  # noqa: D102
+        return Path(tempfile.gettempdir())
 
 
 StorePath = Path | RemotePath  # The path of a store, or of a file or folder in a store.

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from ..errors import StoreDamaged
 from ..files import MAX_WHOLE_NUMBER
 from ..text import first_line
-from .backend import MISSING, download, read_file
+from .backend import MISSING, backend_of, download
 from .paths import StorePath
 
 SEQUENCE_SCHEMA = pa.schema(
@@ -258,7 +258,7 @@ def read_plan(path: StorePath) -> pa.Table:
         MemoryError: there was not enough memory. The file may be undamaged.
     """
     try:
-        content = read_file(path, MAX_PLAN_BYTES)
+        content = backend_of(path).read(MAX_PLAN_BYTES)
     except MISSING as error:
         raise StoreDamaged(f"{path} is missing. Restore it from a copy.") from error
     except ValueError as error:

@@ -88,7 +88,7 @@ def fetch_ranges(ranges: Ranges) -> list[memoryview]:
 
 
 def _request(ranges: Ranges) -> list[memoryview]:
-    bucket = ranges[0][0].path.backend
+    bucket = ranges[0][0].path.bucket
     return bucket.read_ranges([(file.path.key, start, stop) for file, start, stop in ranges])
 
 

@@ -43,7 +43,7 @@ from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.training import BlockDraws, Draws, Reads, TrainingInputs, draw_anchors
 from ..moa.nn import masks
 from ..moa.targets.facts import load_facts
-from ..storage.backend import names_in, read_file
+from ..storage.backend import backend_of
 from ..storage.codecs.field import FieldCodec
 from ..storage.plan import numbers
 from ..storage.read.store import (
@@ -249,9 +249,9 @@ def has_own_answers(store: ActivationStore) -> bool:
     """Return whether the store records that its target wrote the answers itself."""
     weights = target_identity(store).get("weights_sha256")
     runs = store.path / RUNS_NAME
-    for name in names_in(runs):
+    for name in backend_of(runs).names_in():
         with contextlib.suppress(OSError, ValueError):
-            if weights and parse_object(read_file(runs / name)).get(ANSWERS_BY) == weights:
+            if weights and parse_object(backend_of(runs / name).read()).get(ANSWERS_BY) == weights:
                 return True
     return False
 

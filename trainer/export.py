@@ -26,7 +26,7 @@ from ..moa.targets.bundle import FROZEN_FILE, hash_target, weight_files
 from ..moa.targets.facts import TargetFacts, load_facts
 from ..moa.targets.live import resolve_model_folder
 from ..moa.targets.model_files import read_header
-from ..storage.backend import exists, open_path
+from ..storage.backend import backend_of, open_path
 from ..storage.paths import RemotePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import MANIFEST_NAME, TARGET_NAME
@@ -194,7 +194,7 @@ def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any
 def _is_store(location: str) -> bool:
     path = open_path(location)
     if isinstance(path, RemotePath):
-        return exists(path / MANIFEST_NAME)
+        return backend_of(path / MANIFEST_NAME).exists()
     return (path / TARGET_NAME / FROZEN_FILE).is_file()
 
 

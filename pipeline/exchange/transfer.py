@@ -34,7 +34,7 @@ from ...moa.targets.facts import load_facts
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage import schema
-from ...storage.backend import open_path, read_file
+from ...storage.backend import backend_of, open_path
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
 from ...storage.commit import has_parts
 from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_parts, text_column
@@ -143,7 +143,7 @@ def _write_index(
     _check_index(path, identity)
     # A sequence starts at row `part * part_rows + first_token` of the token axis (docs/format.md).
     array = store.path / schema.PARTS_NAME / schema.TOKENS / schema.ZARR_NAME
-    part_rows = parse_object(read_file(array))["attributes"]["part_rows"]
+    part_rows = parse_object(backend_of(array).read())["attributes"]["part_rows"]
     has_tokenizer = (store.target_path / "tokenizer.json").is_file()
     tokenizer = load_target_tokenizer(store.target_path) if has_tokenizer else None
     about = {_STORE_KEY: json.dumps({"sha256": identity, **store.manifest.identities})}

@@ -11,7 +11,7 @@ import safetensors
 import safetensors.numpy
 
 from ...errors import CodecUnknown, StoreDamaged
-from ..backend import MISSING, read_file
+from ..backend import MISSING, backend_of
 from ..chunk import BYTE_CHAIN
 from ..paths import StorePath
 from ..schema import CODEC_NAME, FLOAT_DTYPES, TOKENS, Array, FieldSpec, StoredArray, StoreManifest
@@ -328,7 +328,7 @@ def read_basis(path: StorePath) -> bytes:
         does not match.
     """
     try:
-        return read_file(path, _MAX_BASIS_BYTES)
+        return backend_of(path).read(_MAX_BASIS_BYTES)
     except ValueError:
         return b""
 

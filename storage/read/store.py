@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from ...errors import SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
 from ...files import kind_of
-from ..backend import MISSING, download, exists, listed_sizes, open_path, read_file
+from ..backend import MISSING, backend_of, download, open_path
 from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
@@ -106,7 +106,7 @@ class ActivationStore:
         planned = part_counts(plan, self.manifest.alignment_tokens)
         # For a remote store, one listing gives the sizes of all files, instead of one request per
         # file.
-        listed = listed_sizes(self.path / PARTS_NAME) if checks_sizes else {}
+        listed = backend_of(self.path / PARTS_NAME).listed_sizes() if checks_sizes else {}
         for part, commit in self.commits.items():
             # Check the plan before any array is allocated: the lengths of arrays come from the
             # plan, so a damaged plan could lead to arrays of many gigabytes.
@@ -181,7 +181,7 @@ class ActivationStore:
             download(
                 folder,
                 Path(self._download.name),
-                read_file_records(commit) if exists(commit) else folder.names(),
+                read_file_records(commit) if backend_of(commit).exists() else folder.names_below(),
             )
         return Path(self._download.name)
 
@@ -470,7 +470,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
     """
     path = store / MANIFEST_NAME
     try:
-        text = read_file(path)
+        text = backend_of(path).read()
     except MISSING as error:
         reason = f"it has no {MANIFEST_NAME}" if store.exists() else "the folder does not exist"
         if isinstance(error, NotADirectoryError) and isinstance(store, Path):

@@ -18,7 +18,17 @@ import numpy as np
 
 from ...errors import StoreDamaged, StoreError
 from ...text import Progress
-from .. import backend, schema
+from .. import schema
+from ..backend import (
+    MISSING,
+    backend_of,
+    check_guard,
+    check_incomplete,
+    file_crc32,
+    open_path,
+    reads_of,
+    reason,
+)
 from ..codecs.field import FieldCodec
 from ..codecs.registry import StoreCodec
 from ..commit import (
@@ -99,7 +109,7 @@ class VerifyReport:
             first = self.unchecked[0]
             n_files = len({item.path for item in self.unchecked})
             assert first.error is not None
-            raise backend.check_incomplete(store, first.path, first.error, n_files)
+            raise check_incomplete(store, first.path, first.error, n_files)
 
 
 def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
@@ -120,9 +130,8 @@ def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
 
     A store that was not made by an extraction needs no target bundle.
     """
-    return "target_layers" in manifest.extraction and not backend.exists(
-        schema.target_commit_path(store)
-    )
+    commit = backend_of(schema.target_commit_path(store))
+    return "target_layers" in manifest.extraction and not commit.exists()
 
 
 def verify_store(
@@ -160,9 +169,11 @@ def verify_store(
         StoreDamaged: store.json or plan.parquet is damaged, and the store has no
             commits/store.json.
     """
-    store = backend.open_path(path)
-    with backend.check_guard(store):
-        if backend.exists(store / schema.MANIFEST_NAME) and (damage := find_manifest_damage(store)):
+    store = open_path(path)
+    with check_guard(store):
+        if backend_of(store / schema.MANIFEST_NAME).exists() and (
+            damage := find_manifest_damage(store)
+        ):
             findings = [
                 Finding(None, name_below(store, file), str(error)) for file, error in damage
             ]
@@ -182,7 +193,7 @@ def verify_store(
         if counted != (expected := getattr(manifest, key)):
             message = f"{schema.PLAN_NAME} has {key} {counted}, but store.json says {expected}"
             report.damages.insert(0, Finding(None, schema.PLAN_NAME, message))
-    with backend.check_guard(store):
+    with check_guard(store):
         report.lacks_target = lacks_target(store, manifest)
     return report
 
@@ -206,7 +217,7 @@ def verify_commits(
         n_threads: number of threads. The default is one per core, at most 16.
     """
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
-    with backend.check_guard(store), ThreadPoolExecutor(n_threads) as pool:
+    with check_guard(store), ThreadPoolExecutor(n_threads) as pool:
         report = _Verification(store, pool, progress, depth).run(planned)
     for findings in (report.damages, report.unchecked):
         findings.sort(key=lambda finding: (finding.part is not None, finding.part or 0))
@@ -225,18 +236,20 @@ class _Verification:
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
         # Sizes of the files of all parts, from one listing of a remote store. A listing may be out
         # of date, so it is not used for the more thorough checks.
-        self.listed = backend.listed_sizes(store / schema.PARTS_NAME) if depth == "sizes" else {}
+        self.listed = (
+            backend_of(store / schema.PARTS_NAME).listed_sizes() if depth == "sizes" else {}
+        )
         self.report = VerifyReport()
         self.done_bytes = 0.0
 
     def run(self, planned: Sequence[Mapping[str, int]]) -> VerifyReport:
         known = {schema.commit_path(self.store, part).name for part in range(len(planned))}
-        for name in backend.names_in(self.store / schema.COMMITS_NAME):
+        for name in backend_of(self.store / schema.COMMITS_NAME).names_in():
             if name.startswith("part-") and name.endswith(".json") and name not in known:
                 path = self.store / schema.COMMITS_NAME / name
                 self._damage(None, path, "it is the commit of a part that the plan does not have")
         target_commit = schema.target_commit_path(self.store)
-        with self._checking(None, target_commit), suppress(*backend.MISSING):
+        with self._checking(None, target_commit), suppress(*MISSING):
             folder = self.store / schema.TARGET_NAME
             for findings in self._check_files(None, folder, read_file_records(target_commit)):
                 self.report.add(findings)
@@ -259,20 +272,16 @@ class _Verification:
         except StoreError as error:
             self._damage(part, path, error)
         except (OSError, MemoryError) as error:
-            self.report.add(
-                [Finding(part, name_below(self.store, path), backend.reason(error), error)]
-            )
+            self.report.add([Finding(part, name_below(self.store, path), reason(error), error)])
 
     def _read_commits(self, planned: Sequence[Mapping[str, int]]) -> None:
         """Read the commits of all parts, and report commits whose counts differ from the plan."""
-        reads = backend.reads_of(
-            schema.commit_path(self.store, part) for part in range(len(planned))
-        )
+        reads = reads_of(schema.commit_path(self.store, part) for part in range(len(planned)))
         for part, (path, read) in enumerate(reads):
             with self._checking(part, path):
                 try:
                     commit = read_part_commit(path, read)
-                except backend.MISSING:
+                except MISSING:
                     self.report.n_pending_parts += 1
                     continue
                 self.report.commits[part] = commit
@@ -329,13 +338,13 @@ class _Verification:
             try:
                 for _, wrong in find_size_damage(folder, {name: record}, listed):
                     return [Finding(part, path, str(wrong))]
-                got = record.crc32 if self.depth == "sizes" else backend.file_crc32(folder / name)
+                got = record.crc32 if self.depth == "sizes" else file_crc32(folder / name)
             # A missing file counts as damaged. Any other OSError means that the file could not be
             # checked.
-            except (StoreError, *backend.MISSING) as error:
+            except (StoreError, *MISSING) as error:
                 return [Finding(part, path, str(error))]
             except (OSError, MemoryError) as error:
-                return [Finding(part, path, backend.reason(error), error)]
+                return [Finding(part, path, reason(error), error)]
             if got == record.crc32:
                 return []
             return [
@@ -395,7 +404,7 @@ def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Ite
         except StoreError as error:
             messages = {name: str(error)}
         except (OSError, MemoryError) as error:
-            yield Finding(part, f"{schema.PARTS_NAME}/{name}", backend.reason(error), error)
+            yield Finding(part, f"{schema.PARTS_NAME}/{name}", reason(error), error)
             continue
         for array_name, message in messages.items():
             yield Finding(part, f"{schema.PARTS_NAME}/{array_name}", f"{sequence_name}: {message}")
@@ -520,7 +529,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
         ratio=stored / raw if raw else math.nan,
         bytes_per_token=stored / n_tokens if n_tokens else math.nan,
         lengths=length_histogram(store.lengths),
-        has_target=any(map(backend.exists, bundle)),
+        has_target=any(backend_of(path).exists() for path in bundle),
         missing=missing_text(n_pending, manifest.n_parts, lacks_target(store.path, manifest)),
         unfinished=unfinished_fields(store.commits.values(), codec),
     )

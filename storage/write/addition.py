@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import StoreError, StoreLocked
 from ...files import write_atomic
-from ..backend import exists, put_if_absent, replace_file
+from ..backend import backend_of
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import FileRecord, PartCommit, array_of, read_part_commit
@@ -88,7 +88,7 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     """
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
     # Refuse before any shard is removed, because the other addition may still be running.
-    if not isinstance(path, Path) and exists(path):
+    if not isinstance(path, Path) and backend_of(path).exists():
         raise _unfinished(path)
     arrays = {array.name for array in writer.codec.arrays}
     for part in writer.committed_parts():
@@ -100,14 +100,14 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
                 if array_of(name) in arrays:
                     files[name] = record
             new_commit = replace(commit, files=files)
-            if not replace_file(part_path, commit.to_json(), new_commit.to_json()):
+            if not backend_of(part_path).replace(commit.to_json(), new_commit.to_json()):
                 raise changed_meanwhile(part_path)
     writer.remove_uncommitted()
     if isinstance(path, Path):
         # The store's lock prevents other additions at the same time. If a new basis exists already,
         # an interrupted addition has left it, so it can be replaced.
         write_atomic(path, codec.files()[BASIS_NAME])
-    elif not put_if_absent(path, codec.files()[BASIS_NAME]):
+    elif not backend_of(path).put_if_absent(codec.files()[BASIS_NAME]):
         raise _unfinished(path)
 
 

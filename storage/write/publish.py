@@ -52,7 +52,7 @@ from ...files import (
     walk,
     whole_number,
 )
-from .. import backend
+from ..backend import MISSING, backend_of, download, file_crc32
 from ..commit import (
     FileRecord,
     PartCommit,
@@ -61,7 +61,7 @@ from ..commit import (
     read_file_records,
     read_part_commit,
 )
-from ..paths import RemotePath, StorePath, requests
+from ..paths import StorePath, name_below, requests
 from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -108,16 +108,16 @@ class Publication:
             The publication, or None without a valid record.
         """
         try:
-            content = parse_object(backend.read_file(publication_path(commit)))
+            content = parse_object(backend_of(publication_path(commit)).read())
             files: dict[str, int] = {}
             for name, n_bytes in mapping(content["files"], "files").items():
                 files[relative_name(name)] = whole_number(n_bytes, "bytes")
             old = None if content["old"] is None else str(content["old"]).encode()
             return cls(commit, str(content["attempt"]), files, old, str(content["new"]).encode())
-        except backend.MISSING:
+        except MISSING:
             return None
         except (KeyError, TypeError, ValueError):
-            backend.remove_files(publication_path(commit))
+            backend_of(commit.parent).remove_files([publication_path(commit).name])
             return None
 
     def to_json(self) -> bytes:
@@ -137,8 +137,10 @@ class Publication:
         Returns:
             Whether the commit now has the content of this publication.
         """
-        if isinstance(self.commit, RemotePath):
-            while not backend.put_if_absent(publication_path(self.commit), self.to_json()):
+        record = backend_of(publication_path(self.commit))
+        if record.uploads:
+            # There is no lock, so the record keeps other writers out.
+            while not record.put_if_absent(self.to_json()):
                 if (other := Publication.read(self.commit)) is not None:
                     other.finish()
         return self.finish()
@@ -157,17 +159,18 @@ class Publication:
         if content_of(self.commit) == self.old:
             try:
                 name_files(store, self.attempt, self.files)
-                has_won = (
-                    backend.put_if_absent(self.commit, self.new)
-                    if self.old is None
-                    else backend.replace_file(self.commit, self.old, self.new)
-                )
+                commit = backend_of(self.commit)
+                if self.old is None:
+                    has_won = commit.put_if_absent(self.new)
+                else:
+                    has_won = commit.replace(self.old, self.new)
             except FileNotFoundError:
                 # Either another writer has finished this publication in the meantime and deleted
                 # the uploads, or the commit or an upload was lost. The commit shows which is true.
                 has_won = content_of(self.commit) == self.new
-        leftovers = (store / partial_name(name, self.attempt) for name in self.files)
-        backend.remove_files(*leftovers, publication_path(self.commit))
+        leftovers = [partial_name(name, self.attempt) for name in self.files]
+        leftovers.append(name_below(store, publication_path(self.commit)))
+        backend_of(store).remove_files(leftovers)
         return has_won
 
 
@@ -185,9 +188,9 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
         for name in files:
             os.rename(store / partial_name(name, attempt), store / name)
         for folder in {(store / name).parent for name in files}:
-            backend.sync_names(folder)
+            backend_of(folder).sync_names()
         return
-    bucket = store.backend
+    bucket = store.bucket
 
     def copy(name: str) -> None:
         bucket.copy((store / partial_name(name, attempt)).key, (store / name).key, files[name])
@@ -218,7 +221,7 @@ class PartFiles:
         # that were uploaded. So each PartFiles of a bucket uses different temporary names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
-        self._uploads: list[StorePath] = []
+        self._uploads: list[str] = []  # Temporary names, relative to ``parts/``.
         self._asked_for: PartCommit | None = None
 
     def path_of(self, name: str) -> Path:
@@ -237,9 +240,9 @@ class PartFiles:
             return
         # Use the wall clock, which also counts the time while the machine is suspended.
         self._first_upload_s = self._first_upload_s or time.time()
-        target = self._store.path / PARTS_NAME / path.relative_to(self._folder).as_posix()
-        self._uploads.append(target)
-        _store(path, target)
+        name = path.relative_to(self._folder).as_posix()
+        self._uploads.append(name)
+        backend_of(self._store.path / PARTS_NAME / name).move_in(path)
         path.unlink()
 
     def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:
@@ -284,7 +287,7 @@ class PartFiles:
             or after the commit.
         """
         if self._asked_for is None:
-            backend.remove_files(*self._uploads)
+            backend_of(self._store.path / PARTS_NAME).remove_files(self._uploads)
             return False
         # Keep the uploads: the publication record may exist even if the server's response was lost,
         # and other writers then need the uploads to finish the publication. If no record lists
@@ -355,11 +358,11 @@ class StoreFiles:
             return self.path / TARGET_NAME
         try:
             files = read_file_records(target_commit_path(self.path))
-        except backend.MISSING:
+        except MISSING:
             files = {}
         if self._target_copy is None or self._target_copy[0] != files:
             folder = Path(tempfile.mkdtemp(prefix=TARGET_NAME, dir=self.scratch_path))
-            backend.download(self.path / TARGET_NAME, folder, files)
+            download(self.path / TARGET_NAME, folder, files)
             self._target_copy = files, folder
         return self._target_copy[1]
 
@@ -386,8 +389,9 @@ class StoreFiles:
                 for file_name in names:
                     local = root / file_name
                     below = local.relative_to(folder).as_posix()
-                    files[below] = FileRecord(local.stat().st_size, backend.file_crc32(local))
-                    _store(local, self.path / TARGET_NAME / partial_name(below, attempt))
+                    files[below] = FileRecord(local.stat().st_size, file_crc32(local))
+                    target = self.path / TARGET_NAME / partial_name(below, attempt)
+                    backend_of(target).move_in(local)
             # While the files are replaced, they do not match the old commit. So delete the commit
             # first. Without a commit the target bundle counts as incomplete, not as damaged.
             was_there = content_of(commit) is not None
@@ -402,16 +406,18 @@ class StoreFiles:
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
         """Delete the files of a folder, except those in ``kept`` and those with temporary names."""
-        others: list[StorePath] = []
-        for name in backend.names_below(self.path / folder):
+        backend = backend_of(self.path / folder)
+        others: list[str] = []
+        for name in backend.names_below():
             if not name.endswith(PARTIAL_SUFFIX) and name not in kept:
-                others.append(self.path / folder / name)
-        backend.remove_files(*others)
+                others.append(name)
+        backend.remove_files(others)
 
     def _retract(self, *commits: StorePath) -> None:
         """Delete commits durably. Call this before the files that the commits list are changed."""
-        backend.remove_files(*commits)
-        backend.sync_names(self.path / COMMITS_NAME)
+        folder = backend_of(self.path / COMMITS_NAME)
+        folder.remove_files(commit.name for commit in commits)
+        folder.sync_names()
 
     def _remove_unfinished(self) -> None:
         """Delete temporary files that killed processes have left outside of ``parts/``.
@@ -435,7 +441,7 @@ class StoreFiles:
             (self.path / PUBLISH_NAME).unlink(missing_ok=True)
             return
         commits = self.path / COMMITS_NAME
-        for name in backend.names_in(commits):
+        for name in backend_of(commits).names_in():
             if name.endswith(PARTIAL_SUFFIX):
                 publication = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
                 if publication is not None:
@@ -452,7 +458,7 @@ class StoreFiles:
             _remove_files_but(self.path / PARTS_NAME, kept)
             return
         # Keep all files with final names, because another process may be publishing them right now.
-        bucket = self.path.backend
+        bucket = self.path.bucket
         now = datetime.now(UTC)
         entries = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
             (self.path / TARGET_NAME).key
@@ -472,29 +478,6 @@ class StoreFiles:
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
-
-
-def _store(path: Path, target: StorePath) -> None:
-    """Move a local file into a store durably.
-
-    For a store in a folder, the file is synced and renamed. For a bucket, the file is uploaded, and
-    its size on the server is checked.
-    """
-    if isinstance(target, Path):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        backend.sync_names(target.parent.parent)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        os.rename(path, target)
-        return
-    target.backend.put(target.key, path)
-    expected = path.stat().st_size
-    got = target.stat().st_size
-    if got != expected:
-        raise StorageUnavailable(
-            f"{target} has {got} bytes, although {expected} bytes were uploaded. Run the same "
-            "command again."
-        )
 
 
 def _remove_files_but(parts: Path, kept: Collection[str]) -> None:

@@ -57,7 +57,7 @@ from ...errors import (
 )
 from ...files import disk_full_guard, kind_of
 from ...text import Progress
-from .. import backend
+from ..backend import MISSING, backend_of, check_guard, open_path
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import (
@@ -72,7 +72,7 @@ from ..commit import (
     write_manifest_commit,
 )
 from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
-from ..paths import RemotePath, StorePath
+from ..paths import StorePath
 from ..plan import check_plan, numbers, part_counts, plan_bytes, plan_counts, read_plan, rows_where
 from ..read.store import read_manifest
 from ..read.verify import Depth, Finding, verify_commits
@@ -171,7 +171,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             StorageUnavailable: a file could not be read or written, so it is unknown whether the
                 store is damaged. Nothing was deleted.
         """
-        store = backend.open_path(path)
+        store = open_path(path)
         check_plan(plan, manifest.alignment_tokens)
         for key, value in plan_counts(plan).items():
             if getattr(manifest, key) != value:
@@ -179,9 +179,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                     f"The manifest has {key} {getattr(manifest, key)}, but the plan has {key} "
                     f"{value}. Both must be made from the same sequences."
                 )
-        with backend.check_guard(store), disk_full_guard(store):
+        with check_guard(store), disk_full_guard(store):
             _check_unoccupied(store)
-            backend.make_folder(store)
+            backend_of(store).make_folder()
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
             # If other processes share the lock, the first of them has created and cleaned the
@@ -199,7 +199,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     @contextmanager
     def _opening(self) -> Iterator[None]:
         try:
-            with backend.check_guard(self.path), disk_full_guard(self.path):
+            with check_guard(self.path), disk_full_guard(self.path):
                 yield
         except BaseException:
             self.close()
@@ -227,9 +227,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         For a store in a folder, the lock must be exclusive.
         """
         refuse_links(self.path)
-        has_begun = backend.exists(manifest_commit_path(self.path)) or backend.exists(
-            self.path / MANIFEST_NAME
-        )
+        manifest_commit = backend_of(manifest_commit_path(self.path))
+        has_begun = manifest_commit.exists() or backend_of(self.path / MANIFEST_NAME).exists()
         if has_begun and not self._is_of_these_inputs(begins_anew):
             self._delete_all()
             self.has_begun_anew = True
@@ -237,16 +236,17 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if has_begun:
             for name, content in codec_files.items():
                 path = self.path / CODEC_NAME / name
-                backend.make_folder(path.parent)
-                if not backend.exists(path) or path.read_bytes() != content:
-                    backend.put(path, content)
-            self.has_other_writers = isinstance(self.path, RemotePath)
+                backend_of(path.parent).make_folder()
+                file = backend_of(path)
+                if not file.exists() or path.read_bytes() != content:
+                    file.put(content)
+            self.has_other_writers = self._lock is None
         else:
             _begin(self.path, self.manifest, self.plan, codec_files)
         for name in (PARTS_NAME, COMMITS_NAME):
-            backend.make_folder(self.path / name)
+            backend_of(self.path / name).make_folder()
         self._open_codec()
-        if not backend.exists(manifest_commit_path(self.path)) or find_manifest_damage(self.path):
+        if not manifest_commit.exists() or find_manifest_damage(self.path):
             # The files that this commit lists were compared with the current inputs above.
             self._record_manifest()
 
@@ -266,7 +266,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             _check_same(self.path, self.manifest, self.plan)
         except (StoreMismatch, StoreDamaged):
             # A store in a bucket is never replaced, because other processes may be writing to it.
-            if not begins_anew or isinstance(self.path, RemotePath) or has_parts(self.path):
+            if not begins_anew or self._lock is None or has_parts(self.path):
                 raise
             return False
         return True
@@ -278,14 +278,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         the old store, and deletes the remaining files.
         """
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
-            if backend.exists(self.path / name):
+            if backend_of(self.path / name).exists():
                 shutil.rmtree(str(self.path / name))
         # Keep texts.arrow: it contains a description of its own inputs, and this process may be
         # reading it.
-        backend.remove_files(
-            self.path / CARD_NAME, self.path / PLAN_NAME, self.path / MANIFEST_NAME
-        )
-        backend.sync_names(self.path)
+        folder = backend_of(self.path)
+        folder.remove_files([CARD_NAME, PLAN_NAME, MANIFEST_NAME])
+        folder.sync_names()
 
     def _restore(self) -> None:
         """Repair a damaged or missing store.json or plan.parquet, if the inputs are the same."""
@@ -296,7 +295,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         try:
             restore_files(self.path, documents)
         except StoreDamaged:
-            if not backend.exists(self.path / MANIFEST_NAME):
+            if not backend_of(self.path / MANIFEST_NAME).exists():
                 raise
             # The files cannot be restored to what commits/store.json lists. Either
             # commits/store.json is damaged, or this process has other inputs. The caller compares
@@ -305,7 +304,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     @property
     def has_target(self) -> bool:
         """Whether the target bundle has been committed."""
-        return backend.exists(target_commit_path(self.path))
+        return backend_of(target_commit_path(self.path)).exists()
 
     def committed_parts(self) -> list[int]:
         """Return the numbers of the parts that have a commit, in order.
@@ -313,8 +312,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         They include parts that other processes have committed in the meantime.
         """
         if self.is_shared:
-            with backend.check_guard(self.path):
-                names = map(_COMMIT_NAME.fullmatch, backend.names_in(self.path / COMMITS_NAME))
+            with check_guard(self.path):
+                names = map(_COMMIT_NAME.fullmatch, backend_of(self.path / COMMITS_NAME).names_in())
                 listed = {int(name[1]) for name in names if name is not None}
             # The listing of a bucket may lack the latest commits of this process, so add them.
             known = self._committed if self._lock is None else set[int]()
@@ -329,7 +328,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def is_pending(self, part: int) -> bool:
         """Return whether a part has no commit yet."""
         return not (
-            backend.exists(commit_path(self.path, part))
+            backend_of(commit_path(self.path, part)).exists()
             if self.is_shared
             else part in self._committed
         )
@@ -403,7 +402,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     def lay_out(self, codec: StoreCodec) -> None:
         """Write the zarr.json files of a codec's arrays if they do not exist yet."""
-        with backend.check_guard(self.path), disk_full_guard(self.path):
+        with check_guard(self.path), disk_full_guard(self.path):
             self._grids |= _write_array_metadata(
                 self.path, codec.arrays, self.n_parts, self._longest_part
             )
@@ -419,11 +418,11 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
-        if isinstance(self.path, RemotePath) and read_manifest(self.path) != self.manifest:
+        if self._lock is None and read_manifest(self.path) != self.manifest:
             raise changed_meanwhile(path)
         self._retract(manifest_commit_path(self.path))
-        if not backend.replace_file(
-            path, self.manifest.to_json().encode(), manifest.to_json().encode()
+        if not backend_of(path).replace(
+            self.manifest.to_json().encode(), manifest.to_json().encode()
         ):
             # commits/store.json is missing now. The process that has changed store.json, or the
             # next process that opens the store for writing, writes it.
@@ -444,13 +443,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             Path of the file.
         """
         folder = self.path / RUNS_NAME
-        backend.make_folder(folder)
+        backend_of(folder).make_folder()
         content = (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
-        while not backend.put_if_absent(
-            path := folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json", content
-        ):
-            pass  # A file of another run has the same time in microseconds. Try a later time.
-        return path
+        while True:
+            path = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json"
+            if backend_of(path).put_if_absent(content):
+                return path
+            # A file of another run has the same time in microseconds. Try a later time.
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -500,7 +499,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         """
         if self._lock is not None and not self._lock.try_alone():
             return False
-        with backend.check_guard(self.path):
+        with check_guard(self.path):
             commits = read_commits(self.path, range(self.n_parts))
         self._committed = set(commits)
         self._remove_unfinished()
@@ -545,8 +544,8 @@ def _check_unoccupied(store: StorePath) -> None:
         if existing is not store:
             return
     manifest = store / MANIFEST_NAME
-    has_commit = backend.exists(manifest_commit_path(store))
-    if backend.exists(manifest):
+    has_commit = backend_of(manifest_commit_path(store)).exists()
+    if backend_of(manifest).exists():
         try:
             read_manifest(store)
         except SchemaVersionError:
@@ -568,7 +567,7 @@ def _check_unoccupied(store: StorePath) -> None:
             f"which inputs they were made. Restore {MANIFEST_NAME} from a copy, or choose another "
             "output folder."
         )
-    names = backend.names_in(store)
+    names = backend_of(store).names_in()
     foreign = sorted(name for name in names if not is_known(name))
     # If the creation of a store was interrupted, its folder contains a lock file. A bucket has no
     # lock file.
@@ -645,10 +644,11 @@ def _write_array_metadata(
     # Write the zarr.json of a group before those of the groups and arrays in it.
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
         path = store / name
-        if not backend.exists(path):
-            backend.make_folder(path.parent)
-            backend.put_if_absent(path, content)
-            backend.sync_names(path.parent.parent)
+        file = backend_of(path)
+        if not file.exists():
+            backend_of(path.parent).make_folder()
+            file.put_if_absent(content)
+            backend_of(path.parent.parent).sync_names()
     grids: dict[str, ArrayGrid] = {}
     for name, array in wanted.items():
         grids[name] = read_grid(store / PARTS_NAME, array, n_parts, longest_part)
@@ -669,14 +669,14 @@ def _begin(
         for name in codec_files:
             (store / CODEC_NAME / name).unlink(missing_ok=True)
     for name, content in codec_files.items():
-        backend.make_folder(store / CODEC_NAME)
-        if not backend.put_if_absent(store / CODEC_NAME / name, content):
+        backend_of(store / CODEC_NAME).make_folder()
+        if not backend_of(store / CODEC_NAME / name).put_if_absent(content):
             raise StoreMismatch(
                 str(store), {"codec.basis_sha256": ("(learned by another run)", "(learned here)")}
             )
-    if not backend.put_if_absent(store / PLAN_NAME, plan_bytes(plan)):
+    if not backend_of(store / PLAN_NAME).put_if_absent(plan_bytes(plan)):
         _check_same(store, None, plan)
-    if not backend.put_if_absent(store / MANIFEST_NAME, manifest.to_json().encode()):
+    if not backend_of(store / MANIFEST_NAME).put_if_absent(manifest.to_json().encode()):
         _check_same(store, manifest, plan)
 
 
@@ -688,15 +688,15 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
         content = read_basis(path)
-    except backend.MISSING:
+    except MISSING:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
     if isinstance(path, Path):
         os.replace(path, path.with_name(BASIS_NAME))
-        backend.sync_names(path.parent)
+        backend_of(path.parent).sync_names()
     else:
         # At any time, the basis of store.json has at least one of the two names, and a reader tries
         # both names.
-        backend.put(path.parent / BASIS_NAME, content)
-        backend.remove_files(path)
+        backend_of(path.parent / BASIS_NAME).put(content)
+        backend_of(path.parent).remove_files([path.name])

@@ -151,7 +151,9 @@ def empty_prefix(endpoint: str) -> str:
 def read_remote_tree(store: RemotePath) -> dict[str, bytes]:
     """Return what ``stores.read_tree`` returns for the same store on a disk."""
     return {
-        name: (store / name).read_bytes() for name in store.names() if not name.startswith("runs/")
+        name: (store / name).read_bytes()
+        for name in store.names_below()
+        if not name.startswith("runs/")
     }
 
 
@@ -161,5 +163,5 @@ def copy_up(folder: Path, url: str) -> RemotePath:
     assert isinstance(target, RemotePath)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            target.backend.put(path.relative_to(folder).as_posix(), path.read_bytes())
+            target.bucket.put(path.relative_to(folder).as_posix(), path.read_bytes())
     return target

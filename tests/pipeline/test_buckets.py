@@ -102,7 +102,7 @@ def test_readers_of_a_bucket(
 @pytest.mark.slow
 def test_recode_writes_to_a_bucket(local: Path, remote: RemotePath, tmp_path: Path) -> None:
     recode(local, "int8", tmp_path / "int8")
-    out = remote.backend.url + "-int8"
+    out = remote.bucket.url + "-int8"
     report = recode(remote, "int8", out)
     assert report.n_parts_done == report.n_parts
     written = open_path(out)
@@ -156,9 +156,9 @@ def test_another_addition_to_a_bucket_is_refused_before_it_changes_the_store(
 
 @pytest.mark.slow
 def test_repair_mends_a_bucket(config: ExtractConfig, local: Path, remote: RemotePath) -> None:
-    shard = next(path for path in remote.names() if path.startswith("parts/hidden/last/c.1."))
+    shard = next(path for path in remote.names_below() if path.startswith("parts/hidden/last/c.1."))
     content = (remote / shard).read_bytes()
-    remote.backend.put(shard, content[:30] + bytes([content[30] ^ 1]) + content[31:])
+    remote.bucket.put(shard, content[:30] + bytes([content[30] ^ 1]) + content[31:])
     assert [damage.part for damage in verify_store(remote).damages] == [1]
     repair(remote, config.model, device="cpu")
     assert verify_store(remote).ok

@@ -37,8 +37,8 @@ from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
 from moa_data.pipeline.forwards import parts as forwards_module
 from moa_data.pipeline.plan import recorded_config
-from moa_data.storage import backend
 from moa_data.storage import chunk as chunk_module
+from moa_data.storage.backend import backend_of
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import commit_path
@@ -386,14 +386,15 @@ def test_values_that_are_not_finite_stop_the_run_and_name_the_row(
     assert not list((Path(config.out) / "parts").rglob("c.*"))
 
 
+FOLDER_BACKEND = type(backend_of(Path()))
 KILLS: dict[str, tuple[Any, ...]] = {
-    "manifest": (backend, "put_if_absent", 2),
+    "manifest": (FOLDER_BACKEND, "put_if_absent", 2),
     "bundle": (forwards_module, "save_target_bundle", 1, True),
     "mid_part": (part_writer.ArrayWriter, "write", 40),
     # Calls before this one write the plan, the manifest and the metadata of seven folders. Then
     # come the commits of the target and of each part.
-    "before_commit": (backend, "put_if_absent", 11),
-    "after_commit": (backend, "put_if_absent", 12, True),
+    "before_commit": (FOLDER_BACKEND, "put_if_absent", 11),
+    "after_commit": (FOLDER_BACKEND, "put_if_absent", 12, True),
 }
 
 

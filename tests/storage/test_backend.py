@@ -19,19 +19,9 @@ from moa_data.storage import backend, object_store
 from moa_data.storage.backend import (
     MISSING,
     LocalFile,
-    blocks_of,
+    backend_of,
     download,
-    exists,
-    listed_sizes,
-    make_folder,
-    names_below,
-    names_in,
     open_path,
-    put,
-    put_if_absent,
-    read_file,
-    remove_files,
-    replace_file,
 )
 from moa_data.storage.commit import FileRecord, find_size_damage
 from moa_data.storage.object_store import ObjectStore
@@ -48,81 +38,85 @@ class BackendContract:
     def test_what_is_put_is_read_and_listed(self, location: StorePath) -> None:
         contents = {"a": b"", "b/c": b"text", "b/c.d/e f+ü": bytes(range(256))}
         for name, data in contents.items():
-            make_folder((location / name).parent)
-            put(location / name, data)
-            assert read_file(location / name) == data
+            backend_of((location / name).parent).make_folder()
+            backend_of(location / name).put(data)
+            assert backend_of(location / name).read() == data
             assert (location / name).stat().st_size == len(data)
-        put(location / "b/c", b"another")
-        assert read_file(location / "b/c", 7) == b"another"
+        backend_of(location / "b/c").put(b"another")
+        assert backend_of(location / "b/c").read(7) == b"another"
         with pytest.raises(ValueError, match="7 bytes, but the limit is 6 bytes"):
-            read_file(location / "b/c", 6)
+            backend_of(location / "b/c").read(6)
         sizes = {"a": 0, "b/c": 7, "b/c.d/e f+ü": 256}
-        assert {name: (location / name).stat().st_size for name in names_below(location)} == sizes
-        listed = listed_sizes(location)
+        assert {
+            name: (location / name).stat().st_size for name in backend_of(location).names_below()
+        } == sizes
+        listed = backend_of(location).listed_sizes()
         assert listed == (sizes if isinstance(location, RemotePath) else {})
-        put(location / "later", b"12345")  # The list is older than this file.
+        backend_of(location / "later").put(b"12345")  # The list is older than this file.
         assert not find_size_damage(
             location, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed
         )
-        assert names_in(location) == ["a", "b", "later"]
-        assert names_in(location / "nothing") == []
-        assert exists(location / "b")
-        assert not exists(location / "b/c.")
+        assert backend_of(location).names_in() == ["a", "b", "later"]
+        assert backend_of(location / "nothing").names_in() == []
+        assert backend_of(location / "b").exists()
+        assert not backend_of(location / "b/c.").exists()
 
     def test_what_is_not_there_is_not_found(self, location: StorePath) -> None:
         for ask in (
-            read_file,
+            lambda path: backend_of(path).read(),
             lambda path: path.stat(),
-            lambda path: replace_file(path, b"", b"x"),
+            lambda path: backend_of(path).replace(b"", b"x"),
         ):
             with pytest.raises(MISSING):
                 ask(location / "nothing")
-        put(location / "x", b"1")
+        backend_of(location / "x").put(b"1")
         for _ in range(2):
-            remove_files(location / "x")
-        assert not exists(location / "x")
+            backend_of(location).remove_files(["x"])
+        assert not backend_of(location / "x").exists()
 
     def test_a_file_is_read_in_blocks(self, location: StorePath) -> None:
-        put(location / "file", data := os.urandom(100_000))
-        assert b"".join(blocks_of(location / "file", 30_000)) == data
+        backend_of(location / "file").put(data := os.urandom(100_000))
+        assert b"".join(backend_of(location / "file").blocks(30_000)) == data
 
     def test_one_of_many_creates(self, location: StorePath) -> None:
-        assert put_if_absent(location / "once", b"first")
-        assert not put_if_absent(location / "once", b"second")
+        assert backend_of(location / "once").put_if_absent(b"first")
+        assert not backend_of(location / "once").put_if_absent(b"second")
         # The client repeats the call if the answer to the first one is lost.
-        assert put_if_absent(location / "once", b"first")
-        assert read_file(location / "once") == b"first"
+        assert backend_of(location / "once").put_if_absent(b"first")
+        assert backend_of(location / "once").read() == b"first"
         for key in range(4):
             path = location / f"key-{key}"
             with ThreadPoolExecutor(8) as pool:
                 won = list(
-                    pool.map(lambda n, path=path: put_if_absent(path, b"by %d" % n), range(8))
+                    pool.map(
+                        lambda n, path=path: backend_of(path).put_if_absent(b"by %d" % n), range(8)
+                    )
                 )
             assert won.count(True) == 1
-            assert read_file(path) == b"by %d" % won.index(True)
-        assert len(names_in(location)) == 5  # No half-written file is left.
+            assert backend_of(path).read() == b"by %d" % won.index(True)
+        assert len(backend_of(location).names_in()) == 5  # No half-written file is left.
 
     def test_a_file_is_replaced_where_it_holds_what_is_expected(self, location: StorePath) -> None:
-        put(location / "document", b"old")
-        assert not replace_file(location / "document", b"another", b"new")
-        assert replace_file(location / "document", b"old", b"new")
-        assert read_file(location / "document") == b"new"
+        backend_of(location / "document").put(b"old")
+        assert not backend_of(location / "document").replace(b"another", b"new")
+        assert backend_of(location / "document").replace(b"old", b"new")
+        assert backend_of(location / "document").read() == b"new"
 
     def test_a_put_is_seen_whole_or_not_at_all(self, location: StorePath) -> None:
         versions = [bytes([n]) * 50_000 for n in range(8)]
-        put(location / "document", versions[0])
+        backend_of(location / "document").put(versions[0])
 
         def look(n: int) -> bytes:
             with suppress(ValueError):
-                return read_file(location / "document")
+                return backend_of(location / "document").read()
             return versions[0]
 
         with ThreadPoolExecutor(4) as pool:
             seen = pool.map(look, range(16))
             for version in versions:
-                put(location / "document", version)
+                backend_of(location / "document").put(version)
         assert set(seen) <= set(versions)
-        assert read_file(location / "document") == versions[-1]
+        assert backend_of(location / "document").read() == versions[-1]
 
 
 class TestFolder(BackendContract):
@@ -138,23 +132,23 @@ class TestFolder(BackendContract):
 
         monkeypatch.setattr(os, "link", refuse)
         self.test_a_file_is_replaced_where_it_holds_what_is_expected(location)
-        assert put_if_absent(location / "once", b"first")
-        assert not put_if_absent(location / "once", b"second")
+        assert backend_of(location / "once").put_if_absent(b"first")
+        assert not backend_of(location / "once").put_if_absent(b"second")
 
 
 class ObjectStoreContract(BackendContract):
     """The contract of object stores, in addition to that of all backends."""
 
     def test_ranges_end_with_the_file(self, location: RemotePath) -> None:
-        location.backend.put("file", data := os.urandom(100_000))
+        location.bucket.put("file", data := os.urandom(100_000))
         ranges = [(99_990, 100_000), (0, 5), (3, 9), (99_998, 100_020), (200_000, 200_001)]
-        found = location.backend.read_ranges([("file", start, stop) for start, stop in ranges])
+        found = location.bucket.read_ranges([("file", start, stop) for start, stop in ranges])
         assert [bytes(each) for each in found] == [data[start:stop] for start, stop in ranges]
         with pytest.raises(FileNotFoundError):
-            location.backend.read_ranges([("nothing", 0, 1)])
+            location.bucket.read_ranges([("nothing", 0, 1)])
 
     def test_one_of_many_replaces(self, location: RemotePath) -> None:
-        store = location.backend
+        store = location.bucket
         store.put("document", b"new")
         with ThreadPoolExecutor(8) as pool:
             won = list(
@@ -166,7 +160,7 @@ class ObjectStoreContract(BackendContract):
     def test_uploads_and_copies_in_blocks(
         self, location: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store, data = location.backend, os.urandom(REQUEST_BYTES + 12345)
+        store, data = location.bucket, os.urandom(REQUEST_BYTES + 12345)
         step = 1 << 20
         (tmp_path / "file").write_bytes(data)
         store.put("a b/c", tmp_path / "file")
@@ -184,11 +178,11 @@ class ObjectStoreContract(BackendContract):
                 store.copy("nothing", "target", n_bytes)
 
     def test_a_path_is_pickled_by_its_url(self, location: RemotePath, tmp_path: Path) -> None:
-        location.backend.put("parts/kv/c.1", b"shard")
+        location.bucket.put("parts/kv/c.1", b"shard")
         again = pickle.loads(pickle.dumps(location / "parts"))
         assert again == location / "parts"
-        assert again.names() == ["kv/c.1"]
-        download(again, tmp_path, again.names())
+        assert again.names_below() == ["kv/c.1"]
+        download(again, tmp_path, again.names_below())
         assert (tmp_path / "kv/c.1").read_bytes() == b"shard"
 
 
@@ -203,11 +197,11 @@ class TestMoto(ObjectStoreContract):
             ObjectStore("s3://nowhere/store").read("store.json")
 
     def test_a_fork_of_a_process_that_has_connected_refuses(self, location: RemotePath) -> None:
-        location.backend.put("x", b"1")
+        location.bucket.put("x", b"1")
         child = os.fork()
         if not child:
             try:
-                location.backend.read("x")
+                location.bucket.read("x")
             except StorageUnavailable as error:
                 os._exit(7 if "spawn" in str(error) else 1)
             os._exit(2)
@@ -268,8 +262,8 @@ def test_urls_of_all_providers(monkeypatch: pytest.MonkeyPatch) -> None:
         path = open_path(url + "/")
         assert str(path) == url
         assert isinstance(path, RemotePath)
-        assert isinstance(path.backend, ObjectStore)
-        assert getattr(path.backend.connection, "prefix", None) == "a/store"
+        assert isinstance(path.bucket, ObjectStore)
+        assert getattr(path.bucket.connection, "prefix", None) == "a/store"
     with pytest.raises(StoreNotFound):
         open_path("hf://datasets/me/store")
 

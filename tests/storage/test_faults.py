@@ -69,7 +69,7 @@ def check(location: str, local: Path) -> None:
     check_reads_equal(store, local)
     # Killed writers leave uploads, and lost answers leave records. `extract` deletes them when they
     # are old.
-    store.backend.delete(name for name in store.names() if name.endswith(".partial"))
+    store.bucket.delete(name for name in store.names_below() if name.endswith(".partial"))
     assert read_remote_tree(store) == read_tree(local)
 
 

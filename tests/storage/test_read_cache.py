@@ -160,7 +160,7 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(
         asked.clear()
     # Another store under the same names has other checksums, and so other blocks.
     make_recipe((71, 3, 200, 64)).write(tmp_path / "other")
-    remote.backend.delete(remote.names())
+    remote.bucket.delete(remote.names_below())
     copy_up(tmp_path / "other", f"{s3}/store")
     with (
         ActivationStore(open_path(str(remote))) as store,

@@ -18,7 +18,7 @@ from moa_data.errors import (
     StoreLocked,
     StoreMismatch,
 )
-from moa_data.storage.backend import names_below, open_path, put, put_if_absent, remove_files
+from moa_data.storage.backend import backend_of, open_path
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.commit import read_part_commit
 from moa_data.storage.object_store import ObjectStore
@@ -78,11 +78,11 @@ class LocationContract:
         self, location: StorePath, recipe: Recipe
     ) -> None:
         with recipe.open(location) as writer:
-            before = names_below(location)
+            before = backend_of(location).names_below()
             with suppress(KeyboardInterrupt), writer.part(0) as out:
                 recipe.fill(out)
                 raise KeyboardInterrupt
-            assert names_below(location) == before
+            assert backend_of(location).names_below() == before
             recipe.write_part(writer, 0)
 
     def test_of_two_writers_of_a_part_the_first_to_commit_wins(
@@ -118,10 +118,10 @@ class LocationContract:
     ) -> None:
         if isinstance(location, Path):
             location.mkdir()
-        put(location / "notes.txt", b"mine")
+        backend_of(location / "notes.txt").put(b"mine")
         with pytest.raises(OutputOccupied, match=r"it holds notes\.txt"):
             recipe.write(location)
-        assert names_below(location) == ["notes.txt"]
+        assert backend_of(location).names_below() == ["notes.txt"]
 
     def test_the_bundle_is_committed_whole_and_replaced(
         self, location: StorePath, recipe: Recipe
@@ -158,20 +158,20 @@ class TestBucket(LocationContract):
         whole = shard.read_bytes()
         reader = ActivationStore(location)
         i = reader.sequences["part"].to_pylist().index(1)
-        put(shard, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+        backend_of(shard).put(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         with pytest.raises(StoreDamaged, match=f"{shard} is damaged: the checksum of a chunk"):
             reader.read(i, "kv")
         assert [damage.path for damage in verify_store(location, values=False).damages] == [
             "parts/kv/c.1.0.0.0.0"
         ]
-        put(shard, whole[:-50])
+        backend_of(shard).put(whole[:-50])
         reader.close()
         with pytest.raises(StoreDamaged, match=f"{shard} is truncated: it ends inside its index"):
             reader.read(i, "kv")
         for _ in range(2):  # The shard is cut first, and then removed.
             with pytest.raises(StoreDamaged, match=str(shard)):
                 ActivationStore(location)
-            remove_files(shard)
+            backend_of(shard.parent).remove_files([shard.name])
 
     def test_leftovers_go_when_they_are_old(
         self,
@@ -334,7 +334,7 @@ def test_a_record_whose_uploads_are_gone_comes_to_nothing(
         record = Publication(
             commit_path(location, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}"
         )
-        put_if_absent(publication_path(record.commit), record.to_json())
+        backend_of(publication_path(record.commit)).put_if_absent(record.to_json())
         recipe.write_part(writer, 0, rounded(0))
     assert read_remote_tree(location) == trees(recipe, tmp_path, 1)[0]
 
@@ -348,7 +348,7 @@ def test_plain_libraries_read_a_bucket_as_a_folder(
     local = recipe.write(tmp_path / "local")
     recipe.write(location)
     assert read_remote_tree(location) == read_tree(local)
-    bucket, _, prefix = location.backend.url.removeprefix("s3://").partition("/")
+    bucket, _, prefix = location.bucket.url.removeprefix("s3://").partition("/")
     page = (Path(__file__).parents[3] / "docs" / "object-stores.md").read_text()
     found = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert found is not None
