@@ -293,7 +293,13 @@ def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] 
     Raises:
         OutputOccupied: the path is not a folder, or the folder holds other files.
     """
-    if not folder.exists() or (folder.is_dir() and set(os.listdir(folder)) <= set(leftovers)):
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise OutputOccupied(
+            f"{folder} is {kind_of(folder)}, expected a folder. Choose another output folder."
+        )
+    if set(os.listdir(folder)) <= set(leftovers):
         return
     expected = f"neither an empty folder nor {kind}" if kind else "not an empty folder"
     raise OutputOccupied(

@@ -764,7 +764,7 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(
             layer.self_attn.o_proj.bias.zero_()
         x = layer(x, attention_mask=mask, position_embeddings=rotation)
     torch.testing.assert_close(
-        x, drafter(drafter.join(embeddings, hidden), torch.arange(12)[None]), rtol=0, atol=2e-5
+        x, drafter(drafter.combine(embeddings, hidden), torch.arange(12)[None]), rtol=0, atol=2e-5
     )
 
 
