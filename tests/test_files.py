@@ -16,8 +16,11 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputOccupied, match="is not an empty folder"):
         refuse_other_files(tmp_path)
     (tmp_path / "thesis.tex").write_text("precious")
-    for path in (tmp_path, tmp_path / "thesis.tex"):
-        with pytest.raises(OutputOccupied, match="is neither an empty folder nor a run"):
+    for path, expected in (
+        (tmp_path, "is neither an empty folder nor a run"),
+        (tmp_path / "thesis.tex", "is a file, expected a folder"),
+    ):
+        with pytest.raises(OutputOccupied, match=expected):
             refuse_other_files(path, "a run", {"run.lock"})
 
 
