@@ -61,7 +61,7 @@ coverage: $(STAMP) ## Run the tests and list what they do not reach
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term:skip-covered
 
 test-slow: $(STAMP) ## Run the slow tests
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not engines" $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## Run the tests that need an accelerator
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
