@@ -37,6 +37,7 @@ from ..storage.plan import column, numbers, plan_parts
 from ..storage.schema import (
     ALIGNMENT_TOKENS,
     KV,
+    SPEED_TEST_PREFIX,
     TOKENS,
     FieldSpec,
     StoreManifest,
@@ -625,7 +626,7 @@ def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:
     manifest = StoreManifest(fields, {}, {}, {}, len(table), 1, n_tokens, forwards.codec.describe())
     timings = Timings()
     with (
-        tempfile.TemporaryDirectory(prefix=".moa-data-speed-", dir=disk) as folder,
+        tempfile.TemporaryDirectory(prefix=SPEED_TEST_PREFIX, dir=disk) as folder,
         StoreWriter.create_or_resume(Path(folder) / "store", manifest, table) as store,
     ):
         run_parts(forwards, store, [0], timings)

@@ -72,6 +72,8 @@ ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"
+# Start of the name of the folder in which a speed test writes and which it removes afterwards.
+SPEED_TEST_PREFIX = ".moa-data-speed-"
 _DOCUMENTS = (MANIFEST_NAME, PLAN_NAME, LOCK_NAME, PUBLISH_NAME, CARD_NAME, TEXTS_NAME)
 KNOWN_NAMES = frozenset((*_DOCUMENTS, TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME))
 """Every name that may occur in a store's folder."""

@@ -85,6 +85,7 @@ from ..schema import (
     PARTS_NAME,
     PLAN_NAME,
     RUNS_NAME,
+    SPEED_TEST_PREFIX,
     TARGET_NAME,
     StoredArray,
     StoreManifest,
@@ -567,7 +568,9 @@ def _check_unoccupied(store: StorePath) -> None:
             f"which inputs they were made. Restore {MANIFEST_NAME} from a copy, or choose another "
             "output folder."
         )
-    names = backend_of(store).names_in()
+    # A killed speed test leaves its folder behind, which must not hinder the next start.
+    all_names = backend_of(store).names_in()
+    names = [name for name in all_names if not name.startswith(SPEED_TEST_PREFIX)]
     foreign = sorted(name for name in names if not is_known(name))
     # If the creation of a store was interrupted, its folder contains a lock file. A bucket has no
     # lock file.

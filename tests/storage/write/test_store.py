@@ -28,7 +28,12 @@ from moa_data.storage.chunk import EncodePool
 from moa_data.storage.commit import committed_bytes
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import hidden_field, response_mask_field, tokens_field
+from moa_data.storage.schema import (
+    SPEED_TEST_PREFIX,
+    hidden_field,
+    response_mask_field,
+    tokens_field,
+)
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.disks import check_rights, tmpfs
 from moa_data.tests.kit.kills import full_at, killed_everywhere
@@ -223,6 +228,12 @@ def test_manifest_and_plan_must_agree(tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(StoreDamaged, match="must have the columns"):
         replace(recipe, plan=recipe.plan.drop_columns(["part"])).write(tmp_path / "store")
     assert not (tmp_path / "store").exists()
+
+
+def test_the_folder_of_a_killed_speed_test_hinders_no_store(tmp_path: Path, recipe: Recipe) -> None:
+    (tmp_path / "store" / f"{SPEED_TEST_PREFIX}abc" / "store").mkdir(parents=True)
+    recipe.write(tmp_path / "store")
+    assert not verify_store(tmp_path / "store").damages
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, recipe: Recipe) -> None:
