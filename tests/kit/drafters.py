@@ -186,14 +186,14 @@ def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tu
 
 
 @lru_cache(maxsize=8)
-def _answers_once(target: Target, prompts: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+def answers_once(target: Target, prompts: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
     """Return :func:`answers`, which several drafters of one target learn from."""
     return answers(target, [list(prompt) for prompt in prompts])
 
 
 def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) -> Any:
     """Train a drafter for a few steps on the target's own answers to some prompts."""
-    inputs = stored(drafter, target.model, *_answers_once(target, tuple(map(tuple, prompts))))
+    inputs = stored(drafter, target.model, *answers_once(target, tuple(map(tuple, prompts))))
     frozen, rows = frozen_for(drafter, target.model), len(prompts)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)
     for step in range(n_steps):

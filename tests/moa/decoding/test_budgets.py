@@ -78,7 +78,7 @@ def generate(
     return [
         found.tokens
         for found in generate_batch(
-            target, max_new_tokens=8, proposer=proposer, tree=tree, seed=3, **settings
+            target, max_new_tokens=6, proposer=proposer, tree=tree, seed=3, **settings
         )
     ]
 

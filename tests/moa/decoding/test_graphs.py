@@ -152,7 +152,7 @@ def test_a_whole_round_of_graphs(device: Counts, drafter: str | None, most: int)
     for _ in range(2):
         marks.clear()
         generate_batch(
-            target, PROMPTS[:1], max_new_tokens=14,
+            target, PROMPTS[:1], max_new_tokens=9,
             proposer=proposer if drafter else None, tree=tree,
             on_round=lambda *_: marks.append((device.launches, device.waits)),
         )  # fmt: skip
@@ -233,7 +233,7 @@ def test_a_graph_is_not_run_on_a_buffer_of_other_strides_at_its_address(name: st
 def test_an_interrupted_generation_gives_its_buffer_back(drafter: str | None) -> None:
     """The next generation uses the same buffer and the same graphs."""
     target, proposer = proposer_on("cuda", drafter or "moa", is_static=True)
-    settings: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 12}
+    settings: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 8}
     if drafter:
         settings |= {"proposer": proposer, "tree": TreeShape(DEPTH)}
     expected = generate_batch(target, **settings)
@@ -253,9 +253,10 @@ def test_an_interrupted_generation_gives_its_buffer_back(drafter: str | None) ->
 
 @pytest.mark.parametrize("shape", quick(["3", "4@0.000001", "2x2x4"], ["3"]))
 def test_other_chains_and_longer_texts_are_plain_decoding_too(device: Counts, shape: str) -> None:
-    settings: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": 72}
+    long_prompt = [5 + token for token in range(62)]
+    settings: dict[str, Any] = {"prompts": [long_prompt, *PROMPTS[1:]], "max_new_tokens": 20}
     target, proposer = proposer_on("cuda", "eagle", is_static=True)
-    # Buffers have 72 slots, fewer than the longest text.
+    # Buffers have 72 slots, more than the longest prompt and fewer than the longest text.
     target.use_static_calls(8)
     expected = generate_batch(proposer_on("cpu", "eagle", is_static=False)[0], **settings)
     found = generate_batch(target, proposer=proposer, tree=TreeShape.parse(shape), **settings)

@@ -126,7 +126,7 @@ class Changing(ShapePolicy):
 def test_shapes_that_change_from_round_to_round_are_lossless(
     build: Callable[..., Drafter], policy: Callable[[], Changing | AutoPolicy]
 ) -> None:
-    model = build_model(eos_token_id=None)
+    model = build_model(eos_token_id=None, num_hidden_layers=2)
     target, prompts = Target(model), [[5, 6, 7], [8], [9, 10, 11, 12]]
     proposer = DrafterProposer(target, build(model))
     chosen = AutoPolicy(max_depth=proposer.max_depth) if policy is AutoPolicy else policy()

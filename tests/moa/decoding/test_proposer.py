@@ -44,7 +44,7 @@ def first_round(
 def test_a_chain_stops_behind_the_first_draft_that_makes_it_too_unlikely(
     monkeypatch: pytest.MonkeyPatch, build: Callable[..., Drafter], prompts: list[list[int]]
 ) -> None:
-    model = build_model(eos_token_id=None)
+    model = build_model(eos_token_id=None, num_hidden_layers=2)
     target, drafter = Target(model), build(model)
     said, logits_of = [], drafter.draft_logits
 
@@ -125,7 +125,7 @@ def test_the_longest_and_latest_occurrence_wins() -> None:
 )
 def test_a_row_is_in_a_batch_what_it_is_alone(sampling: SamplingConfig) -> None:
     """A row has the same result in a batch, also if it finds fewer drafts than others, or none."""
-    target = Target(build_model(eos_token_id=None))
+    target = Target(build_model(eos_token_id=None, num_hidden_layers=2))
     prompts = [[9, 10, 11], [5, 6, 7, 8, 5, 6], [3, 4, 3, 4, 3, 4, 3], [20, 21, 22, 23, 24, 25]]
     settings: dict[str, Any] = {
         "max_new_tokens": 20, "proposer": PromptLookupProposer(target.device), "tree": TreeShape(4),

@@ -12,7 +12,6 @@ import torch
 
 from moa_data.errors import DrafterError
 from moa_data.evaluation.run import generate
-from moa_data.moa.decoding.loop import plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters import training as blocks
@@ -33,6 +32,7 @@ from .contract import (
     check_batch,
     check_samples,
     one_row,
+    plain_answers,
 )
 
 SMALL: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size": 7}
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {"fused_layers": (0, 1), "block_layers": 1, "block_size"
 class TestDSpark(DrafterContract):
     kind = "dspark"
     sizes = SMALL | {"markov_rank": 8, "block_layers": 2}
-    learns_in = 30
+    learns_in = 12
     family, speed_shape, shape = WINDOW, CHAIN, TREE
 
     @pytest.fixture(scope="class")
@@ -54,7 +54,7 @@ class TestDSpark(DrafterContract):
         drafter = copy.deepcopy(taught[1])
         with torch.no_grad():
             weight = drafter.confidence_head.proj.weight
-            weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))
+            weight.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(4))
             drafter.confidence_head.proj.bias.fill_(0.5)
         return taught[0], drafter
 
@@ -63,9 +63,8 @@ class TestDSpark(DrafterContract):
     ) -> None:
         """Each row of a batch is cut separately; if all drafts are cut, a round is a plain step."""
         target, drafter = unsure
-        together = check_batch(target, drafter, PROMPTS, TreeShape(7, cut_below=0.4), 14)
-        plain = [plain_generate(target, prompt, max_new_tokens=14).tokens for prompt in PROMPTS]
-        assert [got.tokens for got in together] == plain
+        together = check_batch(target, drafter, PROMPTS[:4], TreeShape(7, cut_below=0.4), 12)
+        assert [got.tokens for got in together] == plain_answers(12)[:4]
         n_drafted = {got.stats.n_drafted / got.stats.n_target_calls for got in together}
         assert len(n_drafted) > 1
         assert min(n_drafted) < 6
@@ -74,7 +73,7 @@ class TestDSpark(DrafterContract):
         self, unsure: tuple[Target, Any]
     ) -> None:
         """The distribution is the target's, because a cut depends only on earlier draws."""
-        shape = TreeShape(4, cut_below=0.5)
+        shape = TreeShape(4, cut_below=0.6)
         assert 0 < check_samples(*unsure, shape) < 4 * 600
         check_batch(*unsure, [[7, 8], [5, 9, 11]], shape, 9, SamplingConfig(0.9, top_k=12))
 

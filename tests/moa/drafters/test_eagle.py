@@ -15,6 +15,7 @@ from .contract import DrafterContract, one_row
 
 class TestEagle(DrafterContract):
     kind = "eagle"
+    learns_in = 16
     close = 5e-5
 
 

@@ -38,6 +38,7 @@ class TestEagle3(DrafterContract):
     kind = "eagle3"
     close = 5e-5
     sizes = {"fused_layers": (0, 1), "test_time_steps": 3}
+    learns_in = 12
     speed_shape, shape = STOPPING, TREE
 
 
@@ -169,7 +170,7 @@ def test_the_norms_of_speculators() -> None:
 def test_attention_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, n_rows: int) -> None:
     """Parts of one row give the same loss and gradient, also in a batch of one row."""
     model = build_model(num_hidden_layers=2)
-    frozen, drafter = FrozenTarget.from_model(model), build_eagle3(model)
+    frozen, drafter = FrozenTarget.from_model(model), build_eagle3(model, test_time_steps=3)
     inputs = batch_of(drafter, model, 22)
     inputs = inputs if n_rows > 1 else one_row(inputs, 0, 22)
     counted = Mock(side_effect=eagle3._attend)

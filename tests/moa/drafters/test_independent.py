@@ -14,6 +14,7 @@ from .contract import CHAIN, WINDOW, DrafterContract
 
 class TestIndependent(DrafterContract):
     kind = "independent"
+    learns_in = 12
     family, speed_shape, shape = WINDOW, CHAIN, None
 
 

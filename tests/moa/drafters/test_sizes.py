@@ -54,12 +54,19 @@ UNFIT: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+@pytest.fixture(scope="module")
+def usual_facts() -> TargetFacts:
+    return TargetFacts.of_model(build_model())
+
+
 @pytest.mark.parametrize(("kind", "sizes"), UNFIT, ids=str)
-def test_unfit_sizes_are_refused(kind: str, sizes: dict[str, Any]) -> None:
+def test_unfit_sizes_are_refused(
+    usual_facts: TargetFacts, kind: str, sizes: dict[str, Any]
+) -> None:
     with pytest.raises(
         DrafterError, match=None if kind == "dspark" else list(sizes)[-1].split("_")[0]
     ):
-        drafter_class(kind).config_class.from_target(TargetFacts.of_model(build_model()), **sizes)
+        drafter_class(kind).config_class.from_target(usual_facts, **sizes)
 
 
 def test_sizes_of_another_kind_are_refused() -> None:

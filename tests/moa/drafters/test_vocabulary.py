@@ -56,7 +56,7 @@ def test_the_most_frequent_tokens_are_drafted(
     Other tokens are never drafted.
     """
     kind, sizes = KINDS[name]
-    model = build_model()
+    model = build_model(num_hidden_layers=2)
     of_all = build(kind, model, **sizes)
     frozen = frozen_for(of_all, model)
     own = build(kind, model, draft_vocabulary=N_DRAFTED, **sizes)
@@ -89,7 +89,7 @@ def test_the_most_frequent_tokens_are_drafted(
 @pytest.mark.parametrize("name", KINDS)
 def test_decoding_gives_the_same_tokens(name: str) -> None:
     kind, sizes = KINDS[name]
-    target = Target(build_model())
+    target = Target(build_model(num_hidden_layers=2))
     drafter = build(kind, target.model, draft_vocabulary=N_DRAFTED, **sizes)
     prompt = random_prompts(7, 7)[0]
     expected = plain_generate(target, prompt, max_new_tokens=12)

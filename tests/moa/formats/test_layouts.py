@@ -6,7 +6,9 @@ Folders that do not fit or hold no drafter are refused with the reason.
 import itertools
 import json
 import re
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -48,11 +50,19 @@ UNLIKE_THE_PAPER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@cache
+def model_of(family: str = "llama", **sizes: Any) -> Any:
+    """Build a target once for all tests, which only read it."""
+    return build_model(family, **sizes)
+
+
 def build_eagle(model: Any, **sizes: Any) -> Any:
     drafter = kit.build_eagle(model, target={"weights_sha256": "ab"}, **sizes)
+    generator = torch.Generator().manual_seed(2)
     for name, weight in drafter.named_parameters():
         if weight.ndim == 1:
-            torch.nn.init.normal_(weight, 0.0 if name.endswith("bias") else 1.0, 0.1)
+            mean = 0.0 if name.endswith("bias") else 1.0
+            torch.nn.init.normal_(weight, mean, 0.1, generator)
     return drafter
 
 
@@ -64,7 +74,7 @@ def build_block(kind: str, model: Any, **sizes: Any) -> Any:
 
 def build(name: Any, model: Any = None, **sizes: Any) -> Any:
     """Build a drafter that fits the layout."""
-    model = model or build_model(num_attention_heads=6)
+    model = model or model_of(num_attention_heads=6)
     if LAYOUTS[name].kind == "eagle3":
         own: dict[str, Any] = {"fused_layers": (0, 1, 2), "draft_vocabulary": 40}
         return build_eagle3(model, **(own | sizes))
@@ -93,6 +103,21 @@ def features(drafter: Any, model: Any) -> Any:
     return drafter.drafted_features(
         kit.frozen_for(drafter, model), batch_of(drafter, model), ROUNDS["bounded"]
     ).features
+
+
+@cache
+def usual_files(name: Any) -> dict[str, bytes]:
+    """Return the files of a drafter of the usual sizes in a layout: name -> content."""
+    model = model_of()
+    with TemporaryDirectory() as folder:
+        write(build(name, model), name, Path(folder), model)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def write_usual(name: Any, folder: Path) -> None:
+    """Write a folder of a drafter of the usual sizes in a layout."""
+    for file_name, content in usual_files(name).items():
+        (folder / file_name).write_bytes(content)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -138,7 +163,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 def test_a_folder_computes_the_same_without_our_key(
     tmp_path: Path, name: str, sizes: dict[str, Any]
 ) -> None:
-    model = build_model("qwen2" if name in ("moa", "eagle") else "llama")  # with biases
+    model = model_of("qwen2" if name in ("moa", "eagle") else "llama")  # with biases
     drafter = build(name, model, **sizes)
     write(drafter, name, tmp_path, model)
     assert load_drafter(tmp_path).config == drafter.config
@@ -150,7 +175,7 @@ def test_a_folder_computes_the_same_without_our_key(
     # the same.
     assert torch.equal(features(again, model), features(drafter, model))
     with pytest.raises(TargetError, match="vocab_size"):
-        check_drafter_matches(again, Target(build_model(vocab_size=80)))
+        check_drafter_matches(again, Target(model_of(vocab_size=80)))
     write(drafter, name, tmp_path, model, torch.bfloat16)  # rounds once
     file = load_file(tmp_path / "model.safetensors")
     assert {value.dtype for value in file.values()} <= {torch.bfloat16, torch.int64, torch.bool}
@@ -166,7 +191,7 @@ def test_an_independent_drafter_is_a_llama(tmp_path: Path) -> None:
 
     Without our own key it is refused, because nothing says for which target it drafts.
     """
-    model = build_model(max_position_embeddings=96)
+    model = model_of(max_position_embeddings=96)
     drafter = kit.build("independent", model, independent_width=24, independent_layers=3)
     write(drafter, "llama", tmp_path, model)
     loaded: Any = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -189,9 +214,9 @@ def test_transformers_drafts_with_a_block_as_we_do(tmp_path: Path) -> None:
     """The generate of transformers takes as many rounds; its last one may have no draft."""
     model: Any = build_model(num_hidden_layers=3, eos_token_id=None)
     model.generation_config.eos_token_id = None
-    target, prompts, n_new = Target(model), random_prompts(2, 3), 20
+    target, prompts, n_new = Target(model), random_prompts(1, 3), 20
     drafter = kit.build("dflash", model, block_layers=2, block_size=6, sample_from_anchor=False)
-    write(kit.teach(drafter, target, prompts, 60), "hf-dflash", tmp_path, model)
+    write(kit.teach(drafter, target, prompts, 40), "hf-dflash", tmp_path, model)
     loaded: Any = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assistant, info = loaded
     assert not any(info.values()), info
@@ -221,7 +246,7 @@ def test_transformers_drafts_with_a_block_as_we_do(tmp_path: Path) -> None:
 
 
 def test_keys_of_each_engine(tmp_path: Path) -> None:
-    model = build_model("qwen2")
+    model = model_of("qwen2")
     keys, configs = {}, {}
     for name, input_norm in itertools.product(ENGINES, (True, False)):
         write(
@@ -260,7 +285,7 @@ def test_official_eagle_checkpoint(tmp_path: Path) -> None:
 
     These folders have fc with a bias, float16 weights, a key prefix, buffers, and few config keys.
     """
-    model = build_model()
+    model = model_of()
     drafter = build_eagle(model, eagle_input_norm=False, eagle_fc_bias=True)
     write(drafter, "eagle", tmp_path, model, torch.float16)
     weights = load_file(tmp_path / "model.safetensors")
@@ -309,7 +334,7 @@ def test_official_eagle_checkpoint(tmp_path: Path) -> None:
 def test_what_the_other_program_would_run_differently_is_refused(
     tmp_path: Path, name: str, sizes: Any, model: dict[str, Any]
 ) -> None:
-    target = build_model(**model)
+    target = build_model(**model) if model else model_of()
     drafter = build(name, target, **sizes)
     assert len(LAYOUTS[name].refusals(drafter.config)) == 1
     with pytest.raises(DrafterError):
@@ -349,7 +374,7 @@ def test_what_holds_no_drafter_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DrafterError):
-        write_layout(build_eagle(build_model()), LAYOUTS["moa"], tmp_path)
+        write_layout(build_eagle(model_of()), LAYOUTS["moa"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -360,8 +385,7 @@ def test_a_drafter_of_another_kind_is_refused(tmp_path: Path) -> None:
     ),
 )
 def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> None:
-    model = build_model()
-    write(build(name, model), name, tmp_path, model)
+    write_usual(name, tmp_path)
     if not own_key:
         without_own_key(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -390,7 +414,7 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
 def test_tensors_that_a_config_calls_for_are_missed(
     tmp_path: Path, name: str, key: str, value: Any
 ) -> None:
-    model = build_model()
+    model = model_of()
     sizes = {"eagle_input_norm": False, "eagle_fc_bias": False} if name == "eagle" else {}
     write(build(name, model, **sizes), name, tmp_path, model)
     without_own_key(tmp_path)
@@ -406,8 +430,7 @@ def test_tensors_that_a_config_calls_for_are_missed(
 def test_an_fc_layer_of_another_shape_is_named(
     tmp_path: Path, name: str, shape: tuple[int, ...], own_key: bool
 ) -> None:
-    model = build_model()
-    write(build(name, model), name, tmp_path, model)
+    write_usual(name, tmp_path)
     if not own_key:
         without_own_key(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -429,8 +452,7 @@ def test_an_fc_layer_of_another_shape_is_named(
 def test_an_additional_layer_that_does_not_return_its_input_is_named(
     tmp_path: Path, key: str, value: torch.Tensor
 ) -> None:
-    model = build_model()
-    write(build("sglang-eagle", model), "sglang-eagle", tmp_path, model)
+    write_usual("sglang-eagle", tmp_path)
     write_weights(tmp_path, load_file(tmp_path / "model.safetensors") | {key: value})
     with pytest.raises(DrafterError, match=rf"{key}.*{re.escape(str(list(value.shape)))}"):
         load_drafter(tmp_path)
@@ -446,8 +468,7 @@ def test_an_additional_layer_that_does_not_return_its_input_is_named(
     ],
 )
 def test_two_names_of_one_tensor_are_named(tmp_path: Path, name: str, key: str, other: str) -> None:
-    model = build_model()
-    write(build(name, model), name, tmp_path, model)
+    write_usual(name, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     write_weights(tmp_path, weights | {other: weights[key] * 2})
     with pytest.raises(DrafterError, match=r"\[.*\] has the same meaning as another"):
@@ -467,8 +488,7 @@ def test_copies_of_the_targets_tensors_of_another_shape_are_named(
     tmp_path: Path, name: str, key: str, shape: list[int]
 ) -> None:
     """The target's tensors are used in place of them, so their values may be any."""
-    model = build_model()
-    write(build(name, model), name, tmp_path, model)
+    write_usual(name, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     write_weights(tmp_path, weights | {key: torch.full(shape, torch.nan)})
     load_drafter(tmp_path)
@@ -491,8 +511,7 @@ CONTRADICTIONS = [
 def test_a_config_that_contradicts_our_own_key_is_refused(
     tmp_path: Path, name: str, key: str
 ) -> None:
-    model = build_model()
-    write(build(name, model), name, tmp_path, model)
+    write_usual(name, tmp_path)
     config = read_config(tmp_path)
     for sizes in (config, config.get("transformer_layer_config", {})):
         if key in sizes:
@@ -526,8 +545,7 @@ UNUSABLE: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "changes"), UNUSABLE)
 def test_configs_that_cannot_be_used_are_refused(tmp_path: Path, name: str, changes: Any) -> None:
-    model = build_model()
-    write(build(name, model), name, tmp_path, model)
+    write_usual(name, tmp_path)
     text = changes if isinstance(changes, str) else json.dumps(read_config(tmp_path) | changes)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(DrafterError):
@@ -535,8 +553,7 @@ def test_configs_that_cannot_be_used_are_refused(tmp_path: Path, name: str, chan
 
 
 def test_tensors_that_contradict_the_drafter_are_named(tmp_path: Path) -> None:
-    model = build_model()
-    write(build_eagle(model), "sglang-eagle", tmp_path, model)
+    write_usual("sglang-eagle", tmp_path)
     write_weights(tmp_path, load_file(tmp_path / "model.safetensors") | {"fc.bias": torch.ones(48)})
     with pytest.raises(DrafterError, match=r"fc\.bias"):
         load_drafter(tmp_path)
@@ -547,20 +564,19 @@ def test_tensors_that_contradict_the_drafter_are_named(tmp_path: Path) -> None:
 
 
 def test_eagle3_says_which_layers_it_joins(tmp_path: Path) -> None:
-    model = build_model()
-    write(build("eagle3", model), "eagle3", tmp_path, model)
+    write_usual("eagle3", tmp_path)
     for own in (["moa_data"], ["moa_data", "eagle_config"]):
         without_own_key(tmp_path, **dict.fromkeys(own))
         assert load_drafter(tmp_path).config.fused_layers == (0, 1, 2)
     without_own_key(tmp_path, eagle_config={IDS: [0, 1, 9]})
     with pytest.raises(TargetError, match="reads layer 9"):
-        check_drafter_matches(load_drafter(tmp_path), Target(model))
+        check_drafter_matches(load_drafter(tmp_path), Target(model_of()))
 
 
 @pytest.mark.parametrize("name", ["eagle3", "speculators-eagle3"])
 def test_eagle3_has_no_map_of_the_whole_vocabulary(tmp_path: Path, name: str) -> None:
     """Such a map is refused by vLLM; we also read folders that have one."""
-    model = build_model()
+    model = model_of()
     drafter = build("eagle3", model, draft_vocabulary=67)
     write(drafter, name, tmp_path, model)
     weights = load_file(tmp_path / "model.safetensors")
@@ -574,8 +590,9 @@ def test_eagle3_has_no_map_of_the_whole_vocabulary(tmp_path: Path, name: str) ->
 
 def test_eagle3_with_the_norms_of_eagle_3_1_under_the_names_of_vllm(tmp_path: Path) -> None:
     """Without these norms, config.json does not have their flags."""
-    model = build_model()
-    write(build("eagle3", model), "eagle3", tmp_path / "plain", model)
+    model = model_of()
+    (tmp_path / "plain").mkdir()
+    write_usual("eagle3", tmp_path / "plain")
     drafter = build("eagle3", model, fc_norm=True, norm_output=True)
     write(drafter, "eagle3", tmp_path, model)
     weights = load_file(tmp_path / "model.safetensors")
@@ -610,7 +627,7 @@ def test_keys_of_eagle3_that_change_the_computation_are_heeded(
     tmp_path: Path, changes: dict[str, Any], text: str
 ) -> None:
     """Keys of speculators' norms are applied; other keys are refused by name."""
-    model = build_model()
+    model = model_of()
     write(
         build("eagle3", model, norm_before_fc=True, norm_before_residual=True),
         "eagle3",
@@ -630,7 +647,7 @@ def test_keys_of_eagle3_that_change_the_computation_are_heeded(
 @pytest.mark.parametrize("name", ["eagle3", "speculators-eagle3"])
 def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer: str) -> None:
     """NVIDIA's Model-Optimizer leaves t2d out, and numbers its layer."""
-    model = build_model()
+    model = model_of()
     drafter = build("eagle3", model, draft_vocabulary=3)
     drafter.d2t.copy_(torch.tensor([1, 3, 7]))
     drafter.t2d.zero_()[[1, 4, 9]] = True
@@ -668,8 +685,7 @@ def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer:
 def test_sizes_of_the_config_must_be_those_of_the_weights(
     tmp_path: Path, name: str, key: str
 ) -> None:
-    model = build_model()
-    write(build(name, model), name, tmp_path, model)
+    write_usual(name, tmp_path)
     size = without_own_key(tmp_path)[key]
     load_drafter(tmp_path)
     without_own_key(tmp_path, **{key: 2 * size})
@@ -679,10 +695,18 @@ def test_sizes_of_the_config_must_be_those_of_the_weights(
         load_drafter(tmp_path)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["own", *LAYOUTS])
+NOT_FINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    quick_rows(
+        itertools.product(("own", *LAYOUTS), NOT_FINITE),
+        zip(("own", *LAYOUTS), itertools.cycle(NOT_FINITE), strict=False),
+    ),
+)
 def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, value: float) -> None:
-    model = build_model()
+    model = model_of()
     drafter = build("moa" if name == "own" else name, model)
     tensor = next(iter(drafter.parameters()))
     tensor.data.view(-1)[0] = value
@@ -697,7 +721,7 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, value: 
 
 
 def test_values_that_overflow_in_float16_are_named(tmp_path: Path) -> None:
-    drafter = build_drafter(build_model())
+    drafter = build_drafter(model_of())
     drafter.kv_to_hidden.weight.data[0, 0] = 7e4
     save_drafter(drafter, tmp_path)
     load_drafter(tmp_path, torch.bfloat16)
@@ -715,7 +739,7 @@ def test_values_that_overflow_in_float16_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_map_of_the_vocabulary_is_refused(d2t: list[int], marked: list[int]) -> None:
-    drafter = build_eagle3(build_model(), draft_vocabulary=3)
+    drafter = build_eagle3(model_of(), draft_vocabulary=3)
     drafter.d2t.copy_(torch.tensor([1, 3, 7]))
     drafter.t2d.zero_()[[1, 4, 9]] = True
     build_drafter_of(drafter.config, drafter.state_dict())
@@ -736,7 +760,7 @@ def test_the_file_computes_the_same_in_an_engines_order_of_work(
 
     vLLM, SGLang and the EAGLE authors' code run it in this way.
     """
-    model = build_model(family)
+    model = model_of(family)
     drafter = build_eagle(model, eagle_input_norm=input_norm)
     write(drafter, "sglang-eagle", tmp_path, model)
     weights, written = load_file(tmp_path / "model.safetensors"), read_config(tmp_path)
@@ -782,7 +806,7 @@ def test_keys_and_config_of_block_drafters(tmp_path: Path, head: str) -> None:
 
     vLLM and speculators count layer ids from the embedding.
     """
-    model = build_model()
+    model = model_of()
     backbone = {"fc", "hidden_norm", "norm"} | {
         f"layers.{i}.{name}" for i in (0, 1) for name in PUBLISHED
     }
@@ -841,7 +865,7 @@ def same_weights(one: Any, other: Any) -> bool:
 
 
 def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
-    model = build_model()
+    model = model_of()
     drafter = build_drafter(model)
     write_layout(drafter, LAYOUTS["moa"], tmp_path, target={"config": model.config})
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
@@ -864,7 +888,7 @@ def test_drafters_are_named_by_their_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    target = Target(build_model())
+    target = Target(model_of())
     for folder in ("one/drafter", "two", "other/two"):
         save_drafter(build_drafter(target.model), tmp_path / folder)
     folders = ["~/one", str(tmp_path / "two"), str(tmp_path / "other" / "two")]
@@ -885,7 +909,7 @@ def test_drafters_are_named_by_their_folders(
 def test_descriptions_that_cannot_be_used_are_refused(
     tmp_path: Path, content: Any, named: str | None
 ) -> None:
-    save_drafter(build_drafter(build_model()), tmp_path)
+    save_drafter(build_drafter(model_of()), tmp_path)
     file = tmp_path / "drafter.json"
     if isinstance(content, dict):
         values = json.loads(file.read_text()) | content
@@ -898,7 +922,7 @@ def test_descriptions_that_cannot_be_used_are_refused(
 
 
 def test_strict_keys_and_shapes(tmp_path: Path) -> None:
-    drafter = build_drafter(build_model())
+    drafter = build_drafter(model_of())
     save_drafter(drafter, tmp_path)
     weights = load_file(tmp_path / "drafter.safetensors")
     for change in (
@@ -919,14 +943,14 @@ def test_strict_keys_and_shapes(tmp_path: Path) -> None:
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:
-    model = build_model()
+    model = model_of()
     target = Target(model)
     target.identity = {"weights_sha256": "cd" * 32}
     check_drafter_matches(build_drafter(model, target={"weights_sha256": "cd" * 32}), target)
     with pytest.raises(TargetError, match="efefefefefef"):
         check_drafter_matches(build_drafter(model, target={"weights_sha256": "ef" * 32}), target)
     with pytest.raises(TargetError, match="kv_width"):
-        check_drafter_matches(build_drafter(model), Target(build_model(num_key_value_heads=4)))
+        check_drafter_matches(build_drafter(model), Target(model_of(num_key_value_heads=4)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ vectors.
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 
 def verifier(folder: Path = DATA / "verifier") -> Any:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def shared_verifier() -> Any:
+    """Load the target once for all tests, which only read it."""
+    model = verifier()
+    model.config.name_or_path = "verifier"
+    return model
 
 
 @torch.no_grad()
@@ -96,7 +105,7 @@ def compare(drafter: Any, model: Any, vectors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_native_folder_has_the_logits_of_its_own_class(name: str) -> None:
-    drafter, model = load_drafter(DATA / name), verifier()
+    drafter, model = load_drafter(DATA / name), shared_verifier()
     check_drafter_matches(drafter, Target(model))
     compare(drafter, model, load_file(DATA / name / "vectors.safetensors"))
 
@@ -149,7 +158,7 @@ def test_keys_that_change_the_computation_are_refused_by_name(
 
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
 def test_flags_without_tensors_are_heeded(tmp_path: Path, flag: str) -> None:
-    vectors, model = load_file(DATA / "eagle3-fc-norm" / "vectors.safetensors"), verifier()
+    vectors, model = load_file(DATA / "eagle3-fc-norm" / "vectors.safetensors"), shared_verifier()
     drafter = load_drafter(copied("eagle3-fc-norm", tmp_path / "drafter", None, **{flag: False}))
     with pytest.raises(AssertionError, match="not close"):
         compare(drafter, model, vectors)
@@ -163,8 +172,7 @@ def test_exports_have_the_names_and_the_config_of_native_folders(tmp_path: Path,
 
     The config of a Llama's layers may have keys of Qwen3's.
     """
-    drafter, model = load_drafter(DATA / name), verifier()
-    model.config.name_or_path = "verifier"
+    drafter, model = load_drafter(DATA / name), shared_verifier()
     pieces = {"config": model.config, EMBEDDINGS: model.model.embed_tokens.weight}
     write_layout(drafter, LAYOUTS[f"speculators-{drafter.kind}"], tmp_path, target=pieces)
     written, own = (load_file(folder / "model.safetensors") for folder in (tmp_path, DATA / name))
@@ -199,7 +207,7 @@ def test_a_reduced_vocabulary_of_blocks_drafts_its_own_tokens_and_stays_here() -
     drafter = load_drafter(DATA / "dspark-gated")
     tokens = torch.arange(40) % 4 > 1
     features = torch.randn(2, 20)
-    logits = drafter.draft_logits(FrozenTarget.from_model(verifier()), features)
+    logits = drafter.draft_logits(FrozenTarget.from_model(shared_verifier()), features)
     assert torch.equal(torch.isfinite(logits), tokens.expand(2, -1))
     assert len(LAYOUTS["speculators-dspark"].refusals(drafter.config)) == 1
 

@@ -120,9 +120,9 @@ def test_bundle_round_trip(family: str, tied: bool, tmp_path: Path) -> None:
 
 
 def test_rotation_and_norm_equal_the_plain_formulas_in_value_and_gradient() -> None:
-    x = torch.randn(2, 3, 5, 12, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 2, 3, 12, dtype=torch.float64, requires_grad=True)
     cos, sin = (
-        part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(5)[None])
+        part.double() for part in Rotary(12, {"rope_theta": 1e4}, 96)(torch.arange(3)[None])
     )
     first, second = x.chunk(2, dim=-1)
     plain = x * cos[:, None] + torch.cat((second, first), dim=-1) * sin[:, None]

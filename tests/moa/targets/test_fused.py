@@ -4,6 +4,7 @@ Other layers do not change.
 """
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -17,7 +18,7 @@ from moa_data.moa.targets.families import decoder_layers, text_model
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.families import FEATURES, OTHERS, SOME_FAMILIES, build_family
 from moa_data.tests.kit.models import FAMILIES, build_model
-from moa_data.tests.kit.variants import quick
+from moa_data.tests.kit.variants import quick, quick_rows
 
 TOKENS = torch.tensor([[5, 9, 33, 12, 40, 7, 21, 60], [4, 8, 30, 11, 9, 50, 6, 13]])
 
@@ -43,16 +44,31 @@ def hidden_of(model: Any) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+BIASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+FORMS = [*itertools.product(BIASES, (torch.float32, torch.bfloat16))]
+CASES = [(family, *form) for family in FAMILIES for form in FORMS]
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["plain", "biases"]
+    ("family", "changes", "dtype"),
+    # By default each family has two of the four forms, and its neighbours have the others.
+    quick_rows(
+        CASES,
+        [
+            (family, *form)
+            for index, family in enumerate(FAMILIES)
+            for form in (FORMS[index % 2], FORMS[3 - index % 2])
+        ],
+    ),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_compute_what_the_models_own_do(
-    family: str, changes: dict[str, Any], dtype: torch.dtype
+    family: str, changes: str, dtype: torch.dtype
 ) -> None:
     """Weights were stored in either dtype."""
-    model = build_model(family, **changes).to(dtype).float()
+    model = build_model(family, **BIASES[changes]).to(dtype).float()
     expected = hidden_of(model)
     Target(model).prepare()
     # Qwen3 has norms of query and key heads, so its layers are not fused.

@@ -87,7 +87,7 @@ def test_causal_runs_equal_one_call_with_the_mask(
 def test_prefill_makes_no_tensor_of_all_tokens_by_all_tokens(
     family: str, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_tokens, piece = 2048, 128
+    n_tokens, piece = 1536, 96
     monkeypatch.setattr(target_module, "_CHUNK_TOKENS", piece)
     # The second layer has the window, in the family that has one.
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "max_window_layers": 1}

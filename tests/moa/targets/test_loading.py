@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,9 +25,17 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    build_model("llama").save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    build_model("llama").save_pretrained(tmp_path)
+def folder(tmp_path: Path, written: Path) -> Path:
+    """Return a copy of a Llama's folder."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
