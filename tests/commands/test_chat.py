@@ -47,13 +47,15 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from ..serving.drafting import Server
 
 QUESTION = "the cat sat on"
-N_NEW = 24
+N_NEW = 12
 
 
 @pytest.fixture(scope="module")
 def live() -> Target:
     """Return a target whose texts do not end."""
-    return Target(build_text_model(eos_token_id=399), build_tokenizer(LLAMA3_TEMPLATE))
+    return Target(
+        build_text_model(eos_token_id=399, num_hidden_layers=2), build_tokenizer(LLAMA3_TEMPLATE)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from .conftest import Interrupt
 TINY = DemoConfig.of(**DEMO)
 
 
-@pytest.mark.draws
 def test_all_phases_then_reuse_then_refusal(
     tmp_path: Path, interrupt: Interrupt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from pathlib import Path
 from unittest.mock import Mock, call
 
 import pytest
@@ -16,7 +17,10 @@ def tokens(start: int, kind: str, n: int) -> Tokens:
     return Tokens(start, tuple(range(n)), ("x",) * n, (kind,) * n)  # type: ignore[arg-type]
 
 
-def test_what_is_shown_and_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.draws
+def test_what_is_shown_and_what_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "CUT_S", 0.01)
     proxy = Mock()
     timeline = Timeline(proxy, 2)
@@ -39,6 +43,8 @@ def test_what_is_shown_and_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < timeline.cut[0] <= timeline.cut[1]
     seconds = [point[0] for point in timeline.points]
     assert seconds == sorted(seconds)
+    timeline.draw(tmp_path / "serving.png")
+    assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_passes_while_the_network_is_cut() -> None:

@@ -21,6 +21,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     tokenizer = build_byte_tokenizer()
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS}
+    sizes |= {"num_hidden_layers": 2}
     sizes |= {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     build_text_model(**sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -57,6 +57,7 @@ def test_a_report_sets_the_cost_of_training_beside_speed(
     ):  # fmt: skip
         assert line in text
     (runs[1] / "report.json").write_text(json.dumps({"n_steps": 3}))
+    config = config.replaced(n_prompts=1, method=("plain", "chain"))
     assert evaluate(config).warnings == ["steps differ: one 340, other 3"]
     assert (
         "differences between them:\n\n- steps differ: one 340" in out.with_suffix(".md").read_text()

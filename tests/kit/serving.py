@@ -33,7 +33,7 @@ def never_ending(*parts: Any) -> Target:
 
 def text_target() -> Target:
     """Return a random target with a tokenizer of 400 entries. It writes arbitrary text."""
-    return never_ending(build_text_model(), build_tokenizer(LLAMA3_TEMPLATE))
+    return never_ending(build_text_model(num_hidden_layers=2), build_tokenizer(LLAMA3_TEMPLATE))
 
 
 def plain_text(target: Target, prompt: str | list[int], n_new: int) -> str:

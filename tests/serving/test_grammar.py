@@ -45,7 +45,7 @@ FORMS: dict[str, tuple[str, Any]] = {
     "regex": ("regex", "(the|a) [a-z]{3,12}( and [a-z]+)?"),
 }
 PROMPT = "the cat sat"
-N_NEW = 24
+N_NEW = 16
 SAMPLED = SamplingConfig(temperature=1.0, top_p=0.95, frequency_penalty=0.3)
 
 

@@ -57,7 +57,7 @@ def client_of(server: LiveServer, key: str = "none", **options: Any) -> OpenAI:
 
 def ask(client: OpenAI, said: Any = "Hello there", **options: Any) -> Any:
     create: Any = client.chat.completions.create
-    options = {"model": MODEL, "temperature": 0, "max_tokens": 24} | options
+    options = {"model": MODEL, "temperature": 0, "max_tokens": 16} | options
     return create(messages=[{"role": "user", "content": said}], **options)
 
 
@@ -74,13 +74,13 @@ def streamed(client: OpenAI, **options: Any) -> tuple[str, list[Any]]:
 
 def test_a_chat_is_answered_as_by_plain_decoding(client: OpenAI, target: Target) -> None:
     answer = ask(client)
-    assert text_of(answer) == plain_text(target, "Hello there", 24) != ""
+    assert text_of(answer) == plain_text(target, "Hello there", 16) != ""
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.role == "assistant"
     assert answer.object == "chat.completion"
     assert answer.model == MODEL
-    assert answer.usage.completion_tokens == 24
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    assert answer.usage.completion_tokens == 16
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 16
     assert answer.id.startswith("chatcmpl-")
     assert answer._request_id.startswith("req-")
     assert text_of(ask(client, extra_body={"drafter": "none"})) == text_of(answer)
@@ -92,14 +92,14 @@ def test_a_chat_is_answered_as_by_plain_decoding(client: OpenAI, target: Target)
 
 def test_streaming_gives_the_same_in_pieces(client: OpenAI, target: Target) -> None:
     text, chunks = streamed(client, stream_options={"include_usage": True})
-    assert text == plain_text(target, "Hello there", 24)
+    assert text == plain_text(target, "Hello there", 16)
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (
         len(chunks) - 2
     ) + ["length"]
     assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].usage.completion_tokens == 16
     assert len(chunks) > 6, "in pieces"
     text_again, chunks = streamed(client)
     assert text_again == text
@@ -420,7 +420,7 @@ def test_metrics_count_what_happened(target: Target) -> None:
     assert values['{path="/v1/chat/completions",status="200"}'] == 1
     assert values['{path="/v1/chat/completions",status="400"}'] == 1
     assert values['{path="other",status="404"}'] == 1
-    assert values["moa_tokens_committed_total"] == 24
+    assert values["moa_tokens_committed_total"] == 16
     assert (
         min(values[f"moa_{name}_total"] for name in ("rounds", "drafts_verified", "target_calls"))
         > 0

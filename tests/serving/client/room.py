@@ -26,7 +26,7 @@ HASTY = Timeouts(connect_s=20.0, silence_s=0.2, dead_s=1.0)
 """Waits that are short enough for a test, and long enough for a machine that is busy."""
 DRAFTERS: dict[str, dict[str, Any]] = {
     "moa": {}, "moa with 1 layer": {"target_layer_inference": 1},
-    "moa with 3 layers": {"target_layer_inference": 3},
+    "moa with 2 layers": {"target_layer_inference": 2},
     "eagle": {}, "independent": {},
 }  # fmt: skip
 
@@ -34,14 +34,15 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 @cache
 def target() -> Target:
     """Return a target that never ends an answer."""
-    return never_ending(build_model(num_hidden_layers=4))
+    return never_ending(build_model(num_hidden_layers=3))
 
 
 @cache
 def model(name: str = "moa") -> DraftingModel:
     """Return a trained drafter in the form that a client loads."""
     drafter = build(name.split()[0], target().model, **DRAFTERS[name])
-    drafter = teach(drafter, target(), PROMPTS[:4], 40)
+    n_steps = 40 if name == "eagle" else 25
+    drafter = teach(drafter, target(), PROMPTS[:4], n_steps)
     return DraftingModel(drafter, frozen_for(drafter, target().model), None, frozenset())
 
 

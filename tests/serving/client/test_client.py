@@ -79,17 +79,17 @@ def test_sampled_answers_are_those_of_the_seed(mode: Any, server: Server) -> Non
     with client(server.grpc_address, mode=mode) as connected:
         watched = Watched(connected)
         for seed in (1, -5):
-            wanted = plain(PROMPTS[1], 24, SAMPLED, seed)
+            wanted = plain(PROMPTS[1], 16, SAMPLED, seed)
             assert (
-                list(watched.complete(PROMPTS[1], 24, sampling=SAMPLED, seed=seed).tokens) == wanted
+                list(watched.complete(PROMPTS[1], 16, sampling=SAMPLED, seed=seed).tokens) == wanted
             )
-        assert plain(PROMPTS[1], 24, SAMPLED, 1) != wanted
+        assert plain(PROMPTS[1], 16, SAMPLED, 1) != wanted
 
 
 def test_a_conversation_sends_known_contexts_once(server: Server) -> None:
     """The second prompt starts with the first sequence, whose contexts the client still has."""
     with client(server.grpc_address, mode="client") as connected:
-        first = connected.complete(PROMPTS[0], max_new_tokens=60)
+        first = connected.complete(PROMPTS[0], max_new_tokens=40)
         longer = [*PROMPTS[0], *first.tokens, 5, 6]
         again = connected.complete(longer, max_new_tokens=4)
         assert list(again.tokens) == plain(longer, 4)
@@ -220,7 +220,7 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
         client(server.grpc_address, session_file=file, mode="client") as connected,
         pytest.raises(Killed),
     ):
-        connected.complete(PROMPTS[6], max_new_tokens=40, sampling=SAMPLED, seed=9, on_event=die)
+        connected.complete(PROMPTS[6], max_new_tokens=28, sampling=SAMPLED, seed=9, on_event=die)
     saved = SavedAnswer.load(file)
     assert not saved.finish
     assert saved.session
@@ -228,7 +228,7 @@ def test_another_client_takes_the_answer_up(server: Server, tmp_path: Path) -> N
     with client(server.grpc_address, session_file=file, mode="client") as connected:
         watched = Watched(connected)
         answer = connected.resume(saved, watched.note)
-    assert list(answer.tokens) == plain(PROMPTS[6], 40, SAMPLED, 9) == watched.display.tokens
+    assert list(answer.tokens) == plain(PROMPTS[6], 28, SAMPLED, 9) == watched.display.tokens
     assert SavedAnswer.load(file).finish == "length"
     with client(server.grpc_address) as connected:
         assert connected.resume(SavedAnswer.load(file)).tokens == answer.tokens, (

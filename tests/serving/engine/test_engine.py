@@ -67,18 +67,18 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return never_ending(build_model(num_hidden_layers=3))
+    return never_ending(build_model(num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module")
 def taught(target: Target) -> Any:
     """A drafter that is often right about the prompts."""
-    return teach(build_drafter(target.model), target, PROMPTS, 40)
+    return teach(build_drafter(target.model), target, PROMPTS, 25)
 
 
 @pytest.fixture(scope="module")
 def taught_eagle(target: Target) -> Any:
-    return teach(build("eagle", target.model), target, PROMPTS[:4], 20)
+    return teach(build("eagle", target.model), target, PROMPTS[:4], 12)
 
 
 def engine_for(target: Target, drafters: Any = None, **settings: Any) -> Engine:
@@ -109,8 +109,15 @@ def run(engine: Engine, most: int = 2000) -> int:
     pytest.fail("the engine does not come to an end")
 
 
+_longest_answers: dict[tuple[Target, tuple[int, ...]], list[int]] = {}
+
+
 def plain(target: Target, prompt: Sequence[int], n_new: int = N_NEW) -> list[int]:
-    return plain_generate(target, list(prompt), max_new_tokens=n_new).tokens
+    """Return the answer of plain decoding. Shorter answers are the start of longer ones."""
+    key = (target, tuple(prompt))
+    if len(_longest_answers.get(key, ())) < n_new:
+        _longest_answers[key] = plain_generate(target, list(prompt), max_new_tokens=n_new).tokens
+    return _longest_answers[key][:n_new]
 
 
 def write(
@@ -134,20 +141,20 @@ def test_texts_are_those_of_plain_decoding(family: str, n_texts: int) -> None:
     target = Target(build_model(family))
     target.eos_token_ids = frozenset({3, 24, 28})
     engine = engine_for(target, prefill_chunk=24)
-    readers = [add(engine, prompt, work=Work.PLAIN) for prompt in PROMPTS[:n_texts]]
+    readers = [add(engine, prompt, n_new=8, work=Work.PLAIN) for prompt in PROMPTS[:n_texts]]
     n_calls = run(engine)
     for prompt, reader in zip(PROMPTS, readers, strict=False):
-        assert reader.tokens == plain(target, prompt)
+        assert reader.tokens == plain(target, prompt, 8)
         assert reader.finish == ("stop" if reader.tokens[-1] in target.eos_token_ids else "length")
         starts = [commit.start for commit in reader.commits if commit.tokens]
         assert starts[0] == len(prompt)
         assert all(len(commit.tokens) == 1 for commit in reader.commits if commit.tokens)
-    assert n_calls <= N_NEW + 20, "texts share their calls"
+    assert n_calls <= 8 + 20, "texts share their calls"
     assert engine.snapshot().kv_used == 0, "an answer that has ended holds no memory"
 
 
 def test_layers_in_fewer_operations_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = never_ending(build_model())
+    target = never_ending(build_model(num_hidden_layers=2))
     expected = [plain(target, prompt) for prompt in PROMPTS]
     monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
     engine = engine_for(target, prefill_chunk=24)
@@ -320,7 +327,7 @@ def test_trees_and_auto(target: Target, taught: Any, shape: str) -> None:
 
 
 def test_sampled_texts_do_not_depend_on_drafts_or_company(target: Target, taught: Any) -> None:
-    seeds = range(4)
+    seeds = range(3)
     alone = [write(target, PROMPTS[seed], sampling=SAMPLED, seed=seed) for seed in seeds]
     assert alone[0] != plain(target, PROMPTS[0])
     assert alone[0] != write(target, PROMPTS[0], sampling=SAMPLED, seed=99)
@@ -361,7 +368,7 @@ def test_work_changes_between_kinds_without_a_trace(
     )  # fmt: skip
     readers: dict[Any, tuple[int, Reader]] = {}
     done = 0
-    for _ in range(250):
+    for _ in range(200):
         if chance.random() < 0.15 and len(readers) < 8:
             index = chance.randrange(8)
             n_known = chance.choice((0, 0, 5))
@@ -479,9 +486,14 @@ BAD_REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def small_engine(target: Target) -> Engine:
+    return engine_for(target, {"glide": build("glide", target.model)}, kv_tokens=64, max_drafts=8)
+
+
 @pytest.mark.parametrize("changes", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_bad_requests_are_refused(target: Target, changes: dict[str, Any]) -> None:
-    engine = engine_for(target, {"glide": build("glide", target.model)}, kv_tokens=64, max_drafts=8)
+def test_bad_requests_are_refused(small_engine: Engine, changes: dict[str, Any]) -> None:
+    engine = small_engine
     good: dict[str, Any] = {"tokens": (5, 6), "n_prompt": 2, "max_new_tokens": 5}
     with pytest.raises(RequestInvalid):
         engine.add(Request(**good | changes), print)
@@ -489,6 +501,8 @@ def test_bad_requests_are_refused(target: Target, changes: dict[str, Any]) -> No
     sequence = engine.add(Request(**good | {"max_new_tokens": 52, "drafter": "glide"}), print)
     with pytest.raises(RequestInvalid):
         engine.set_work(sequence, Work.VERIFY, (1, 67))
+    engine.remove(sequence)
+    engine.step()
 
 
 def test_a_fault_in_one_text_ends_that_one_alone(
@@ -561,12 +575,11 @@ def test_a_drafter_that_fails_costs_speed_alone(
         ("independent", 0),
     ],
 )
-def test_commits_carry_contexts_of_what_got_kv(kind: str, n_layers: int) -> None:
+def test_commits_carry_contexts_of_what_got_kv(target: Target, kind: str, n_layers: int) -> None:
     """Contexts come in order and without gaps.
 
     That holds with chunks, drafts, eviction and rebuilding. Known contexts are not sent again.
     """
-    target = never_ending(build_model(num_hidden_layers=3))
     drafter = build(
         kind, target.model, **({"target_layer_inference": n_layers} if n_layers else {})
     )
@@ -604,7 +617,7 @@ def test_contexts_of_layers_that_do_not_cache_alike() -> None:
     engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS), prefill_chunk=16)
     readers = [
         add(engine, prompt, work=Work.SPECULATE, drafter="it", wants_context=True)
-        for prompt in PROMPTS[:3]
+        for prompt in PROMPTS[:2]
     ]
     run(engine)
     for prompt, reader in zip(PROMPTS, readers, strict=False):
@@ -633,9 +646,9 @@ def test_a_family_whose_attention_is_its_own_is_refused() -> None:
 def test_a_layer_unlike_the_others_is_attended_to() -> None:
     """Rounds commit as many tokens as those of a sequence that is decoded alone."""
     target = never_ending(build_family("gemma4_text"))
-    drafter = teach(build("glide", target.model), target, PROMPTS[:3], 25)
+    drafter = teach(build("glide", target.model), target, PROMPTS[:2], 12)
     engine = engine_for(target, {"it": drafter}, tree=str(N_DRAFTS))
-    readers = [add(engine, prompt, work=Work.SPECULATE, drafter="it") for prompt in PROMPTS[:3]]
+    readers = [add(engine, prompt, work=Work.SPECULATE, drafter="it") for prompt in PROMPTS[:2]]
     run(engine)
     for prompt, reader in zip(PROMPTS, readers, strict=False):
         alone = generate(target, drafter, prompt, max_new_tokens=N_NEW, tree=TreeShape(N_DRAFTS))
