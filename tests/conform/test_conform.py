@@ -429,14 +429,14 @@ def test_a_block_that_sees_its_anchors_state_is_named(
     """
     drafter, prompts, answers = (
         build("dspark", target, markov_head="none"),
-        random_prompts(3, 3),
+        random_prompts(2, 3),
         [],
     )
     plain = training.block_mask
     monkeypatch.setattr(training, "block_mask", lambda at, *rest: plain(at + 1, *rest))
     frozen = kit.frozen_for(drafter, target.model)
     for prompt in prompts:
-        tokens = plain_generate(target, prompt, max_new_tokens=16).tokens
+        tokens = plain_generate(target, prompt, max_new_tokens=10).tokens
         text = torch.tensor([prompt + tokens])
         anchors = torch.arange(len(prompt), text.shape[1] - 1)[None]
         inputs = kit.stored(drafter, target.model, text, torch.ones_like(text, dtype=torch.bool))
@@ -447,7 +447,7 @@ def test_a_block_that_sees_its_anchors_state_is_named(
             drafts = frozen.logits(hidden)[0].argmax(dim=-1).tolist()
         rounds = [(int(at) + 1, row) for at, row in zip(anchors[0], drafts, strict=True)]
         answers.append({"tokens": tokens, "rounds": rounds})
-    found = compare(drafter, target, prompts, answers, 16)
+    found = compare(drafter, target, prompts, answers, 10)
     assert found.causes == ["a block sees the target's state of its own anchor"]
 
 
@@ -456,7 +456,7 @@ def test_another_dtype_is_named(target: Target) -> None:
 
     The target's states are rounded there too, on their way to the drafter.
     """
-    drafter, prompts = build("eagle3", target), random_prompts(4, 9)
+    drafter, prompts = build("eagle3", target), random_prompts(2, 9)
     model: Any = copy.deepcopy(target.model)
     other = Target(model.to(torch.bfloat16))
     other.eos_token_ids = frozenset()
@@ -468,7 +468,7 @@ def test_another_dtype_is_named(target: Target) -> None:
 
 def test_what_nobody_knows_is_told_as_such(target: Target) -> None:
     """Two wrong choices at once are unknown, because no single one explains all rounds."""
-    drafter, prompts = build("eagle3", target), random_prompts(2, 9)
+    drafter, prompts = build("eagle3", target), random_prompts(1, 9)
     with pytest.MonkeyPatch.context() as patch:
         wrong = normed_by(False, True)(patch, copy.deepcopy(drafter), target)
         answers = answers_of(weighted(reverse_fused)(patch, wrong, target), target, prompts)
@@ -556,7 +556,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str,
         "--model",
         str(target_folder),
         "--max-new-tokens",
-        str(N_NEW),
+        "6",
     ]
     result = run(
         *words, "--with", "vllm", "--n-prompts", "2", "--out", str(tmp_path / "found.json")

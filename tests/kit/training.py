@@ -84,13 +84,16 @@ def build_store(
             save_target_bundle(model, NoTokenizer(), folder, 1)
         for index in writer.pending_parts():
             with writer.part(index) as part:
-                for row in writer.part_sequences(index).to_pylist():
-                    tokens, response = sequences[row["sequence_id"]]
-                    host = capture(model, [tokens], spec, getattr(torch, dtype)).to_host()
+                rows = writer.part_sequences(index).to_pylist()
+                texts = [sequences[row["sequence_id"]] for row in rows]
+                host = capture(
+                    model, [tokens for tokens, _ in texts], spec, getattr(torch, dtype)
+                ).to_host()
+                for number, (row, (tokens, response)) in enumerate(zip(rows, texts, strict=True)):
                     part.write("tokens", row["first_token"], tokens)
                     part.write("response_mask", row["first_token"], response)
                     for name in spec.fields:
-                        given, own = host.rows(name, 0), part.codec.fields[name]
+                        given, own = host.rows(name, number), part.codec.fields[name]
                         if not own.is_identity and isinstance(given, np.ndarray):
                             given = own.encode(to_float32(given, own.spec.dtype), tokens)
                         part.write(name, row["first_token"], given)

@@ -5,6 +5,7 @@ The cache is bounded, checked and shared by processes; each block is fetched onc
 
 import os
 import pickle
+import random
 import subprocess
 import sys
 import textwrap
@@ -28,7 +29,7 @@ from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.stores import flip, make_recipe
 
 N_BYTES = 1000
-FILES = {name: os.urandom(N_BYTES) for name in ("a", "b", "c")}
+FILES = {name: random.Random(name).randbytes(N_BYTES) for name in ("a", "b", "c")}
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +111,13 @@ def test_a_folder_that_cannot_be_written_is_no_loss(tmp_path: Path) -> None:
     assert read(("a", 0, 150))
 
 
+def read_in_turns(folder: Path) -> None:
+    """Read all files through a cache with room for half of them."""
+    read = Reader(ReadCache(folder, 1500))
+    for turn in range(60):
+        read(("abc"[turn % 3], 10 * turn, 10 * turn + 250))
+
+
 def test_threads_and_processes_share_a_folder(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import sys
@@ -117,13 +125,15 @@ def test_threads_and_processes_share_a_folder(tmp_path: Path) -> None:
         from moa_data.storage import read_cache
         from moa_data.tests.storage import test_read_cache as tests
         read_cache.BLOCK_BYTES = 100
-        tests.FILES = {name: bytes([ord(name)]) * 1000 for name in "abc"}
-        read = tests.Reader(read_cache.ReadCache(Path(sys.argv[1]), 1500))
-        for turn in range(60):
-            read(("abc"[turn % 3], 10 * turn, 10 * turn + 250))
+        print("ready", flush=True)
+        tests.read_in_turns(Path(sys.argv[1]))
     """)
-    processes = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        read_in_turns(tmp_path)
+    assert other.returncode == 0
     assert sum(path.stat().st_size for path in blocks(tmp_path)) <= 1500
     read = Reader(ReadCache(tmp_path / "threads", 1500))
     with ThreadPoolExecutor(8) as pool:

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,17 @@ def store_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that every drafter can be trained from."""
     activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
     return build_store(tmp_path_factory.mktemp("full") / "store", activations=activations)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def entry_points_read_once() -> Iterator[None]:
+    """Keep the entry points of all installed packages.
+
+    Lightning's trainer looks for callbacks in them, which takes as long as a training step.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning.fabric.utilities.registry.entry_points", cache(entry_points))
+        yield
 
 
 @pytest.fixture(autouse=True)

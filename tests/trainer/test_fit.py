@@ -41,7 +41,7 @@ from moa_data.trainer.step import DrafterModule
 
 @pytest.mark.draws
 def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path) -> None:
-    report = run(store_path, tmp_path / "run", max_steps=75, validate_every=25)
+    report = run(store_path, tmp_path / "run", max_steps=40, validate_every=8)
     out = tmp_path / "run"
     metrics = {name: [value for _, value in points] for name, points in read_metrics(out).items()}
     assert metrics["val/kl"][-1] < 0.8 * metrics["val/kl"][0]
@@ -51,7 +51,7 @@ def test_it_learns_and_leaves_everything_behind(store_path: Path, tmp_path: Path
     assert report.best_expected_acceptance_length == pytest.approx(
         max(metrics["val/expected_acceptance_length"])
     )
-    assert report.n_steps == 75
+    assert report.n_steps == 40
     assert report.n_pending_parts == 0
     assert 0 <= report.data_wait_share < 1
     for name in (
@@ -229,7 +229,8 @@ def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None
 
     A killed process leaves its lock file, but not the lock.
     """
-    run(store_path, tmp_path / "run", max_steps=4, stop_after_steps=2)
+    settings = {"max_steps": 4, "validation_fraction": 0.0}
+    run(store_path, tmp_path / "run", **settings, stop_after_steps=2)
     hold = "import sys, time; from moa_data.files import lock_file; from pathlib import Path\n"
     hold += "lock = lock_file(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     (tmp_path / "new").mkdir()
@@ -244,10 +245,10 @@ def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None
                 OutputOccupied,
                 match=rf"is being trained by process {other.pid} on .*; wait until it ends",
             ):
-                run(store_path, out, max_steps=4, resume=resume)
+                run(store_path, out, **settings, resume=resume)
             assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
             other.kill()
-        assert run(store_path, out, max_steps=4, resume=resume).n_steps == 4
+        assert run(store_path, out, **settings, resume=resume).n_steps == 4
 
 
 @pytest.mark.parametrize("gradient_clip", [1.0, 0.0])
@@ -266,7 +267,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
 
 
 def test_resume_refuses_another_store_and_damaged_records(store_path: Path, tmp_path: Path) -> None:
-    out, settings = tmp_path / "run", {"max_steps": 4}
+    out, settings = tmp_path / "run", {"max_steps": 4, "validation_fraction": 0.0}
     run(store_path, out, **settings, stop_after_steps=2)
     other = build_store(tmp_path / "other", n_sequences=40)
     recode(store_path, "int8", tmp_path / "coded")
@@ -308,17 +309,19 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
 
     The error names two ways to continue, and both work.
     """
-    out = tmp_path / "run"
-    run(store_path, out, max_steps=4)
+    out, unvalidated = tmp_path / "run", {"validation_fraction": 0.0}
+    run(store_path, out, max_steps=4, **unvalidated)
     with pytest.raises(
         OutputOccupied,
         match=r"falls until step 4, but would now fall until step 8.*--decay-steps 4 .*--init-from",
     ) as refusal:
-        run(store_path, out, max_steps=8, resume=True)
+        run(store_path, out, max_steps=8, resume=True, **unvalidated)
     assert str(out) in str(refusal.value)
-    assert run(store_path, out, max_steps=6, decay_steps=4, resume=True).n_steps == 6
+    longer = run(store_path, out, max_steps=6, decay_steps=4, resume=True, **unvalidated)
+    assert longer.n_steps == 6
     assert last_state(out)["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(1e-3)
-    assert run(store_path, tmp_path / "new", max_steps=1, init_from=str(out)).n_steps == 1
+    anew = run(store_path, tmp_path / "new", max_steps=1, init_from=str(out), **unvalidated)
+    assert anew.n_steps == 1
 
 
 def test_weights_are_taken_and_nothing_else(store_path: Path, tmp_path: Path) -> None:
@@ -368,7 +371,9 @@ def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path
 def test_the_draft_vocabulary_is_chosen_by_default(
     store_of_all: Path, tmp_path: Path, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"drafter": drafter, "max_steps": 1, "decay_steps": 1}
+    settings: dict[str, Any] = {
+        "drafter": drafter, "max_steps": 1, "decay_steps": 1, "validation_fraction": 0.0
+    }  # fmt: skip
     if drafter == "eagle3":
         settings["fused_layers"] = (0, 1)
     run(store_of_all, tmp_path / "small", **settings)

@@ -21,6 +21,7 @@ from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.device import Counts, CudaTensor
 from moa_data.tests.kit.runs import SIZES, settings
+from moa_data.tests.kit.training import build_store
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer import data as data_module
 from moa_data.trainer.data import Batch, StoreDataModule, TrainingStream, ValidationBatches
@@ -155,10 +156,9 @@ def test_steps_are_those_of_the_cpu_and_wait_rarely(
 @pytest.mark.parametrize(
     "codec", quick(["int8", "transform:2,tokens@all"], ["transform:2,tokens@all"])
 )
-def test_codes_are_decoded_on_the_device(
-    store_of_all: Path, tmp_path: Path, device: Counts, codec: str
-) -> None:
-    recode(store_of_all, codec, tmp_path / "store")
+def test_codes_are_decoded_on_the_device(tmp_path: Path, device: Counts, codec: str) -> None:
+    exact = build_store(tmp_path / "exact", ("kv", "hidden:last"), n_sequences=20)
+    recode(exact, codec, tmp_path / "store")
     steps = list(Run(tmp_path / "store", "moa", "cuda").steps(device))
     assert_equal(steps, list(Run(tmp_path / "store", "moa", "cpu").steps(device)))
     assert steps[-1].n_waits <= MAX_WAITS, steps[-1].worst
@@ -171,12 +171,12 @@ def use_without_waiting(batch: Batch) -> Batch:
 
 def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code's protection against late copies is necessary: without it the losses differ."""
-    expected = [step.loss for step in Run(store_of_all, "moa", "cpu").steps(device, 6)]
+    expected = [step.loss for step in Run(store_of_all, "moa", "cpu").steps(device, 3)]
 
     def losses() -> list[float]:
         return [
             step.loss
-            for step in Run(store_of_all, "moa", "cuda", prefetch_batches=4).steps(device, 6)
+            for step in Run(store_of_all, "moa", "cuda", prefetch_batches=4).steps(device, 3)
         ]
 
     assert losses() == pytest.approx(expected, rel=1e-5)

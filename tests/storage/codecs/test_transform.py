@@ -341,12 +341,12 @@ def test_a_basis_from_disk_is_that_of_the_plain_definition_bit_for_bit() -> None
 
 def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    codec = TransformCodec(kv_field(16, 1, 16), TransformSettings.parse("transform:1@layer"))
+    codec = TransformCodec(kv_field(6, 1, 16), TransformSettings.parse("transform:1@layer"))
     told: list[tuple[int, int, str]] = []
     learning = Learning(tmp_path, progress=lambda *step: told.append(step))
-    n_tokens, n_sequences = 200, 40
+    n_tokens, n_sequences = 400, 40
     sequences = (
-        rng.standard_normal((n_tokens, 16, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences)
+        rng.standard_normal((n_tokens, 6, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences)
     )
     tracemalloc.start()
     try:
