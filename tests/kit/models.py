@@ -171,7 +171,7 @@ def build_byte_tokenizer() -> Any:
     return tokenizer
 
 
-def write_target_of_letters(folder: Path, max_positions: int) -> Path:
+def write_target_of_letters(folder: Path, max_positions: int, **changes: Any) -> Path:
     """Write a random target with a byte tokenizer.
 
     The target writes letters, and soon ends its texts, also when it writes the user's questions.
@@ -181,7 +181,7 @@ def write_target_of_letters(folder: Path, max_positions: int) -> Path:
         "vocab_size": len(tokenizer), "max_position_embeddings": max_positions, "bos_token_id": 1,
         "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.5,
     }  # fmt: skip
-    model = build_text_model(**sizes)
+    model = build_text_model(**sizes | changes)
     written = tokenizer("abcdefghijklmnopqrst", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         silent = torch.ones(len(tokenizer), dtype=torch.bool)

@@ -24,8 +24,8 @@ def model(target_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chats_file(tmp_path: Path) -> Path:
-    """24 chats in a jsonl file."""
-    return write_jsonl(tmp_path / "chats.jsonl", random_chats(24))
+    """12 chats in a jsonl file."""
+    return write_jsonl(tmp_path / "chats.jsonl", random_chats(12))
 
 
 @pytest.fixture
@@ -34,5 +34,5 @@ def config(target_folder: Path, chats_file: Path, tmp_path: Path) -> ExtractConf
     return ExtractConfig.of(
         model=str(target_folder), dataset=str(chats_file), out=str(tmp_path / "store"),
         max_length=128, device="cpu",
-        target_layers=1, part_tokens=512, batch_tokens=256, compute_dtype="float32",
+        target_layers=1, part_tokens=256, batch_tokens=256, compute_dtype="float32",
     )  # fmt: skip

@@ -42,7 +42,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Tests copy these stores or compare with them, so each is made only once.
     """
     folder = tmp_path_factory.mktemp("stores")
-    write_jsonl(folder / "chats.jsonl", random_chats(14))
+    write_jsonl(folder / "chats.jsonl", random_chats(8))
     return folder
 
 
@@ -50,7 +50,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(target_folder: Path, stores: Path, tmp_path: Path) -> ExtractConfig:
     return ExtractConfig.of(
         model=str(target_folder), dataset=str(stores / "chats.jsonl"), out=str(tmp_path / "store"),
-        max_length=128, device="cpu", part_tokens=512, batch_tokens=256, activations=OLD,
+        max_length=128, device="cpu", part_tokens=256, batch_tokens=256, activations=OLD,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 @pytest.fixture(scope="module")
 def chats_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same chats for all tests, so that those of one setting can share a store."""
-    return write_jsonl(tmp_path_factory.mktemp("chats") / "chats.jsonl", random_chats(24))
+    return write_jsonl(tmp_path_factory.mktemp("chats") / "chats.jsonl", random_chats(12))
 
 
 def elsewhere(config: ExtractConfig, name: str = "other") -> ExtractConfig:
@@ -83,7 +83,7 @@ def test_the_store_holds_what_a_plain_forward_gives(config: ExtractConfig) -> No
     assert report.n_parts == report.n_parts_done > 1
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     with ActivationStore(config.out) as store:
-        assert len(store) == report.n_sequences == 24
+        assert len(store) == report.n_sequences == 12
         assert set(store.fields) == {
             "tokens",
             "response_mask",
@@ -127,7 +127,7 @@ def test_the_bundle_is_cut_from_the_loaded_target_in_the_dtype_of_its_weights(
 
 def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
     calls: list[tuple[int, int, str]] = []
-    config = config.replaced(part_tokens=1 << 20)
+    config = config.replaced(part_tokens=1 << 20, batch_tokens=128)
     report = extract(
         config, progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]}
     )
@@ -139,7 +139,7 @@ def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
     assert record["timings"]["n_tokens"] == report.n_tokens
     assert 0 < record["timings"]["forward_s"] <= record["timings"]["wall_s"]
     assert 0 <= record["timings"]["padding_fraction"] < 1
-    for part in ("24 sequences", "bytes per token", "rejected     0 of 24 rows", "tokens/s"):
+    for part in ("12 sequences", "bytes per token", "rejected     0 of 12 rows", "tokens/s"):
         assert part in report.describe()
     phases = list(dict.fromkeys(message.split(" ")[0] for _, _, message in calls))
     assert phases == ["tokenise", "hash", "load", "extract"]

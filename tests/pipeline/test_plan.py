@@ -375,7 +375,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def chats_of(seed: int, more: int = 0) -> dict[str, bytes]:
-    text = "".join(json.dumps(row) + "\n" for row in random_chats(24 + more, seed))
+    text = "".join(json.dumps(row) + "\n" for row in random_chats(12 + more, seed))
     return {"data/train_sft-00000-of-00001.jsonl": text.encode(), "README.md": b"# Chats\n"}
 
 

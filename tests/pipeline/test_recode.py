@@ -31,10 +31,19 @@ from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import BatchReader
 
 
+@pytest.fixture(scope="module")
+def chats_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same chats for all tests, so that they can share a store."""
+    return write_jsonl(tmp_path_factory.mktemp("chats") / "chats.jsonl", random_chats(12))
+
+
 @pytest.fixture
-def lossless(config: ExtractConfig, tmp_path: Path) -> Path:
-    extract(config.replaced(out=str(tmp_path / "lossless")))
-    return tmp_path / "lossless"
+def lossless(config: ExtractConfig) -> Path:
+    """A lossless store of the chats, which is made once. Tests must not change it."""
+    folder = Path(config.dataset).with_name("lossless")
+    if not folder.exists():
+        extract(config.replaced(out=str(folder)))
+    return folder
 
 
 def data(store: Path) -> dict[str, bytes]:
@@ -67,15 +76,9 @@ def test_a_learned_codec_is_calibrated_once_and_kept(lossless: Path, tmp_path: P
     report = recode(lossless, "transform:3", tmp_path / "small")
     assert (tmp_path / "small/codec/basis.safetensors").exists()
     assert verify_store(tmp_path / "small").ok
-    with ActivationStore(lossless) as exact, ActivationStore(tmp_path / "small") as small:
+    with ActivationStore(tmp_path / "small") as small:
         assert "basis_sha256" in small.manifest.codec
-        expected = np.concatenate(
-            [to_float32(exact.read(i, "kv"), "bfloat16") for i in range(len(exact))]
-        )
-        got = np.concatenate(
-            [to_float32(small.read(i, "kv"), "bfloat16") for i in range(len(small))]
-        )
-    assert np.linalg.norm(got - expected) < 0.3 * np.linalg.norm(expected)
+    assert error(tmp_path / "small", "kv", values(lossless, "kv")) < 0.3
     again = recode(lossless, "transform:3", tmp_path / "small")
     assert again.n_parts_done == 0
     assert again.stored_bytes == report.stored_bytes
@@ -133,7 +136,7 @@ def test_the_format_document_decodes_transform_codes(
     basis = safetensors.numpy.load_file(tmp_path / "small" / "codec" / "basis.safetensors")
     with ActivationStore(tmp_path / "small") as store:
         n_layers, n_kv_heads, _, head_dim = store.fields["kv"].token_shape
-        for i in range(0, len(store), 7):
+        for i in range(0, len(store), 4):
             row = {
                 name: store.sequences[name][i].as_py()
                 for name in ("part", "first_token", "n_tokens")
@@ -170,8 +173,8 @@ def joint_once(
     folder = tmp_path_factory.mktemp("joint")
     config = ExtractConfig.of(
         model=str(target_folder), out=str(folder / "store"), max_length=128, device="cpu",
-        dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(24))), target_layers=1,
-        part_tokens=512, batch_tokens=256, compute_dtype="float32", codec=request.param,
+        dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(12))), target_layers=1,
+        part_tokens=256, batch_tokens=256, compute_dtype="float32", codec=request.param,
         activations=("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1"),
     )  # fmt: skip
     extract(config)
@@ -185,23 +188,27 @@ def joint(joint_once: ExtractConfig, tmp_path: Path) -> ExtractConfig:
     return joint_once.replaced(out=str(tmp_path / "store"))
 
 
-def error(one: Path, exact: Path, field: str) -> float:
-    """Return the relative error of a field of one store compared with a lossless store."""
-    with ActivationStore(one) as store, ActivationStore(exact) as lossless:
-        found, wanted = (
-            np.concatenate([to_float32(own.read(i, field), "bfloat16") for i in range(len(own))])
-            for own in (store, lossless)
+def values(path: Path, field: str) -> np.ndarray:
+    """Return a field of all sequences of a store, in float32."""
+    with ActivationStore(path) as store:
+        return np.concatenate(
+            [to_float32(store.read(i, field), "bfloat16") for i in range(len(store))]
         )
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def error(path: Path, field: str, exact: np.ndarray) -> float:
+    """Return the relative error of a field of a store, compared with the exact values."""
+    return float(np.linalg.norm(values(path, field) - exact) / np.linalg.norm(exact))
 
 
 def test_extracting_recoding_and_repairing(joint: ExtractConfig, tmp_path: Path) -> None:
     extract(joint.replaced(out=str(tmp_path / "lossless"), codec="lossless"))
     recode(tmp_path / "lossless", joint.storage.codec, tmp_path / "recoded")
+    exact = {field: values(tmp_path / "lossless", field) for field in ("kv", *HIDDEN)}
     for store in (Path(joint.out), tmp_path / "recoded"):
         assert verify_store(store).ok
-        assert max(error(store, tmp_path / "lossless", field) for field in HIDDEN) < 0.12
-        assert 0.001 < error(store, tmp_path / "lossless", "kv") < 0.02
+        assert max(error(store, field, exact[field]) for field in HIDDEN) < 0.12
+        assert 0.001 < error(store, "kv", exact["kv"]) < 0.02
         with ActivationStore(store) as opened:
             assert opened.codec.sources == SOURCES[joint.storage.codec]
         report = audit(store, joint.model, samples=2, device="cpu")

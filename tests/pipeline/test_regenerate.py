@@ -34,13 +34,15 @@ from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text
 from moa_data.tests.kit.stores import read_tree
 
 MAX_POSITIONS = 160
+QUESTION_TOKENS = 6
 URL = "http://scripted"
 HUNG_UP = httpx.RemoteProtocolError("hung up")
 
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_target_of_letters(tmp_path_factory.mktemp("letters"), MAX_POSITIONS)
+    folder = tmp_path_factory.mktemp("letters")
+    return write_target_of_letters(folder, MAX_POSITIONS, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")
@@ -83,8 +85,7 @@ def own_questions(config: RegenerateConfig) -> RegenerateConfig:
     return config.replaced(
         dataset=None,
         self_prompted=4,
-        question_tokens=12,
-        question_top_p=0.5,
+        question_tokens=QUESTION_TOKENS,
         max_new_tokens=6,
         batch_size=4,
     )
@@ -246,7 +247,7 @@ def test_answers_are_those_of_plain_decoding_turn_by_turn(
 def test_drafts_change_no_distribution_and_greedily_no_word(
     config: RegenerateConfig, drafter_folder: Path, temperature: float
 ) -> None:
-    config = config.replaced(max_rows=5, max_new_tokens=12 if temperature else 36)
+    config = config.replaced(max_rows=3, max_new_tokens=8 if temperature else 36)
     drafted = elsewhere(config, "drafted", drafter=str(drafter_folder), temperature=temperature)
     regenerate(drafted)
     settings = record(drafted)["settings"]
@@ -325,7 +326,7 @@ def test_the_target_asks_itself(
         prompt = prompt_tokens(target.template, chat(texts[0])["messages"])
         assert texts[1] == plain_text(target, prompt, 6)
     settings = record(own_questions)["settings"]
-    assert settings["question_tokens"] == 12
+    assert settings["question_tokens"] == QUESTION_TOKENS
     assert "dataset" not in settings
     for name, changes in {"again": {}, "other": {"seed": 1}}.items():
         regenerate(elsewhere(own_questions, name, **changes))
@@ -339,14 +340,14 @@ def test_the_target_asks_itself(
 def arguments_of(config: RegenerateConfig) -> list[str]:
     return [
         "regenerate", "--model", str(config.model), "--self-prompted", str(config.self_prompted),
-        "--out", config.out, "--question-tokens", "12",
+        "--out", config.out, "--question-tokens", str(QUESTION_TOKENS),
         "--batch-size", str(config.batch_size), "--max-new-tokens", "6",
         "--max-length", str(MAX_POSITIONS), "--device", "cpu",
     ]  # fmt: skip
 
 
 def test_a_target_that_repeats_itself_is_given_up(own_questions: RegenerateConfig) -> None:
-    greedy = own_questions.replaced(question_temperature=1e-6, batch_size=32)
+    greedy = own_questions.replaced(question_temperature=1e-6, self_prompted=32, batch_size=32)
     refused(run(*arguments_of(greedy), "--question-temperature", "1e-6"), "unusable questions")
     assert record(greedy)["rows"]["n_rows"] == 0
 

@@ -6,8 +6,8 @@ Later runs read the saved tokens.
 import json
 import os
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from moa_data.commands import signals
 from moa_data.errors import DatasetError, StorageUnavailable, WorkerError
 from moa_data.moa.targets.chat import Rejection, RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat
@@ -28,6 +29,7 @@ from moa_data.pipeline.sequences import Sequences, keep_texts, read_texts, token
 from moa_data.storage.plan import map_texts, plan_bytes, texts_sha256
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import TEXTS_NAME, commit_path
+from moa_data.tests.kit.apart import Apart
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
 from moa_data.tests.kit.serving import wait_for
 from moa_data.tests.kit.stores import flip, read_tree
@@ -35,21 +37,25 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
+N_CHATS = 10
+N_ROWS = N_CHATS + 3
+"""Number of rows of ``mixed``."""
+
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks small, so that a few rows fill several of them."""
-    monkeypatch.setattr(sequences, "MIN_ROWS", 8)
-    monkeypatch.setattr(sequences, "ROWS_PER_PROCESS", 32)
+    monkeypatch.setattr(sequences, "MIN_ROWS", 4)
+    monkeypatch.setattr(sequences, "ROWS_PER_PROCESS", 16)
 
 
 def hostile_rows() -> list[Any]:
     """Return chats mixed with every kind of row that gives none or is hard to send."""
-    rows: list[Any] = random_chats(90)
+    rows: list[Any] = random_chats(45)
     deep = "[" * 900 + "]" * 900  # JSON can parse this, but little else can handle such depth.
     rows[3:3] = ["{broken", {"messages": []}, f'{{"messages": {deep}}}', rows[0], [1, 2]]
-    rows[60:60] = [json.dumps(chat("\ud800", "half a character")), rows[1]]
-    rows[61:61] = [chat("<|eot_id|>", "an answer"), chat("q", "long " * 200)]
+    rows[30:30] = [json.dumps(chat("\ud800", "half a character")), rows[1]]
+    rows[31:31] = [chat("<|eot_id|>", "an answer"), chat("q", "long " * 200)]
     return rows
 
 
@@ -80,12 +86,12 @@ def test_reading_ahead_changes_nothing(config: ExtractConfig, model: Path) -> No
     """A row after the last one that is used may ask for the time; that changes nothing either."""
     write_jsonl(
         Path(config.dataset),
-        [*random_chats(60), chat("what day", "is it"), *random_chats(40, seed=1)],
+        [*random_chats(30), chat("what day", "is it"), *random_chats(20, seed=1)],
     )
     asks = "{% if 'what day' in messages[0]['content'] %}{{ strftime_now('%d') }}{% endif %}"
     (model / "chat_template.jinja").write_text(asks + LLAMA3_TEMPLATE)
     config = config.replaced(model=str(model))
-    for most, asked in ((50, False), (None, True)):
+    for most, asked in ((25, False), (None, True)):
         one, two = (plan_with(n, config, max_sequences=most) for n in (1, 2))
         assert_same(one, two)
         assert ("template_time" in two.manifest.extraction) == asked
@@ -116,22 +122,27 @@ def test_a_process_that_is_killed_is_one_line() -> None:
         list(tokenise_rows(iter(range(16)), die, 2, lambda: None))
 
 
-STARTS = """
-import os, sys, time
-from moa_data.commands import signals
-from moa_data.pipeline import sequences
-sequences.MIN_ROWS = 1
-signals.CLEANUP_S = 60  # A machine may stand still for seconds.
-signals.watch_signals()
-signals.begin_command()
-def wait(row):
-    with open(f"{sys.argv[1]}-{row}", "w"):
+def tokenise_until_signal(folder: str, name: str) -> None:
+    """Tokenise in two processes, and write to files of that name which process does it."""
+    # The processes of a terminal get Ctrl-C together. These have no part in the terminal of pytest.
+    os.setsid()
+    # A process inherits signals that its parent ignores.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sequences.MIN_ROWS = 1
+    signals.CLEANUP_S = 60  # A machine may stand still for seconds.
+    signals.watch_signals()
+    signals.begin_command()
+    files = Path(folder)
+
+    def wait(row: int) -> Any:
+        (files / f"{name}-{row}").touch()
         time.sleep(0.3)
-try:
-    list(sequences.tokenise_rows(iter(range(4000)), wait, 2, lambda: None))
-except KeyboardInterrupt as signal:
-    print("ended by", signal)
-"""
+
+    (files / f"{name}.pid").write_text(str(os.getpid()))
+    try:
+        list(tokenise_rows(iter(range(4000)), wait, 2, lambda: None))
+    except KeyboardInterrupt as number:
+        (files / f"{name}.end").write_text(str(number))
 
 
 def is_running(pid: int) -> bool:
@@ -146,26 +157,33 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.usefixtures("heeded_signals")
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     """Test Ctrl-C, which goes to all of them, SIGTERM to the first one, and kill -9."""
     cases = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    files = [tmp_path / number.name for number in cases]
-    options: dict[str, Any] = {"start_new_session": True, "text": True, "stdout": -1, "stderr": -1}
     started = [
-        subprocess.Popen([sys.executable, "-c", STARTS, str(file)], **options) for file in files
+        Apart(
+            tokenise_until_signal, str(tmp_path), number.name, log=tmp_path / f"{number.name}.log"
+        )
+        for number in cases
     ]
-    # Three processes import the package at the same time. At a load of 7 that takes a minute.
-    wait_for(lambda: all(file.with_name(f"{file.name}-1").exists() for file in files), 200)
-    workers = [children(process.pid) for process in started]
-    assert all(len(pids) == 2 for pids in workers)
+    # The first process that runs apart imports the package. At a load of 7 that takes a minute.
+    wait_for(lambda: all((tmp_path / f"{number.name}-1").exists() for number in cases), 200)
+    pids = [int((tmp_path / f"{number.name}.pid").read_text()) for number in cases]
+    workers = [children(pid) for pid in pids]
+    assert all(len(forks) == 2 for forks in workers)
+    for number, pid in zip(cases, pids, strict=True):
+        (os.killpg if number == signal.SIGINT else os.kill)(pid, number)
     for number, process in zip(cases, started, strict=True):
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    for number, process in zip(cases, started, strict=True):
-        stdout, stderr = process.communicate(timeout=60)
-        assert stdout == ("" if number == signal.SIGKILL else f"ended by {number.name}\n"), stderr
-        assert "Traceback" not in stderr, stderr
-    wait_for(lambda: not any(is_running(pid) for pids in workers for pid in pids))
+        failure = process.wait(60)
+        end = tmp_path / f"{number.name}.end"
+        if number == signal.SIGKILL:
+            assert failure.startswith(f"status {-number}: ")
+            assert not end.exists()
+        else:
+            assert not failure
+            assert end.read_text() == number.name
+        assert "Traceback" not in (tmp_path / f"{number.name}.log").read_text()
+    wait_for(lambda: not any(is_running(pid) for forks in workers for pid in forks))
 
 
 @pytest.fixture
@@ -184,7 +202,7 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def mixed(config: ExtractConfig, chats_file: Path) -> ExtractConfig:
     """An extraction of chats mixed with rows that give no sequence."""
-    rows: list[Any] = random_chats(24)
+    rows: list[Any] = random_chats(N_CHATS)
     write_jsonl(chats_file, [*rows, rows[0], "{broken", {"messages": []}])
     return config.replaced(max_rejected_fraction=0.2)
 
@@ -202,7 +220,7 @@ def test_every_start_after_the_first_reads_the_tokens(
 ) -> None:
     plain = build_plan(mixed, with_weights=True)
     extract(mixed)
-    assert len(tokenised) == 2 * 27
+    assert len(tokenised) == 2 * N_ROWS
     store = Path(mixed.out)
     commit_path(store, 1).unlink()
     again = build_plan(mixed, with_weights=True)
@@ -217,7 +235,7 @@ def test_every_start_after_the_first_reads_the_tokens(
         shard.unlink()
     repair(store, mixed.model)
     assert verify_store(store).ok
-    assert len(tokenised) == 2 * 27
+    assert len(tokenised) == 2 * N_ROWS
     with pytest.raises(DatasetError):
         build_plan(mixed.replaced(max_rejected_fraction=0.0))
 
@@ -246,7 +264,7 @@ def test_damaged_tokens_are_made_again(mixed: ExtractConfig, tokenised: list[Any
         damage(kept)
         tokenised.clear()
         build_plan(mixed)
-        assert len(tokenised) == 27
+        assert len(tokenised) == N_ROWS
         kept.unlink(missing_ok=True)
         kept.write_bytes(content)
     tokenised.clear()
@@ -273,9 +291,9 @@ def test_tokens_of_other_inputs_are_not_read(
     keep(mixed)
     build_plan(mixed)
     tokenised.clear()
-    for changes in ({"max_length": 64}, {"max_sequences": 24}, {"template_kwargs": "a=1"}):
+    for changes in ({"max_length": 64}, {"max_sequences": N_CHATS}, {"template_kwargs": "a=1"}):
         build_plan(mixed.replaced(**changes))
-    assert len(tokenised) == 27 + 24 + 27
+    assert len(tokenised) == N_ROWS + N_CHATS + N_ROWS
     for path, old, new in (
         (model / "chat_template.jinja", "<|", " <|"),
         (model / "config.json", ": 256", ": 255"),
@@ -285,7 +303,7 @@ def test_tokens_of_other_inputs_are_not_read(
         path.write_text(text.replace(old, new))
         tokenised.clear()
         build_plan(mixed)
-        assert len(tokenised) == 27
+        assert len(tokenised) == N_ROWS
         path.write_text(text)
 
 

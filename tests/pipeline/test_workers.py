@@ -51,15 +51,15 @@ from moa_data.tests.kit.workers import Forked, Script, open_recipe, workers_of, 
 Told = list[tuple[int, int, str]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def recipe() -> Recipe:
     """A recipe with nine parts of one or two sequences."""
     return make_recipe((70, 3, 130, 64, 1, 33, 129, 90, 150, 65), part_tokens=128)
 
 
-@pytest.fixture
-def whole(tmp_path: Path, recipe: Recipe) -> dict[str, bytes]:
-    path = recipe.write(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> dict[str, bytes]:
+    path = recipe.write(tmp_path_factory.mktemp("whole") / "store")
     with StoreWriter.create_or_resume(path, recipe.manifest, recipe.plan) as writer:
         write_bundle(writer)
     return read_tree(path)
