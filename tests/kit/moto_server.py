@@ -35,7 +35,8 @@ class SilentHandler(MotoRequestHandler):
 
 if __name__ == "__main__":
     S3Response.put_object = put_object  # type: ignore[method-assign, assignment]
-    serialize.parse_to_aware_datetime = cache(serialize.parse_to_aware_datetime)
+    parse = serialize.parse_to_aware_datetime  # type: ignore[attr-defined]
+    serialize.parse_to_aware_datetime = cache(parse)  # type: ignore[attr-defined]
     run_simple(
         sys.argv[1],
         int(sys.argv[2]),
