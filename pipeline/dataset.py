@@ -642,9 +642,6 @@ class Columns:
                     RejectReason.NO_COLUMN,
                     f"{name}; its columns: " + ", ".join(map(str, list(row)[:8])),
                 )
-        # In KTO's format, false marks a completion that a model should not write.
-        if self.turns and row.get("label") is False:
-            return Rejection(RejectReason.MARKED_UNTRAINED, "label False")
         chat = dict(row)
         for name in ("messages", "conversations", *wanted):
             chat.pop(name, None)

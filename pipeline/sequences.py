@@ -30,9 +30,10 @@ from ..errors import DatasetError, WorkerError
 from ..files import replacing
 from ..machine import usable_cores
 from ..moa.targets.chat import (
-    MESSAGE_TOOLS,
+    NEEDED_KEYS,
     Rejection,
     RejectReason,
+    is_cut_off,
     names_beside_chat,
     parse_chat,
 )
@@ -75,7 +76,10 @@ _COUNTS_KEY = b"counts"
 _ORIGIN_KEY = b"origin"
 # Version of the tokenisation code. Increase it if a change of the code gives chats other tokens, so
 # that cached tokens in ``texts.arrow`` are not used any more.
-_ORIGIN_VERSION = 4
+_ORIGIN_VERSION = 5
+# The columns of the rows that `regenerate` writes. If such an answer is cut, the target has written
+# it right after the generation prompt.
+REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # maximum number of columns and keys that a report lists
 
 
@@ -382,22 +386,23 @@ def tokenize_row(
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
-    A row with the ``finish_reason`` ``length`` ends with an answer that was cut off at a token
-    limit, as in OpenAI's API.
+    A row with the ``finish_reason`` ``length`` or ``max_tokens`` ends with an answer that was cut
+    off at a token limit, as in the APIs of OpenAI and Anthropic.
     """
     row = content if columns is None else columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
-    is_cut = "length" in (content.get("finish_reason"), chat.messages[-1].get("finish_reason"))
-    tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut)
+    is_cut = is_cut_off(content) or is_cut_off(chat.messages[-1])
+    is_generated = content.keys() == REGENERATED_COLUMNS
+    tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut, is_generated)
     if isinstance(tokenized, Rejection):
         return tokenized
-    beside = names_beside_chat(row, template.text)
-    for name in MESSAGE_TOOLS:
+    beside = names_beside_chat(row, tokenized.shown_keys)
+    for name in NEEDED_KEYS:
         if name in beside:
             return Rejection(
-                RejectReason.CONTENT_NOT_READ, f"{name}, which the chat template does not read"
+                RejectReason.CONTENT_NOT_READ, f"{name}, which the chat template does not show"
             )
     if columns is not None:
         beside += [f"column {name}" for name in columns.left_out(content)]

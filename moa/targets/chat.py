@@ -27,15 +27,18 @@ _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 # Keys that belong to a chat but are not read: earlier turns, template arguments, documents, media,
-# and annotations of an answer such as its reasoning. Few templates render such a key of a message,
-# and no template declares which of these keys it renders.
+# results and schemas of tools, system texts under other names than _SYSTEM_COLUMNS, and annotations
+# of an answer such as its reasoning. Few templates render such a key of a message, and no template
+# declares which of these keys it renders.
 _UNREAD = re.compile(
-    r"history|chat_template_kwargs|documents|attachments?"
-    r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
-    r"(?:_urls?|_paths?|_files?|_\d+)?"
-    r"|tool_call|function_calls|tool_results?|tool_schemas|available_(?:tools|functions)"
-    r"|refusal|train_detail|think|scratch_?pad|inner_monologue"
-    r"|(?:.+_)?(?:reasoning|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
+    r"history|chat_template_kwargs|documents|attachments?|observations?"
+    r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
+    r"|pixel_values)(?:_(?:urls?|uris?|paths?|files?|bytes|base64|b64|data|lists?|\d+))*"
+    r"|tool_call|function_calls|(?:tool|function)_(?:results?|responses?|outputs?)"
+    r"|(?:tool|function)_(?:schemas?|definitions?|lists?)|available_(?:tools|functions)|apis"
+    r"|system(?:_instructions?|prompt|message)|sys_?(?:prompt|message|instructions?)"
+    r"|refusal|train_detail|scratch_?pad|inner_monologue"
+    r"|(?:.+_)?(?:reasoning|think|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
     re.IGNORECASE,
@@ -68,6 +71,11 @@ _ROW_MARK = re.compile(
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
     re.IGNORECASE,
 )
+# Columns in which KTO's and LLaMA-Factory's rows mark an answer that a model should not write. Only
+# false marks such an answer, because the number 0 may also be the name of a class.
+_DESIRABLE_COLUMNS = ("label", "kto_tag")
+# Columns that hold the last answer if the messages end before this answer.
+_LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
 # Besides these words, numbers above 0 mean yes, and other numbers mean no. In NeMo's chats the value
 # of `mask` is a role.
 _NO = ("false", "no", "n", "off")
@@ -75,11 +83,19 @@ _YES = ("true", "yes", "y", "on", "assistant")
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
+# Keys of messages that are not listed as additional. Names of speakers are listed, because few
+# templates show them.
+_USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
 COLUMNS_BESIDE_MESSAGES = (*_TOOL_COLUMNS, *_SYSTEM_COLUMNS)
-MESSAGE_TOOLS = tuple(f"message key {key}" for key in _TOOL_COLUMNS)
-"""How :func:`names_beside_chat` lists tools inside a message. Only templates may show them."""
+# How names_beside_chat lists the keys of messages and of tool calls.
+_MESSAGE_KEY = "message key"
+_CALL_KEY = "tool call key"
+NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
+"""Keys of messages that the template must show: tools, and what the model plans to do with them."""
+WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
+"""Keys of messages that hold text of the model, besides content and tool calls."""
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES, "finish_reason"}
 # Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
 _CHAT_KEYS = {
@@ -90,12 +106,12 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Match a template's name for a message or a call. Templates also read keys such as `name` of tools,
-# functions and parameters, which does not mean that they show the same key of a message.
-_ITEM_NAMES = {
-    "message key": r"(?<![\w.\]])(?!\w*(?:tool|func|call|param|arg|schema|spec|prop))\w+(?:\[[^\]]*\])?",
-    "tool call key": r"[\w\])]",
-}
+# Values of `finish_reason`. The first ones say that the answer was cut off at a token limit.
+_CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "model_length")
+_END_REASONS = (
+    "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
+    "function_call",
+)  # fmt: skip
 # Keys under which some datasets store the arguments of a tool call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
@@ -187,10 +203,23 @@ def parse_chat(row: Any) -> Chat | Rejection:
         return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(roles[:8]))
     if mark := _find_skip_mark(row, is_row=True):
         return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
-    for message in chat.messages:
-        if message["role"] == "assistant" and (mark := _find_skip_mark(message)):
+    answers = [message for message in chat.messages if message["role"] == "assistant"]
+    for answer in answers:
+        if mark := _find_skip_mark(answer):
             return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
+        if is_cut_off(answer) and answer is not chat.messages[-1]:
+            detail = f"an earlier answer has finish_reason {answer['finish_reason']!r:.40}"
+            return Rejection(RejectReason.MARKED_UNTRAINED, detail)
+    for column in _LAST_ANSWER_COLUMNS:
+        if roles[-1] != "assistant" and _is_filled(row.get(column)):
+            detail = f"the column {column}, because the messages end before their last answer"
+            return Rejection(RejectReason.CONTENT_NOT_READ, detail)
     return chat
+
+
+def is_cut_off(item: Mapping[Any, Any]) -> bool:
+    """Whether a row or message has a ``finish_reason`` that stands for a token limit."""
+    return any(word in _CUT_REASONS for word in _words(item.get("finish_reason")))
 
 
 def parse_prompt(row: Any) -> Chat | Rejection:
@@ -473,54 +502,66 @@ def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str
     return ""
 
 
-def names_beside_chat(row: Any, template_text: str) -> list[str]:
+def names_beside_chat(row: Any, shown_keys: Collection[str]) -> list[str]:
     """List the columns of a row and the keys of its messages that are not part of the tokens.
 
-    The keys of tool calls are listed too. Empty values do not count, nor do keys that the chat
-    template reads, because it may show them.
+    The keys of tool calls are listed too. Empty values do not count.
 
     Args:
         row: what :func:`parse_chat` has parsed.
-        template_text: the source of the chat template.
+        shown_keys: names of :func:`additional_keys` that the chat template shows.
     """
-    names: list[str] = []
-    for key, value in row.items():
-        if key not in _READ_COLUMNS and _is_filled(value):
-            names.append(f"column {key}")
+    names = [f"column {column}" for column in _additional(row, _READ_COLUMNS)]
+    reasons = set(_words(row.get("finish_reason") or None))
+    if not reasons <= {*_CUT_REASONS, *_END_REASONS}:
+        names.append("column finish_reason")
     for column in _MESSAGE_COLUMNS:
         for message in _unpacked(row.get(column)) or ():
-            # List names of speakers as unread too, because few templates show them.
-            names += _unread_keys(message, _READ_KEYS - {"name"}, "message key", template_text)
-            for call in _unpacked(message.get("tool_calls")) or ():
-                function = call.get("function", call)
-                is_bare = function is call
-                known = _CALL_KEYS | _FUNCTION_KEYS if is_bare else _CALL_KEYS
-                names += _unread_keys(call, known, "tool call key", template_text)
-                if not is_bare:
-                    names += _unread_keys(function, _FUNCTION_KEYS, "tool call key", template_text)
+            names += [name for name in additional_keys(message) if name not in shown_keys]
     return list(dict.fromkeys(names))
 
 
-def _unread_keys(
-    item: Mapping[Any, Any], known: Collection[str], kind: str, template_text: str
-) -> list[str]:
-    """List the filled keys of an item that are not known and that the chat template does not read.
+def additional_keys(message: Mapping[Any, Any]) -> list[str]:
+    """List the filled keys of a message and of its tool calls that only some templates show.
 
-    A template reads a key by ``item.key``, ``item['key']`` or ``item.get('key')``.
+    Each name in the list says whether the key belongs to the message or to a tool call.
     """
-    unread = []
-    for key, value in item.items():
-        if key in known or not _is_filled(value):
-            continue
-        name = re.escape(str(key))
-        reads = rf"(?:\.{name}\b|(?:\[|\.get\()\s*(['\"]){name}\1)"
-        if not re.search(_ITEM_NAMES[kind] + reads, template_text):
-            unread.append(f"{kind} {key}")
-    return unread
+    names = [f"{_MESSAGE_KEY} {key}" for key in _additional(message, _USUAL_KEYS)]
+    for call in _unpacked(message.get("tool_calls")) or ():
+        function = call.get("function", call)
+        is_bare = function is call
+        keys = _additional(call, _CALL_KEYS | _FUNCTION_KEYS if is_bare else _CALL_KEYS)
+        if not is_bare:
+            keys += _additional(function, _FUNCTION_KEYS)
+        names += [f"{_CALL_KEY} {key}" for key in keys]
+    return names
+
+
+def without_keys(message: Message, names: Collection[str]) -> Message:
+    """Return a copy of a message of a chat without keys that :func:`additional_keys` lists."""
+
+    def strip(item: dict[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
+        keys = [key for key in _additional(item, known) if f"{kind} {key}" in names]
+        return _without(item, keys)
+
+    stripped = strip(message, _USUAL_KEYS, _MESSAGE_KEY)
+    stripped = with_functions(stripped, lambda call: strip(call, _FUNCTION_KEYS, _CALL_KEY))
+    if "tool_calls" in stripped:
+        calls = [strip(call, _CALL_KEYS, _CALL_KEY) for call in stripped["tool_calls"]]
+        stripped["tool_calls"] = calls
+    return stripped
+
+
+def _additional(item: Mapping[Any, Any], known: Collection[str]) -> list[str]:
+    """List the filled keys of an item that are not known."""
+    return [key for key, value in item.items() if key not in known and _is_filled(value)]
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
     """Return the mark that excludes a message or row from training; empty if there is none."""
+    for key in _DESIRABLE_COLUMNS:
+        if is_row and str(item.get(key)).strip().lower() == "false":
+            return f"{key} {item[key]!r:.40}"
     for key, value in _fields(item):
         name = _snake_case(key)
         # A float column named "loss" is not a mark: it is the loss of some model on this row.

@@ -17,11 +17,12 @@ The tokens are the same as from ``apply_chat_template`` of transformers. Before 
 :func:`_find_hidden_piece` checks that the rendering shows each piece of the chat exactly once.
 """
 
+import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -29,7 +30,17 @@ import numpy as np
 
 from ...errors import TemplateError
 from ...text import first_line
-from .chat import Message, Rejection, RejectReason, content_texts, tool_name, with_functions
+from .chat import (
+    WRITTEN_KEYS,
+    Message,
+    Rejection,
+    RejectReason,
+    additional_keys,
+    content_texts,
+    tool_name,
+    with_functions,
+    without_keys,
+)
 from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 
 Span = tuple[int, int]
@@ -53,6 +64,8 @@ class TokenizedChat:
     truncated: bool
     # Columns of the row, and keys of its messages, that are not part of the tokens.
     beside: tuple[str, ...] = ()
+    # Names of :func:`.chat.additional_keys` that the template shows in each message with this key.
+    shown_keys: tuple[str, ...] = ()
 
 
 class _Piece(NamedTuple):
@@ -162,6 +175,7 @@ def tokenize_chat(
     max_length: int,
     tools: Tools = None,
     is_cut: bool = False,
+    is_generated: bool = True,
 ) -> TokenizedChat | Rejection:
     """Turn a chat into token ids and a response mask, cut to ``max_length``.
 
@@ -173,6 +187,9 @@ def tokenize_chat(
         tools: JSON schemas of the tools.
         is_cut: True if the last response was cut off before its end. If this response has no tool
             calls, the text then ends with the response, without an end-of-turn token.
+        is_generated: True if the target has written the last response after the generation prompt.
+            If not, a cut response is rejected if the rendering of the whole chat has other text
+            before the response than a prompt has, because the response may follow either text.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -186,23 +203,17 @@ def tokenize_chat(
         spans = _response_spans(template, messages, tools, text, marked)
         if isinstance(spans, Rejection):
             return spans
+        shown_keys = _find_shown_keys(template, messages, tools, text)
+        responses = [text[slice(*span)] for span in spans]
+        if foreign := _find_foreign_key(template, messages, tools, shown_keys, responses):
+            detail = f"{foreign}, whose text the chat template writes into a response"
+            return Rejection(RejectReason.CONTENT_NOT_READ, detail)
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if is_cut and template.has_generation_prompt:
-            # Take the prompt and the response as they were generated. The template might add text
-            # to a complete response.
-            prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
-            before = _MarkedChat(messages[:-1], tools)
-            if hidden := _find_hidden_piece(template, before, prompt):
-                return hidden
-            # Reject the chat if the template writes earlier responses in a prompt in another way
-            # than in the rendering of the whole chat.
-            end = spans[-2][1] if len(spans) > 1 else 0
-            if prompt[:end] != text[:end]:
-                return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
-            # The prompt may already contain the beginning of the response, such as <think>.
-            start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
-            text = prompt[:start] + "".join(content_texts(messages[-1]))
-            spans[-1] = start, len(text)
+            cut = _cut_response(template, messages, tools, text, spans, is_generated)
+            if isinstance(cut, Rejection):
+                return cut
+            text, spans[-1] = cut
         elif is_cut:
             spans[-1] = (
                 _located_span(template, messages, tools, len(messages) - 1, text) or spans[-1]
@@ -211,7 +222,109 @@ def tokenize_chat(
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
     tokens, mask = _encode(template, text, spans)
-    return _cut(tokens, mask, max_length)
+    chat = _cut(tokens, mask, max_length)
+    if isinstance(chat, Rejection):
+        return chat
+    return replace(chat, shown_keys=tuple(name for name in shown_keys if shown_keys[name]))
+
+
+def _cut_response(
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: Tools,
+    text: str,
+    spans: list[Span],
+    is_generated: bool,
+) -> tuple[str, Span] | Rejection:
+    """Return the text of a prompt with a cut response after it, and the span of this response.
+
+    The template might add text to a complete response.
+
+    Args:
+        template: the chat template.
+        messages: the messages of the chat. The last message is the response.
+        tools: JSON schemas of the tools.
+        text: the rendering of the chat.
+        spans: the spans of the responses in the rendering.
+        is_generated: whether the target has written the response after the generation prompt.
+    """
+    prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
+    before = _MarkedChat(messages[:-1], tools)
+    if hidden := _find_hidden_piece(template, before, prompt):
+        return hidden
+    # Reject the chat if the template writes earlier responses in a prompt in another way than in
+    # the rendering of the whole chat.
+    end = spans[-2][1] if len(spans) > 1 else 0
+    if prompt[:end] != text[:end]:
+        return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
+    # The prompt may already contain the beginning of the response, such as <think>.
+    start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
+    cut_text = prompt[:start] + "".join(content_texts(messages[-1]))
+    if not is_generated and not text.startswith(cut_text.rstrip()):
+        detail = "the last one is cut, and stands after other text than in a prompt"
+        return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, detail)
+    return cut_text, (start, len(cut_text))
+
+
+def _find_shown_keys(
+    template: ChatTemplate, messages: list[Message], tools: Tools, text: str
+) -> dict[str, bool]:
+    """Find the additional keys of messages without which the rendering of the chat changes.
+
+    Args:
+        template: the chat template.
+        messages: the messages of the chat.
+        tools: JSON schemas of the tools.
+        text: the rendering of the chat.
+
+    Returns:
+        Name of each such key -> whether the template shows it in every message that has it.
+    """
+    keys_of_messages = [additional_keys(message) for message in messages]
+    names = dict.fromkeys(itertools.chain.from_iterable(keys_of_messages))
+
+    def is_shown(removed: Collection[str], first: int = 0, end: int = len(messages)) -> bool:
+        stripped = [without_keys(message, removed) for message in messages[first:end]]
+        try:
+            return template.render([*messages[:first], *stripped, *messages[end:]], tools) != text
+        except RENDER_ERRORS:
+            return True  # The template needs the key.
+
+    shown_keys: dict[str, bool] = {}
+    # Usually no key is shown. Then the rendering without all of them is enough.
+    if not names or not is_shown(names):
+        return shown_keys
+    for name in names:
+        if is_shown([name]):
+            indices = [index for index, keys in enumerate(keys_of_messages) if name in keys]
+            shown_keys[name] = all(is_shown([name], index, index + 1) for index in indices)
+    return shown_keys
+
+
+def _find_foreign_key(
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: Tools,
+    shown_keys: Collection[str],
+    responses: list[str],
+) -> str:
+    """Return a key that changes a response, although its text was not written by the model.
+
+    An example is the result of a tool in the message that calls the tool. The return value is an
+    empty text if no key changes a response.
+    """
+    for name in shown_keys:
+        stripped = [
+            without_keys(message, [name]) if message["role"] == "assistant" else message
+            for message in messages
+        ]
+        if name in WRITTEN_KEYS or stripped == messages:
+            continue
+        text = template.render(stripped, tools)
+        spans = _response_spans(template, stripped, tools, text, _MarkedChat(stripped, tools))
+        if isinstance(spans, Rejection) or responses != [text[slice(*span)] for span in spans]:
+            return name
+    return ""
 
 
 def prompt_tokens(

@@ -189,10 +189,11 @@ class ChatTemplate:
         """Return the text that ends a response.
 
         These are the control tokens that the template writes after the last response, without those
-        that end the whole chat: a second token must also stand between a response and the next
-        turn. If the text after the last response is not a control token, it is the end of turn as a
-        whole. If the template writes no such text, the end of turn is the first control token
-        between a response and the next turn.
+        that end the whole chat or begin the next turn: a second token must also stand between a
+        response and the next turn, and must not be among the first tokens of a chat. If the text
+        after the last response is not a control token, it is the end of turn as a whole. If the
+        template writes no such text, the end of turn is the first control token between a response
+        and the next turn.
 
         Args:
             header: rendering of a chat with one user message.
@@ -206,10 +207,20 @@ class ChatTemplate:
             return "" if between[:end].strip() in header else between[:end]
         end = self._control_token_end(last, 0) or len(last)
         further = self._control_token_end(last, end)
+        opening = self._leading_tokens(header)
         while further and between.startswith(last[:further]):
+            if last[end:further].strip() in opening:
+                break
             end = further
             further = self._control_token_end(last, end)
         return last[:end]
+
+    def _leading_tokens(self, text: str) -> str:
+        """Return the control tokens at the beginning of a text."""
+        end = 0
+        while following := self._control_token_end(text, end):
+            end = following
+        return text[:end]
 
     def _find_header(self, plain: str, prompt: str) -> str:
         """Return the text that stands before a response, in prompts and in chats.

@@ -16,7 +16,6 @@ import pytest
 from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
 from moa_data.moa.targets.chat import (
     Chat,
-    Rejection,
     RejectReason,
     UnreadableRow,
     parse_chat,
@@ -107,13 +106,6 @@ def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
             ChatSource(str(tmp_path), None)
         assert f"holds {name}, " in str(caught.value)
         (tmp_path / name).unlink()
-
-
-def test_a_completion_that_is_marked_as_undesired_is_rejected() -> None:
-    columns = Columns.parse(["prompt-completion"])
-    row = {"prompt": "Hi", "completion": "Go away.", "label": False}
-    rejected(columns.apply(row), RejectReason.MARKED_UNTRAINED)
-    assert not isinstance(columns.apply(row | {"label": True}), Rejection)
 
 
 def test_what_an_object_says_of_all_rows_is_not_dropped(tmp_path: Path) -> None:

@@ -655,10 +655,15 @@ def test_a_mark_within_an_answer_rejects_its_row(mark: dict[str, Any]) -> None:
         {"do_not_train": True},
         {"metadata": {"train": False}}, {"info": {"quality": [{"loss_weight": 0.0}]}},
         {"exclude": "yes"}, {"loss_weight": Decimal(0)}, {"loss_mask": [[0, 1]]},
+        {"label": False}, {"label": "False"}, {"kto_tag": False}, {"kto_tag": "false"},
     ],
 )  # fmt: skip
 def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
     found = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS]} | column, 100)
+    rejected(found, RejectReason.MARKED_UNTRAINED, "the row has")
+    columns = Columns.parse(["prompt-completion"])
+    row = {"prompt": "q", "completion": "a"} | column
+    found = tokenize_row(template_of("chatml"), row, 100, columns)
     rejected(found, RejectReason.MARKED_UNTRAINED, "the row has")
 
 
@@ -668,6 +673,9 @@ def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
     "reasoningContent", "thought", "rationale", "scratchpad", "attachments", "media",
     "reasoning-content", "reasoning_summary", "inner_monologue", "img", "imageUrl", "image-path",
     "image_0", "screenshot", "attachment", "function_calls", "tool_call", "tool_results",
+    "tool_responses", "function_response", "observation", "image_base64", "image_bytes",
+    "image_uri", "image_list", "image_url_list", "pictures", "frames", "think_content",
+    "system_instruction", "sys_prompt", "systemprompt", "tool_definitions", "function_list", "apis",
 ])  # fmt: skip
 def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
     for value in ("Hm.", ["Hm."], {"text": "Hm."}):
@@ -696,7 +704,8 @@ def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
         {"reasoning_effort": "high"}, {"images": {"bytes": None, "path": None}},
         {"metadata": {"split": "train"}},
         {"metadata": {"train_loss": 0.0, "weighting": 0, "ignore_eos": True}}, {"loss": 0.0},
-        {"weight": 0.5}, DEEP,
+        {"weight": 0.5}, {"label": 0}, {"label": True}, {"kto_tag": "true"}, {"chosen": "a"},
+        {"image_count": "3"}, {"label": "no"}, DEEP,
     ],
 )  # fmt: skip
 def test_columns_that_say_nothing_of_the_chat_keep_the_row(column: dict[str, Any]) -> None:
@@ -910,3 +919,109 @@ def test_a_cut_answer_after_one_that_a_prompt_writes_otherwise_is_rejected() -> 
     found = tokenize_row(template_of("qwen3"), row, 1000)
     rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
     assert isinstance(tokenize_row(template_of("chatml"), row, 1000), TokenizedChat)
+
+
+PLANS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.tool_calls %}{{ m.tool_plan or '' }}{% for c in m.tool_calls %}"
+    "{{ c.function.name ~ (c.function.arguments | tojson) ~ (c.output or '') }}{% endfor %}"
+    "{{ m.outcome or '' }}{% else %}{{ m.topic or '' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Shows keys such as `tool_plan` (as Command R7B does) and results of tools beside tool calls."""
+
+
+def with_plan(question: dict[str, Any], answer: dict[str, Any], **of_call: Any) -> Any:
+    """Tokenise a chat whose first answer calls a tool."""
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}} | of_call
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    template = ChatTemplate(build_tokenizer(PLANS, None, "<|im_end|>"))
+    chat = [ASKS | question, calls | answer, ASKS, ANSWERS]
+    return template, chat, tokenize_row(template, {"messages": chat}, 1000)
+
+
+def test_keys_that_hold_text_of_the_model_may_be_part_of_an_answer() -> None:
+    template, chat, found = with_plan({"topic": "maths", "id": "7"}, {"tool_plan": "I look."})
+    assert isinstance(found, TokenizedChat), found
+    assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+    first, last = marked_texts(template.tokenizer, found)
+    assert (first, last) == ("I look.look_up{}<|im_end|>", "a<|im_end|>")
+    assert found.beside == ("message key id",)
+
+
+@pytest.mark.parametrize(
+    ("answer", "of_call", "name"),
+    [
+        ({"outcome": "noon"}, {}, "message key outcome"),
+        ({"outcome": [{"text": "noon"}]}, {}, "message key outcome"),
+        ({}, {"output": "noon"}, "tool call key output"),
+    ],
+)
+def test_a_key_whose_text_the_template_writes_into_an_answer_rejects_its_row(
+    answer: dict[str, Any], of_call: dict[str, Any], name: str
+) -> None:
+    _, _, found = with_plan({}, answer, **of_call)
+    rejected(found, RejectReason.CONTENT_NOT_READ, name)
+
+
+def test_a_key_that_the_template_shows_in_other_messages_only_is_named() -> None:
+    template = ChatTemplate(build_tokenizer(PLANS, None, "<|im_end|>"))
+    row = {"messages": [ASKS | {"outcome": "noon"}, ANSWERS]}
+    found = tokenize_row(template, row, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("message key outcome",)
+    _, _, found = with_plan({"outcome": "noon", "topic": "maths"}, {})
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("message key outcome",)
+    row = {"messages": [ASKS, ANSWERS | {"tool_plan": "I look."}]}
+    found = tokenize_row(template, row, 100)
+    rejected(found, RejectReason.CONTENT_NOT_READ, "message key tool_plan")
+
+
+@pytest.mark.parametrize("reason", ["length", "LENGTH", "max_tokens", ["length"]])
+def test_a_cut_answer_stands_where_transformers_puts_it_or_is_rejected(reason: Any) -> None:
+    row = {"messages": [ASKS, ANSWERS], "finish_reason": reason}
+    tokenizer = template_of("chatml").tokenizer
+    found = tokenize_row(template_of("chatml"), row, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert tokenizer.decode(found.tokens) == tokenizer.apply_chat_template(
+        row["messages"], tokenize=False, continue_final_message=True
+    )
+    of_message = {"messages": [ASKS, ANSWERS | {"finish_reason": reason}]}
+    assert marked_texts(tokenizer, tokenize_row(template_of("chatml"), of_message, 100)) == ["a"]
+    for name in ("qwen3", "harmony"):
+        found = tokenize_row(template_of(name), row, 100)
+        rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "stands after other text")
+        # The target has written the answers of `regenerate` after the generation prompt.
+        regenerated = tokenize_row(template_of(name), row | {"row": 3}, 100)
+        assert marked_texts(template_of(name).tokenizer, regenerated) == ["a"]
+
+
+def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None:
+    cut = ANSWERS | {"finish_reason": "length"}
+    for chat in ([ASKS, cut, ASKS, ANSWERS], [ASKS, ANSWERS, ASKS, cut, ASKS]):
+        found = tokenize_row(template_of("chatml"), {"messages": chat}, 100)
+        rejected(found, RejectReason.MARKED_UNTRAINED, "finish_reason 'length'")
+
+
+@pytest.mark.parametrize(
+    ("reason", "beside"),
+    [("stop", ()), ("END_TURN", ()), (None, ()), ("content_filter", ("column finish_reason",))],
+)
+def test_an_unknown_finish_reason_is_named(reason: Any, beside: tuple[str, ...]) -> None:
+    row = {"messages": [ASKS, ANSWERS], "finish_reason": reason}
+    found = tokenize_row(template_of("chatml"), row, 100)
+    assert marked_texts(template_of("chatml").tokenizer, found) == ["a<|im_end|>"]
+    assert isinstance(found, TokenizedChat)
+    assert found.beside == beside
+
+
+@pytest.mark.parametrize("column", ["chosen", "completion", "response"])
+def test_a_last_answer_in_another_column_rejects_its_row(column: str) -> None:
+    """In LLaMA-Factory's preference format, the messages end before the preferred answer."""
+    row = {"conversations": [ASKS, ANSWERS, ASKS], column: ANSWERS}
+    found = tokenize_row(template_of("chatml"), row, 100)
+    rejected(found, RejectReason.CONTENT_NOT_READ, f"the column {column}")
+    ended = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS], column: ["a"]}, 100)
+    assert isinstance(ended, TokenizedChat), ended

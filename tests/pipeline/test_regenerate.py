@@ -24,7 +24,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import RegenerateConfig
 from moa_data.pipeline.dataset import Columns
 from moa_data.pipeline.regenerate import ChatFile, LossReason, Row, open_chat_file, regenerate
-from moa_data.pipeline.sequences import tokenize_row
+from moa_data.pipeline.sequences import REGENERATED_COLUMNS, tokenize_row
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
@@ -394,6 +394,7 @@ def test_a_chat_ends_with_an_answer_that_was_cut() -> None:
     assert not row.begin_turn()
     assert [message["content"] for message in row.messages] == ["a", "caf"]
     assert (row.is_cut, row.reason) == (True, LossReason.NO_END)
+    assert json.loads(row.json_line()).keys() == REGENERATED_COLUMNS
 
 
 def test_questions_of_spec_bench_are_answered_turn_by_turn(

@@ -170,6 +170,17 @@ def test_an_end_of_turn_may_be_two_tokens() -> None:
     assert marked_texts(tokenizer, chat) == ["one" + both, "two" + both]
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>\n", "<|eot_id|><|im_end|>"])
+def test_a_token_that_starts_turns_does_not_end_them(end: str) -> None:
+    """Some templates write the generation prompt after every chat."""
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    template += "{{ '" + end + "' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    tokenizer = build_tokenizer(template, None, "<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|eot_id|>"]})
+    chat = tokenized(tokenizer, turns("q", "one", "q2", "two"))
+    assert marked_texts(tokenizer, chat) == ["one" + end.rstrip(), "two" + end.rstrip()]
+
+
 def test_an_answer_may_begin_in_the_generation_prompt() -> None:
     """The generation prompts of Qwen3's thinking models end with <think>."""
     prompt = "'<|im_start|>assistant\\n' }}"
