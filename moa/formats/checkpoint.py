@@ -47,14 +47,16 @@ CONFIG_FILE = "drafter.json"
 WEIGHTS_FILE = "drafter.safetensors"
 _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
+_LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
 # Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
 # some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
 # Keys of config.json that must have the values that our own key implies.
-_SIZE_KEYS = {
+_IMPLIED_KEYS = {
     "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
+    "hidden_act", "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "bias",
 }  # fmt: skip
 
 # Layouts by name. The order matters: a folder that this package did not write is read with the
@@ -326,9 +328,10 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
         _check_ignored(tensors, layout, sizes)
         return sizes, unpacked
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise DrafterError(
             f"{folder} holds a drafter of kind {layout.kind} for {layout.reader} that cannot be used: "
-            f"{error}"
+            f"{reason}"
         ) from error
 
 
@@ -347,15 +350,15 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
 
 
 def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, folder: Path) -> None:
-    """Refuse a config.json whose other keys state other sizes than our own key.
+    """Refuse a config.json whose other keys have other values than our own key implies.
 
     Other programs read the other keys.
     """
-    # Only the sizes are compared, so the target's config may be empty.
+    # The target's config may be empty, because its keys are not compared.
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
     found = {**config, **nested(config, LAYERS_KEY)}
-    for key in sorted(_SIZE_KEYS & found.keys() & written.keys()):
+    for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
         if found[key] != written[key]:
             raise DrafterError(
                 f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} implies "
@@ -364,7 +367,10 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
 
 
 def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> None:
-    """Check the shapes of tensors whose values are not used, such as copies of target tensors."""
+    """Check tensors that are not used here, such as copies of target tensors.
+
+    Other programs may use them, and values that are not finite mean that the file is damaged.
+    """
     n_rows = {LM_HEAD: len(tensors["d2t"])} if "d2t" in tensors else {}
     # For an independent drafter, the unused tensor is a copy of its own embeddings, which have the
     # drafter's width.
@@ -372,18 +378,46 @@ def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> Non
     for name in layout.ignored:
         if name in tensors:
             check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
+            check_finite({name: tensors[name].float()}, "its file of weights", DrafterError)
 
 
 def _read_weight_file(folder: Path) -> Weights:
-    """Read all tensors of ``model.safetensors`` or, without it, of ``pytorch_model.bin``."""
+    """Read all tensors of ``model.safetensors``, of its shards, or of ``pytorch_model.bin``.
+
+    The first of these that exists is read.
+    """
+    has_single_file = (folder / _LAYOUT_WEIGHTS).is_file()
+    if not has_single_file and (folder / _LAYOUT_INDEX).is_file():
+        return _read_shards(folder / _LAYOUT_INDEX)
     file = folder / _LAYOUT_PICKLE
-    if not file.is_file() or (folder / _LAYOUT_WEIGHTS).is_file():
+    if has_single_file or not file.is_file():
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     with parsing(f"cannot read {file}", DrafterError):
         weights = load_pickled_tensors(file)
         for name, value in weights.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
                 raise ValueError("the file must contain only a mapping from names to tensors")
+    return weights
+
+
+def _read_shards(index: Path) -> Weights:
+    """Read all tensors of the safetensors files that an index names."""
+    weight_map = read_json(index, DrafterError).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+    weights: Weights = {}
+    for name in sorted(set(map(str, names))):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise DrafterError(
+                f"{index} says that weights are in {name[:60]!r}, which is not a *.safetensors "
+                "file of the folder. Download the folder again."
+            )
+        shard = _read_safetensors(index.parent / name)
+        if repeated := weights.keys() & shard.keys():
+            raise DrafterError(
+                f"{index} names two files with the tensor {min(repeated)}, which may hold "
+                "different values. Download the folder again."
+            )
+        weights |= shard
     return weights
 
 

@@ -45,9 +45,10 @@ from typing import Any
 import torch
 
 from ...errors import DrafterError
-from ..drafters.eagle import EagleSizes
+from ..drafters.eagle import EagleDrafter, EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
 from ..targets.facts import parse_facts
+from ..targets.model_files import find_problems
 from . import layout
 from .layout import ForeignConfig, Layout, Weights
 
@@ -89,17 +90,26 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
     return packed
 
 
+def _check_zero_bias(weights: Weights) -> None:
+    if weights["fc.bias"].any():
+        raise DrafterError(
+            "the tensor fc.bias is not zero, but config.json says that this drafter has no such "
+            "bias; restore the original files, or export the drafter again."
+        )
+
+
 def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
     unpacked = _scaled(weights, sizes, 1 / sizes.eagle_embedding_scale)
     if not sizes.eagle_fc_bias and "fc.bias" in unpacked:
         layout.check_shape(unpacked, "fc.bias", [sizes.hidden_size])
-        if unpacked.pop("fc.bias").any():
-            raise DrafterError(
-                "the tensor fc.bias is not zero, but config.json says that this drafter has no "
-                "such bias; export the drafter again."
-            )
+        _check_zero_bias(unpacked)
+        del unpacked["fc.bias"]
     if not sizes.eagle_input_norm:
         return unpacked
+    with torch.device("meta"):
+        state = EagleDrafter(sizes).state_dict()
+    if problem := find_problems(unpacked, _pack(state, sizes)):
+        raise DrafterError(f"{problem}; restore the file of weights.")
     renumbered: Weights = {}
     for name, value in unpacked.items():
         if not name.startswith("layers.0."):
@@ -164,11 +174,11 @@ def _read_sizes(
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     # In the EAGLE authors' code, the first layer has no norm before its attention. If the file has
     # such a norm, this tensor is refused as unexpected.
-    for key, name in {"bias": "fc.bias", "qkv_bias": "layers.0.self_attn.q_proj.bias"}.items():
-        if config.get(key) and name not in weights:
-            raise DrafterError(
-                f"config.json has {key} true, but the tensor {name} is missing; export the drafter again."
-            )
+    layout.check_bias(config, "bias", weights, "fc.bias")
+    # In SGLang's folders, ``bias`` is about the attention, and fc always has a bias.
+    is_for_sglang = "CausalLMEagle" in str(config.get("architectures"))
+    if config.get("bias") is False and not is_for_sglang and "fc.bias" in weights:
+        _check_zero_bias(weights)
     return replace(
         _read_sizes(weights, layout.drafter_facts(config), config), eagle_input_norm=False
     )

@@ -21,6 +21,7 @@ from ..targets.facts import rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+ACTIVATION = "silu"  # the activation function of all drafters, as transformers names it
 Weights = dict[str, Tensor]  # tensors by name, from a file or a drafter's state dict
 ForeignConfig = Mapping[str, Any]  # content of a config.json that another program wrote
 NO_CONFIG: ForeignConfig = MappingProxyType({})
@@ -88,7 +89,6 @@ class Layout:
 def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
     """Return the keys of config.json that describe the target."""
     return {
-        "hidden_act": "silu",
         "hidden_size": sizes.hidden_size,
         "num_attention_heads": sizes.n_heads,
         "max_position_embeddings": sizes.max_position_embeddings,
@@ -100,6 +100,7 @@ def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
 def llama_config(sizes: Any) -> dict[str, Any]:
     """Return the keys of config.json that describe a drafter's decoder layers for all engines."""
     return target_keys(sizes) | {
+        "hidden_act": ACTIVATION,
         "intermediate_size": sizes.self_attention_mlp_width,
         "num_key_value_heads": sizes.self_attention_kv_heads,
         "head_dim": sizes.head_dim,
@@ -155,6 +156,12 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "config.json has layers with a sliding window, which is not supported. Choose another "
             "drafter."
         )
+    # transformers has "swish" as another name of "silu".
+    if (activation := config.get("hidden_act")) not in (ACTIVATION, "swish", None):
+        raise DrafterError(
+            f"config.json has hidden_act {str(activation)[:60]}, but only {ACTIVATION} is "
+            "supported. Choose another drafter."
+        )
     names = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", *needed)
     with parsing("config.json cannot be used", DrafterError, "Restore the original file."):
         stated: dict[str, Any] = {}
@@ -189,7 +196,7 @@ def layer_facts(
 
     Args:
         layer: prefix of the names of the layer's tensors, without the trailing dot.
-        config: the drafter's config.json. It is refused if its sizes contradict the shapes.
+        config: the drafter's config.json. It is refused if it contradicts the tensors.
     """
     keys = f"{layer}.self_attn.k_proj.weight"
     gate = f"{layer}.mlp.gate_proj.weight"
@@ -197,6 +204,10 @@ def layer_facts(
     mlp_width = rows(weights, gate)
     check_size(config, "num_key_value_heads", n_kv_heads, weights, keys)
     check_size(config, "intermediate_size", mlp_width, weights, gate)
+    queries = f"{layer}.self_attn.q_proj.bias"
+    check_bias(config, "qkv_bias", weights, queries)
+    check_bias(config, "attention_bias", weights, queries)
+    check_bias(config, "mlp_bias", weights, f"{layer}.mlp.gate_proj.bias")
     return {"self_attention_kv_heads": n_kv_heads, "self_attention_mlp_width": mlp_width}
 
 
@@ -215,8 +226,19 @@ def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, nam
         )
 
 
+def check_bias(config: ForeignConfig, key: str, weights: Weights, name: str) -> None:
+    """Refuse a config.json in which a key calls for a bias that the file does not have."""
+    if config.get(key) and name not in weights:
+        raise DrafterError(
+            f"config.json has {key} true, but the tensor {name} is missing; restore the original "
+            "files."
+        )
+
+
 def check_shape(weights: Weights, name: str, shape: list[int]) -> None:
-    """Refuse a tensor that has another shape than the drafter's sizes imply."""
+    """Refuse a tensor that is missing, or has another shape than the drafter's sizes imply."""
+    if name not in weights:
+        raise DrafterError(f"the tensor {name} {shape} is missing; restore the file of weights.")
     found = list(weights[name].shape)
     if found != shape:
         raise DrafterError(

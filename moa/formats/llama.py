@@ -18,7 +18,7 @@ def _config(sizes: IndependentSizes, target_config: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_act": "silu",
+        "hidden_act": layout.ACTIVATION,
         "hidden_size": block.width,
         "intermediate_size": block.mlp_width,
         "num_hidden_layers": sizes.independent_layers,

@@ -146,6 +146,7 @@ def _vllm_unfit(sizes: MoASizes) -> Iterator[str]:
 
 def _vllm_config(sizes: MoASizes, target_config: Any) -> dict[str, Any]:
     values = layout.target_keys(sizes) | {
+        "hidden_act": layout.ACTIVATION,
         "model_type": _MODEL_TYPE,
         "architectures": ["MOASpecModel"],
         "kv_hidden_size": sizes.kv_width,

@@ -151,7 +151,6 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     )
     plain = {
         "model_type": ("llama", "qwen3"),
-        "hidden_act": ("silu",),
         "num_hidden_layers": (1,) if kind == "eagle3" else (layout.count_layers(weights),),
         "partial_rotary_factor": (None, 1),
         "target_hidden_size": (None, layers.get("hidden_size")),

@@ -3,9 +3,10 @@
 Weights that do not fit config.json, or are not finite, raise TargetError.
 """
 
+import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,6 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
     """
     facts = load_facts(folder)
     headers = _read_headers(folder, facts.config)
-    n_held = _count_values(headers)
-    n_needed = facts.n_weights
-    if n_held < n_needed:
-        raise _too_few(folder, n_held, n_needed)
     _load_fitting(folder, headers, facts, dtype, device_map="meta")
     vocabulary = []
     for file in bundle.weight_files(folder):
@@ -101,10 +98,7 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
     # Some configs do not have the attribute ``tie_word_embeddings``.
     is_tied = getattr(facts.config, "tie_word_embeddings", False)
     if is_tied and not all(torch.equal(values, vocabulary[0]) for values in vocabulary):
-        raise TargetError(
-            f"{folder}: lm_head.weight differs from the embeddings, although config.json ties the "
-            f"two (tie_word_embeddings). {_ADVICE}"
-        )
+        raise _misfit(folder, facts.config, _differing_head(vocabulary[0]))
 
 
 def _load_fitting(
@@ -133,22 +127,40 @@ def _load_fitting(
             )  # fmt: skip
         except RuntimeError as error:
             # transformers stacks the experts' weights, and does not report which weights could not
-            # be stacked. So find out which weights have other shapes.
-            counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
-            for name, header in headers.items():
-                pattern = _NUMBER.sub("*", name)
-                if ".experts." in pattern:
-                    counts[pattern, tuple(header.shape)] += 1
-            if len(set(counts.values())) < 2:
+            # be stacked.
+            if not (problem := _find_expert_problem(headers)):
                 raise
-            n_tensors, (pattern, shape) = min(zip(counts.values(), counts.keys(), strict=True))
-            raise TargetError(
-                f"{folder}: the weights of its experts cannot be stacked, because only "
-                f"{n_tensors:,} tensors {pattern} have the shape {list(shape)}. {_ADVICE}"
-            ) from error
+            raise _misfit(folder, facts.config, problem) from error
     model, info = loaded
     _check_fit(folder, headers, facts.config, model, info)
     return model
+
+
+def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
+    """Describe the first tensor of an expert that is missing or has another shape than most.
+
+    All layers with experts must have the same number of experts. The result is empty if all tensors
+    fit.
+    """
+    # Parts of a name between its numbers -> shapes of the tensors with such names, by their numbers
+    # (of the layer and of the expert).
+    groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
+    for name, header in headers.items():
+        if ".experts." in name:
+            numbers = tuple(map(int, _NUMBER.findall(name)))
+            groups[tuple(_NUMBER.split(name))][numbers] = tuple(header.shape)
+    for parts, shapes in groups.items():
+        shape = Counter(shapes.values()).most_common(1)[0][0]
+        axes = (sorted(set(axis)) for axis in zip(*shapes, strict=True))
+        for numbers in itertools.product(*axes):
+            name = parts[0]
+            for number, part in zip(numbers, parts[1:], strict=True):
+                name += f"{number}{part}"
+            if numbers not in shapes:
+                return f"missing tensor {name} {list(shape)}"
+            if shapes[numbers] != shape:
+                return f"{name} has shape {list(shapes[numbers])}, expected {list(shape)}"
+    return ""
 
 
 def check_vocabulary(folder: Path) -> None:
@@ -266,6 +278,9 @@ def _check_fit(
     """
     expected = model.state_dict()
     problem = find_problems(_stored_headers(headers, config, expected, info), expected)
+    if problem and (expert_problem := _find_expert_problem(headers)):
+        # transformers names only the stacked weights of the experts.
+        problem = expert_problem
     head = model.get_output_embeddings().weight
     # Skip this check on the meta device, where weights have no values that transformers could
     # compare.
@@ -274,20 +289,27 @@ def _check_fit(
         and getattr(model.config, "tie_word_embeddings", False)
         and head is not model.get_input_embeddings().weight
     ):
-        problem = (
-            problem
-            or f"lm_head.weight {list(head.shape)} differs from the embeddings, to which config.json "
-            "ties it (tie_word_embeddings)"
-        )
+        problem = problem or _differing_head(head)
     if problem:
-        # Read the values from a dict, because Gemma 4 refuses to read attributes that differ
-        # between layers.
-        known = config.to_dict()
-        values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
-        raise TargetError(
-            f"the weights of {folder} do not fit config.json: {problem}. config.json has "
-            f"{', '.join(values)}. {_ADVICE}"
-        )
+        raise _misfit(folder, config, problem)
+
+
+def _differing_head(head: Tensor) -> str:
+    return (
+        f"lm_head.weight {list(head.shape)} differs from the embeddings, to which config.json ties "
+        "it (tie_word_embeddings)"
+    )
+
+
+def _misfit(folder: Path, config: Any, problem: str) -> TargetError:
+    # Read the values from a dict, because Gemma 4 refuses to read attributes that differ between
+    # layers.
+    known = config.to_dict()
+    values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
+    return TargetError(
+        f"the weights of {folder} do not fit config.json: {problem}. config.json has "
+        f"{', '.join(values)}. {_ADVICE}"
+    )
 
 
 def _stored_headers(

@@ -162,7 +162,10 @@ def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHea
         error_class: the file is missing, damaged or truncated.
     """
     with parsing(f"{file} is damaged or cut short", error_class, "Restore or download it again."):
-        check_regular(file)
+        try:
+            check_regular(file)
+        except FileNotFoundError as error:
+            raise error_class(f"{file} is missing. Restore or download it again.") from error
         with safe_open(file, framework="pt") as tensors:
             headers: dict[str, TensorHeader] = {}
             # `tensors` is not a dict and supports no iteration, so `keys()` is necessary.

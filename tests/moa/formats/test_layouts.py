@@ -408,7 +408,8 @@ def test_wrong_tensors_are_named(tmp_path: Path, name: Any, own_key: bool) -> No
     [
         ("eagle3", "num_hidden_layers", 2), ("eagle3", "attention_bias", True),
         ("eagle3", "mlp_bias", True), ("eagle3", "bias", True),
-        ("eagle", "bias", True), ("eagle", "qkv_bias", True),
+        ("eagle", "bias", True), ("eagle", "qkv_bias", True), ("eagle", "attention_bias", True),
+        ("eagle", "mlp_bias", True), ("dflash", "attention_bias", True),
     ],
 )  # fmt: skip
 def test_tensors_that_a_config_calls_for_are_missed(
@@ -422,6 +423,30 @@ def test_tensors_that_a_config_calls_for_are_missed(
     change_json(tmp_path / "config.json", **{key: value})
     with pytest.raises(DrafterError, match=f"{key} "):
         load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash", "dspark", "moa-vllm"])
+def test_other_activations_are_refused(tmp_path: Path, name: str, own_key: bool) -> None:
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    if not own_key:
+        without_own_key(tmp_path)
+    change_json(tmp_path / "config.json", hidden_act="gelu")
+    with pytest.raises(DrafterError, match="hidden_act gelu"):
+        load_drafter(tmp_path)
+
+
+def test_a_bias_of_fc_that_a_config_denies_is_refused(tmp_path: Path) -> None:
+    """In SGLang's folders, ``bias`` is about the attention."""
+    model = build_model()
+    drafter = build_eagle(model, eagle_input_norm=False, eagle_fc_bias=True)
+    write(drafter, "eagle", tmp_path, model)
+    without_own_key(tmp_path, bias=False)
+    with pytest.raises(DrafterError, match=r"fc\.bias is not zero, but config\.json"):
+        load_drafter(tmp_path)
+    change_json(tmp_path / "config.json", architectures=["LlamaForCausalLMEagle"])
+    assert torch.equal(features(load_drafter(tmp_path), model), features(drafter, model))
 
 
 @pytest.mark.parametrize("own_key", [True, False])
@@ -447,6 +472,7 @@ def test_an_fc_layer_of_another_shape_is_named(
         ("fc.bias", torch.zeros(7)),
         ("layers.0.self_attn.o_proj.weight", torch.full((48, 48), torch.nan)),
         ("layers.0.mlp.up_proj.weight", torch.zeros(3)),
+        ("layers.1.self_attn.q_proj.bias", torch.zeros(48)),
     ],
 )
 def test_an_additional_layer_that_does_not_return_its_input_is_named(
@@ -456,6 +482,17 @@ def test_an_additional_layer_that_does_not_return_its_input_is_named(
     write_weights(tmp_path, load_file(tmp_path / "model.safetensors") | {key: value})
     with pytest.raises(DrafterError, match=rf"{key}.*{re.escape(str(list(value.shape)))}"):
         load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_missing_tensors_are_named_with_their_shape(tmp_path: Path, name: str) -> None:
+    model = build_model()
+    write(build(name, model), name, tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    for key in weights.keys() - {EMBEDDINGS, "fc.bias"}:
+        write_weights(tmp_path, weights | {key: None})
+        with pytest.raises(DrafterError, match=r"tensor \S+ \[.*missing|missing tensor \S+ \["):
+            load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -484,16 +521,20 @@ def test_two_names_of_one_tensor_are_named(tmp_path: Path, name: str, key: str, 
         ("llama", f"model.{LM_HEAD}", [67, 32]),
     ],
 )
-def test_copies_of_the_targets_tensors_of_another_shape_are_named(
+def test_copies_of_the_targets_tensors_that_are_damaged_are_named(
     tmp_path: Path, name: str, key: str, shape: list[int]
 ) -> None:
-    """The target's tensors are used in place of them, so their values may be any."""
+    """The target's tensors are used in place of them, so any finite values are accepted."""
     write_usual(name, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    write_weights(tmp_path, weights | {key: torch.full(shape, torch.nan)})
+    tensor = key.removeprefix("model.")
+    write_weights(tmp_path, weights | {key: torch.full(shape, 3.0)})
     load_drafter(tmp_path)
+    write_weights(tmp_path, weights | {key: torch.full(shape, torch.nan)})
+    with pytest.raises(DrafterError, match=re.escape(f"values of {tensor} {shape} are NaN")):
+        load_drafter(tmp_path)
     write_weights(tmp_path, weights | {key: torch.ones(999, 5)})
-    said = f"{key.removeprefix('model.')} has shape [999, 5], expected {shape}"
+    said = f"{tensor} has shape [999, 5], expected {shape}"
     with pytest.raises(DrafterError, match=re.escape(said)):
         load_drafter(tmp_path)
 
@@ -504,7 +545,21 @@ CONTRADICTIONS = [
     for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers")
     # In these formats, the number of layers is that of the target.
     if key != "num_hidden_layers" or name not in (*MOA, "moa-eagle")
-]
+] + [
+    ("eagle", "hidden_act"), ("eagle", "tie_word_embeddings"), ("eagle", "attention_bias"),
+    ("eagle", "qkv_bias"), ("eagle", "mlp_bias"), ("eagle", "bias"), ("eagle3", "mlp_bias"),
+    ("dflash", "attention_bias"), ("llama", "tie_word_embeddings"), ("moa-vllm", "hidden_act"),
+]  # fmt: skip
+
+
+def test_a_config_of_the_target_may_differ_from_the_drafter(tmp_path: Path) -> None:
+    model = build_model(hidden_act="gelu", tie_word_embeddings=True, attention_bias=True)
+    for name in ("moa", "moa-eagle"):
+        drafter = build(name, model)
+        write(drafter, name, tmp_path, model)
+        assert load_drafter(tmp_path).config == drafter.config
+        without_own_key(tmp_path)
+        load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "key"), CONTRADICTIONS)
@@ -862,6 +917,37 @@ def same_weights(one: Any, other: Any) -> bool:
     return weights.keys() == others.keys() and all(
         torch.equal(value, others[name]) for name, value in weights.items()
     )
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    model = build_model()
+    drafter = build("eagle3", model)
+    write(drafter, "eagle3", tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    weight_map: dict[str, Any] = {}
+    for file, parts in shards.items():
+        save_file({name: weights[name] for name in parts}, tmp_path / file)
+        weight_map |= dict.fromkeys(parts, file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert same_weights(load_drafter(tmp_path), drafter)
+    for wrong in ("../model-1.safetensors", "model-1.bin", 3):
+        index.write_text(json.dumps({"weight_map": weight_map | {"x": wrong}}))
+        with pytest.raises(DrafterError, match="file of the folder"):
+            load_drafter(tmp_path)
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    save_file(weights, tmp_path / "model-2.safetensors")
+    with pytest.raises(DrafterError, match=f"two files with the tensor {names[0]}"):
+        load_drafter(tmp_path)
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(DrafterError, match=r"model-2\.safetensors is missing\. Restore"):
+        load_drafter(tmp_path)
+    index.unlink()
+    with pytest.raises(DrafterError, match=r"model\.safetensors is missing\. Restore"):
+        load_drafter(tmp_path)
 
 
 def test_official_layout_as_pickle_and_its_faults(tmp_path: Path) -> None:
