@@ -3,13 +3,14 @@
 They make random numbers reproducible, and provide a folder with a model, chats and a store.
 """
 
+import gc
 import importlib.util
 import os
 import random
 import signal
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,21 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             file.write_text(first)
             patch.setenv("SSL_CERT_FILE", str(file))
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Hide what collection leaves from the garbage collector.
+
+    These are imported modules and the tests themselves, a million objects that stay until the end.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

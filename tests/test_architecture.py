@@ -87,6 +87,14 @@ def room_of(module: str) -> str:
     return "root" if module in LEAVES else max(inside, key=len, default=module)
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node, without the nodes of their expressions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from statements(child)
+
+
 @cache
 def imports(module: str) -> tuple[tuple[int, str], ...]:
     """Return the imports of a module as (line, absolute name).
@@ -95,7 +103,7 @@ def imports(module: str) -> tuple[tuple[int, str], ...]:
     """
     package = ["moa_data", *module.split(".")[:-1]]
     found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(modules()[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

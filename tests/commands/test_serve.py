@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from openai import OpenAI
 
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
@@ -114,6 +113,8 @@ def test_signals_let_answers_end(
     model: Path, tls: tuple[Path, list[str]], number: signal.Signals
 ) -> None:
     """The libraries below write nothing into the log, whose lines are JSON, after garbage."""
+    from openai import OpenAI
+
     authority, options = tls
     trusted = ssl.create_default_context(cafile=authority)
     drafting = ("--drafter", str(model.parent / "run"), "--target-ms", "100", "--tree", "3")
@@ -155,6 +156,8 @@ def test_signals_let_answers_end(
 
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait(model: Path) -> None:
+    from openai import OpenAI
+
     with (
         serving(model, "--target-ms", "500") as (process, _, address),
         OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client,

@@ -14,9 +14,8 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["moa_data.tests.kit.apart", "moa_data.tests.kit.runs", "moa_data.tests.kit.serving",
-     "moa_data.pipeline.add", "moa_data.pipeline.regenerate", "moa_data.pipeline.recode",
-     "transformers.models.llama.modeling_llama"]
+    ["moa_data.tests.kit.apart", "moa_data.pipeline.add", "moa_data.pipeline.regenerate",
+     "moa_data.pipeline.recode", "transformers.models.llama.modeling_llama"]
 )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, write_target
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+from moa_data.tests.kit.variants import quick, quick_rows
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,7 @@ def test_the_bundle_is_cut_from_the_loaded_target_in_the_dtype_of_its_weights(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float32 holds bfloat16 weights exactly, so no second target needs to be loaded."""
+    config = config.replaced(part_tokens=1 << 20, activations=("hidden:last",))
     extract(config.replaced(compute_dtype="bfloat16"))
     bundle = Path(config.out) / "target"
     assert FrozenTarget.load(bundle, 1, None).lm_head_weight.dtype == torch.bfloat16
@@ -156,8 +158,7 @@ def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
 def test_a_second_run_has_nothing_to_do_and_changes_nothing(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extract(config)
-    before = read_tree(config.out)
+    _, before = extracted(config)
     # The number of encoding threads does not change the bytes.
     extract(elsewhere(config).replaced(encode_threads=3))
     assert read_tree(elsewhere(config).out) == before
@@ -168,6 +169,7 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
     assert read_tree(config.out) == before
 
 
+NAN = float("nan")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 KEPT = r"\d of \d parts are finished in .*Run the same command again"
 
@@ -192,7 +194,15 @@ KEPT = r"\d of \d parts are finished in .*Run the same command again"
             r"No space left while writing .*run the same command again",
         ),
         # Call 0 runs a few tokens to check the target.
-        (forwards_module, "capture", 1, KeyboardInterrupt(), Interrupted, KEPT),
+        pytest.param(
+            forwards_module,
+            "capture",
+            1,
+            KeyboardInterrupt(),
+            Interrupted,
+            KEPT,
+            marks=pytest.mark.slow,
+        ),
         (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, KEPT),
     ],
 )
@@ -255,7 +265,7 @@ def spoil_weights(file: Path, value: float) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", quick([1, 2], [2]))
 def test_a_target_that_lacks_weights_leaves_nothing(
     config: ExtractConfig, model: Path, workers: int
 ) -> None:
@@ -270,8 +280,10 @@ def test_a_target_that_lacks_weights_leaves_nothing(
     assert extract(config.replaced(workers=1)).n_parts_done > 1
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("value", [float("nan"), 3e38])
+@pytest.mark.parametrize(
+    ("value", "workers"),
+    quick_rows([(NAN, 1), (NAN, 2), (3e38, 1), (3e38, 2)], [(NAN, 2), (3e38, 1)]),
+)
 def test_a_target_whose_values_are_not_finite_leaves_nothing(
     config: ExtractConfig, model: Path, value: float, workers: int
 ) -> None:
@@ -297,7 +309,7 @@ def test_a_store_of_another_target_without_parts_is_begun_anew(
     config: ExtractConfig, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it is reused: neither sequences nor bundle, nor what its codec has learned."""
-    config = config.replaced(codec="transform:3", activations=("hidden:last",))
+    config = config.replaced(codec="transform:3", activations=("hidden:last",), part_tokens=1 << 20)
     other = config.replaced(model=str(model))
     spoil_weights(model / "model.safetensors", 0.5)
     with monkeypatch.context() as patch:
@@ -317,7 +329,7 @@ def test_the_bytes_do_not_depend_on_the_network(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch, is_offline: bool
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
-    extract(config)
+    extract(config.replaced(part_tokens=1 << 20, activations=("hidden:last",)))
     saved = json.loads((Path(config.out) / "target/tokenizer_config.json").read_text())
     assert not saved.keys() & {"local_files_only", "is_local", "name_or_path"}
 
@@ -353,9 +365,8 @@ CHANGES = {
 
 
 def test_a_changed_target_is_refused_by_name(config: ExtractConfig, model: Path) -> None:
+    _, before = extracted(config)
     config = config.replaced(model=str(model))
-    extract(config)
-    before = read_tree(config.out)
     for key, (name, old, new) in CHANGES.items():
         content = (model / name).read_bytes()
         if old is None:

@@ -108,7 +108,7 @@ def test_an_interrupted_pull_goes_on(hub: Hub, room: Path, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("first", [1, 6, 20])
+@pytest.mark.parametrize("first", [1, pytest.param(6, marks=pytest.mark.slow), 20])
 def test_a_disk_that_refuses_a_pull_is_named_and_the_pull_goes_on(
     hub: Hub, room: Path, tmp_path: Path, first: int
 ) -> None:

@@ -258,19 +258,21 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(
 @pytest.mark.parametrize(
     ("name", "attention", "keys", "order", "described"),
     [
-        (
+        pytest.param(
             "qwen3_moe",
             "sdpa",
             "after RoPE, positions",
             "per kv head the key",
             "attention keys after RoPE",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "gemma2",
             "eager",
             "after RoPE, positions",
             "per kv head the key",
             "attention keys after RoPE",
+            marks=pytest.mark.slow,
         ),
         (
             "gpt_oss",

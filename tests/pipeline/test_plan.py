@@ -527,7 +527,10 @@ def test_batches_hold_neighbours_of_a_part_and_keep_to_the_budget(config: Extrac
     )
 
 
-@pytest.mark.parametrize("codec", ["lossless", "int8", "transform:1,tokens,from-kv"])
+@pytest.mark.parametrize(
+    "codec",
+    ["lossless", pytest.param("int8", marks=pytest.mark.slow), "transform:1,tokens,from-kv"],
+)
 def test_a_plan_is_timed_and_leaves_nothing(
     config: ExtractConfig, tmp_path: Path, codec: str
 ) -> None:

@@ -247,7 +247,7 @@ def test_answers_are_those_of_plain_decoding_turn_by_turn(
 def test_drafts_change_no_distribution_and_greedily_no_word(
     config: RegenerateConfig, drafter_folder: Path, temperature: float
 ) -> None:
-    config = config.replaced(max_rows=3, max_new_tokens=8 if temperature else 36)
+    config = config.replaced(max_rows=3, max_new_tokens=8 if temperature else 12)
     drafted = elsewhere(config, "drafted", drafter=str(drafter_folder), temperature=temperature)
     regenerate(drafted)
     settings = record(drafted)["settings"]

@@ -195,7 +195,7 @@ def test_any_number_of_workers_writes_the_bytes_of_one(
     assert crew.told[-1][:2] == (n_tokens, n_tokens)
 
 
-@pytest.mark.parametrize("n_killed", [1, 2])
+@pytest.mark.parametrize("n_killed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_parts_of_killed_workers_are_done_by_the_others(
     crew: Crew, whole: dict[str, bytes], n_killed: int
 ) -> None:

@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
-import openai
 import pytest
-from openai import OpenAI
 
 from moa_data.moa.targets.live import Target
 from moa_data.serving.api import RequestOutput
@@ -24,6 +22,9 @@ from moa_data.tests.kit.attackers import connect, post, stay_silent, wait_for_en
 from moa_data.tests.kit.certificates import make_certificates
 from moa_data.tests.kit.drafters import build_drafter
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text, text_target, wait_for
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 JSON = {"content-type": "application/json"}
@@ -44,18 +45,20 @@ def server(target: Target) -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def client(server: LiveServer) -> Iterator[OpenAI]:
+def client(server: LiveServer) -> "Iterator[OpenAI]":
     with client_of(server) as client:
         yield client
 
 
-def client_of(server: LiveServer, key: str = "none", **options: Any) -> OpenAI:
+def client_of(server: LiveServer, key: str = "none", **options: Any) -> "OpenAI":
+    from openai import OpenAI
+
     return OpenAI(
         base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60, **options
     )
 
 
-def ask(client: OpenAI, said: Any = "Hello there", **options: Any) -> Any:
+def ask(client: "OpenAI", said: Any = "Hello there", **options: Any) -> Any:
     create: Any = client.chat.completions.create
     options = {"model": MODEL, "temperature": 0, "max_tokens": 16} | options
     return create(messages=[{"role": "user", "content": said}], **options)
@@ -65,14 +68,16 @@ def text_of(answer: Any) -> str:
     return str(answer.choices[0].message.content)
 
 
-def streamed(client: OpenAI, **options: Any) -> tuple[str, list[Any]]:
+def streamed(client: "OpenAI", **options: Any) -> tuple[str, list[Any]]:
     chunks = list(ask(client, stream=True, **options))
     return "".join(
         chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
     ), chunks
 
 
-def test_a_chat_is_answered_as_by_plain_decoding(client: OpenAI, target: Target) -> None:
+def test_a_chat_is_answered_as_by_plain_decoding(client: "OpenAI", target: Target) -> None:
+    import openai
+
     answer = ask(client)
     assert text_of(answer) == plain_text(target, "Hello there", 16) != ""
     assert answer.choices[0].finish_reason == "length"
@@ -90,7 +95,7 @@ def test_a_chat_is_answered_as_by_plain_decoding(client: OpenAI, target: Target)
         client.models.retrieve("gpt-9")
 
 
-def test_streaming_gives_the_same_in_pieces(client: OpenAI, target: Target) -> None:
+def test_streaming_gives_the_same_in_pieces(client: "OpenAI", target: Target) -> None:
     text, chunks = streamed(client, stream_options={"include_usage": True})
     assert text == plain_text(target, "Hello there", 16)
     assert len({chunk.id for chunk in chunks}) == 1
@@ -106,7 +111,7 @@ def test_streaming_gives_the_same_in_pieces(client: OpenAI, target: Target) -> N
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
-def test_completions_take_a_text_or_tokens(client: OpenAI, target: Target) -> None:
+def test_completions_take_a_text_or_tokens(client: "OpenAI", target: Target) -> None:
     tokens = target.tokenizer("the cat sat")["input_ids"]
     expected = plain_text(target, tokens, 16)
     for prompt in ("the cat sat", tokens, ["the cat sat"], [tokens]):
@@ -120,7 +125,9 @@ def test_completions_take_a_text_or_tokens(client: OpenAI, target: Target) -> No
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_answers_end_at_stop_strings_wherever_tokens_begin(client: OpenAI, target: Target) -> None:
+def test_answers_end_at_stop_strings_wherever_tokens_begin(
+    client: "OpenAI", target: Target
+) -> None:
     text = plain_text(target, "Hello there", 40)
     stops = [
         stop
@@ -137,7 +144,7 @@ def test_answers_end_at_stop_strings_wherever_tokens_begin(client: OpenAI, targe
     assert text_of(ask(client, max_tokens=40, stop=text[-3:] + "?")) == text
 
 
-def test_seed_and_temperature(client: OpenAI) -> None:
+def test_seed_and_temperature(client: "OpenAI") -> None:
     def answer(**changes: Any) -> str:
         return text_of(
             ask(client, **{"temperature": 1.0, "top_p": 0.9, "max_tokens": 10} | changes)
@@ -232,8 +239,10 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
 
 @pytest.mark.parametrize(("changes", "param", "code"), BAD, ids=lambda value: str(value)[:60])
 def test_bad_requests_are_refused_in_the_api_s_form(
-    client: OpenAI, changes: dict[str, Any], param: str | None, code: str
+    client: "OpenAI", changes: dict[str, Any], param: str | None, code: str
 ) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/chat/completions", body=BODY | changes, cast_to=object)
     error = caught.value
@@ -243,7 +252,7 @@ def test_bad_requests_are_refused_in_the_api_s_form(
     assert error.request_id is not None
 
 
-def test_settings_that_change_nothing_are_taken(client: OpenAI) -> None:
+def test_settings_that_change_nothing_are_taken(client: "OpenAI") -> None:
     answer = ask(
         client, n=1, frequency_penalty=0, presence_penalty=0.0, logprobs=False, logit_bias={},
         user="me", stop=None,
@@ -296,6 +305,8 @@ def test_garbage_is_refused(server: LiveServer) -> None:
 
 
 def test_tokens_let_their_owners_in(target: Target) -> None:
+    import openai
+
     with LiveServer(target, tokens=["secret-1", "secret-2"]) as server:
         with client_of(server, "secret-1") as client:
             assert ask(client, max_tokens=2).usage.completion_tokens == 2
@@ -316,6 +327,8 @@ def test_tokens_let_their_owners_in(target: Target) -> None:
 
 
 def test_rates_are_bounded(target: Target) -> None:
+    import openai
+
     with LiveServer(
         target, tokens=["one", "two"], requests_per_s=0.5, requests_at_once=2
     ) as server:
@@ -331,6 +344,8 @@ def test_rates_are_bounded(target: Target) -> None:
 
 
 def test_a_full_server_says_so(target: Target) -> None:
+    import openai
+
     with (
         LiveServer(target, max_sequences=1, max_waiting=1, target_ms=20) as server,
         client_of(server) as client,
@@ -347,6 +362,8 @@ def test_a_full_server_says_so(target: Target) -> None:
 
 
 def test_answers_that_take_too_long_end(target: Target) -> None:
+    import openai
+
     with LiveServer(target, target_ms=50, answer_s=1.0) as server, client_of(server) as client:
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, max_tokens=100)
@@ -405,6 +422,8 @@ def test_a_slow_reader_is_held_and_loses_nothing(
 
 
 def test_metrics_count_what_happened(target: Target) -> None:
+    import openai
+
     with (
         LiveServer(target, {"moa": build_drafter(target.model)}, tree="3") as server,
         client_of(server) as client,
@@ -434,6 +453,8 @@ def test_metrics_count_what_happened(target: Target) -> None:
 def test_each_request_is_one_json_line(
     server: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import openai
+
     wait_for(lambda: not server.service.metrics.n_in_flight)
     time.sleep(0.05)  # A request is logged after its answer.
     with caplog.at_level(logging.INFO, LOG.name), client_of(server) as client:
@@ -453,6 +474,8 @@ def test_each_request_is_one_json_line(
 
 def test_tls_with_an_authority_of_one_s_own(target: Target, tmp_path: Path) -> None:
     """Handshakes must end in time, and silent ones give way."""
+    import openai
+
     authority, tls = make_certificates(tmp_path)
     with LiveServer(target, max_connections_each=4, head_s=0.3, **tls) as server:
         assert server.address.startswith("https://")
@@ -483,6 +506,8 @@ def test_idle_connections_do_not_hold_up_a_drain(target: Target) -> None:
 
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 def test_a_server_that_cannot_wait_breaks_answers_off(target: Target, how: str) -> None:
+    import openai
+
     with LiveServer(target, target_ms=100, grace_s=1 if how == "grace" else 600) as server:
         with client_of(server) as client:
             stream = ask(client, stream=True, max_tokens=200)

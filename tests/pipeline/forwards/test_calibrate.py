@@ -21,9 +21,9 @@ BY_KIND = {
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("qwen3_moe", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
         ("phi3", {}),  # rotates only a part of each head
-        ("glm4_moe", {}),
+        pytest.param("glm4_moe", {}, marks=pytest.mark.slow),
         ("gemma3_text", {"rope_parameters": BY_KIND}),
         (
             "gemma4_text",
