@@ -26,7 +26,7 @@ from moa_data.storage.schema import target_commit_path
 
 HEADROOM_BYTES = 3 << 29
 _UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-QUICK = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=_UNCHECKED)
+QUICK = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=_UNCHECKED)
 LONG = settings(max_examples=1000, deadline=None, suppress_health_check=_UNCHECKED)
 QUICK_AND_LONG = pytest.mark.parametrize(
     "how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["", "many"]
