@@ -36,7 +36,7 @@ def config(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ext
     folder = tmp_path_factory.mktemp("buckets")
     return ExtractConfig.of(
         model=str(target_folder),
-        dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(6))),
+        dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(5))),
         out=str(folder / "store"), max_length=64, device="cpu", target_layers=1, part_tokens=128,
         batch_tokens=128,
         activations=("hidden:last",),

@@ -84,7 +84,7 @@ class BackendContract:
         # The client repeats the call if the answer to the first one is lost.
         assert backend_of(location / "once").put_if_absent(b"first")
         assert backend_of(location / "once").read() == b"first"
-        for key in range(4):
+        for key in range(2):
             path = location / f"key-{key}"
             with ThreadPoolExecutor(8) as pool:
                 won = list(
@@ -94,7 +94,7 @@ class BackendContract:
                 )
             assert won.count(True) == 1
             assert backend_of(path).read() == b"by %d" % won.index(True)
-        assert len(backend_of(location).names_in()) == 5  # No half-written file is left.
+        assert len(backend_of(location).names_in()) == 3  # No half-written file is left.
 
     def test_a_file_is_replaced_where_it_holds_what_is_expected(self, location: StorePath) -> None:
         backend_of(location / "document").put(b"old")

@@ -26,9 +26,11 @@ from moa_data.errors import (
     StoreNotFound,
 )
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import FieldSpec
 from moa_data.storage.write.repair import drop_damage
 from moa_data.tests.kit.kills import killed_everywhere
-from moa_data.tests.kit.stores import Recipe, flip, make_recipe, read_tree
+from moa_data.tests.kit.stores import FIELDS, Recipe, flip, make_recipe, read_tree
+from moa_data.tests.kit.variants import quick_rows
 
 RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
@@ -53,19 +55,22 @@ def part_of(name: str) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "parts"),
-    [(1, (1,)), pytest.param(60, (0,), marks=pytest.mark.slow)],
+    ("positions", "parts", "fields"),
+    [
+        (1, (1,), (FIELDS[0], FIELDS[3])),
+        pytest.param(60, (0,), FIELDS, marks=pytest.mark.slow),
+    ],
     ids=["once", "many"],
 )
 def test_every_file_damaged_in_every_way(
-    tmp_path: Path, positions: int, parts: tuple[int, ...]
+    tmp_path: Path, positions: int, parts: tuple[int, ...], fields: tuple[FieldSpec, ...]
 ) -> None:
     """Damage is named, and its repair restores the same bytes.
 
     With many positions, only the files of one part are damaged: every mutation takes five openings
     of the store, which check all commits.
     """
-    recipe = make_recipe((70, 3, 130), part_tokens=192)
+    recipe = make_recipe((70, 3, 130), fields, part_tokens=192)
     store = recipe.write_bundled(tmp_path / "store")
     whole = read_tree(store)
     for name in (name for name in whole if part_of(name) in (None, *parts)):
@@ -189,10 +194,9 @@ def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.M
 # Only missing files and wrong bytes are damage. Nothing is deleted because the machine refuses a
 # call for another reason.
 
-QUICK = ("EACCES", "MemoryError")
-OTHERS = ("EMFILE", "ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP")
-ALL = (*QUICK, *OTHERS)
-REFUSALS = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
+ALL = (
+    "EACCES", "MemoryError", "EMFILE", "ENFILE", "EPERM", "EIO", "ESTALE", "ENOMEM", "ELOOP"
+)  # fmt: skip
 CALLS = (
     (os, "open"),
     (os, "stat"),
@@ -203,11 +207,16 @@ CALLS = (
     (builtins, "open"),
 )
 SHARD = "parts/kv/c.1.0.0.0.0"
+PATHS = (
+    SHARD, "commits/part-00001.json", "target/config.json", "commits/target.json", "store.json",
+    "plan.parquet", "commits/store.json", "parts/kv/zarr.json",
+)  # fmt: skip
 
 
 @pytest.fixture
-def store(tmp_path: Path, recipe: Recipe) -> Path:
-    return recipe.write_bundled(tmp_path / "store")
+def store(bundled_store: Path) -> Path:
+    """The store with its target bundle."""
+    return bundled_store
 
 
 def refusal(name: str, path: Any) -> Exception:
@@ -252,7 +261,7 @@ def n_calls(store: Path, action: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("EMFILE", 5), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ALL)],
+    [("EMFILE", 7), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ALL)],
 )
 def test_a_refusal_anywhere_is_no_damage(
     store: Path, recipe: Recipe, name: str, every: int
@@ -283,13 +292,13 @@ def test_a_refusal_anywhere_is_no_damage(
             assert read_tree(store) == whole, (action, at, lasting)
 
 
-@pytest.mark.parametrize("name", REFUSALS)
 @pytest.mark.parametrize(
-    "path",
-    [SHARD, "commits/part-00001.json", "target/config.json",
-     "commits/target.json", "store.json", "plan.parquet", "commits/store.json",
-     "parts/kv/zarr.json"],
-)  # fmt: skip
+    ("path", "name"),
+    quick_rows(
+        itertools.product(PATHS, ALL),
+        [*((path, "EACCES") for path in PATHS), (SHARD, "MemoryError"), (PATHS[5], "MemoryError")],
+    ),
+)
 def test_what_cannot_be_read_is_named_apart_from_damage(
     store: Path, recipe: Recipe, name: str, path: str
 ) -> None:

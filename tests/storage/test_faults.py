@@ -22,6 +22,7 @@ from moa_data.errors import StorageUnavailable
 from moa_data.storage.backend import open_path
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.verify import verify_store
+from moa_data.storage.schema import hidden_field, tokens_field
 from moa_data.tests.kit.faults import Faults, faulty
 from moa_data.tests.kit.object_stores import (
     Seaweed,
@@ -33,8 +34,7 @@ from moa_data.tests.kit.object_stores import (
 from moa_data.tests.kit.stores import Recipe, check_reads_equal, make_recipe, read_tree
 
 _log = logging.getLogger(__name__)  # shown by --log-cli-level=INFO
-LENGTHS = (70, 3, 64)
-RECIPE = make_recipe(LENGTHS)
+RECIPE = make_recipe((70, 3, 64), (tokens_field(), hidden_field("last", 16)))
 
 
 def write_together(location: str, recipe: Recipe, n_writers: int) -> None:
@@ -103,18 +103,17 @@ def test_writers_and_readers_behind_faults(
 WRITER = textwrap.dedent("""
     import sys
     from moa_data.storage.backend import open_path
-    from moa_data.tests.kit.stores import make_recipe
+    from moa_data.tests.storage.test_faults import RECIPE
 
-    recipe = make_recipe(tuple(map(int, sys.argv[2].split(","))))
     print("ready", flush=True)
     sys.stdin.readline()
-    recipe.write(open_path(sys.argv[1]), shares=True)
+    RECIPE.write(open_path(sys.argv[1]), shares=True)
 """)
 
 
 def start_writers(location: str, endpoint: str, n: int) -> list[subprocess.Popen[str]]:
     """Start processes that write a store. They begin together once all are ready."""
-    command = [sys.executable, "-c", WRITER, location, ",".join(map(str, LENGTHS))]
+    command = [sys.executable, "-c", WRITER, location]
     variables = {**os.environ, **environment(endpoint), "MOA_DATA_REMOTE_TIMEOUT_S": "60"}
     pipe = subprocess.PIPE
     processes = [

@@ -6,7 +6,7 @@ Its parts follow the order of the source; inside a part, the longest sequence co
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.errors import StoreDamaged
@@ -23,6 +23,7 @@ def table(lengths: list[int]) -> pa.Table:
     return pa.table(dict(zip(SEQUENCE_SCHEMA.names, columns, strict=True)), schema=SEQUENCE_SCHEMA)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=40),
     st.integers(1, 1000),

@@ -25,6 +25,7 @@ from moa_data.storage.object_store import ObjectStore
 from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read_cache import ReadCache, RemoteFile, cache_at, fetch_ranges
+from moa_data.storage.schema import kv_field, tokens_field
 from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.stores import flip, make_recipe
 
@@ -114,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_no_loss(tmp_path: Path) -> None:
 def read_in_turns(folder: Path) -> None:
     """Read all files through a cache with room for half of them."""
     read = Reader(ReadCache(folder, 1500))
-    for turn in range(60):
+    for turn in range(30):
         read(("abc"[turn % 3], 10 * turn, 10 * turn + 250))
 
 
@@ -145,7 +146,8 @@ def test_threads_and_processes_share_a_folder(tmp_path: Path) -> None:
 def test_a_second_epoch_of_a_store_asks_for_nothing(
     tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = make_recipe((70, 3, 200, 64)).write(tmp_path / "local")
+    fields = (tokens_field(), kv_field(4, 2, 8))
+    local = make_recipe((70, 3, 200), fields).write(tmp_path / "local")
     remote = copy_up(local, f"{s3}/store")
     asked: list[tuple[str, int, int]] = []
     real = ObjectStore.read_ranges
@@ -155,6 +157,7 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(
         return real(bucket, ranges)
 
     monkeypatch.setattr(ObjectStore, "read_ranges", noting)
+    monkeypatch.setattr(read_cache, "BLOCK_BYTES", 4000)
     monkeypatch.setenv("MOA_DATA_CACHE_DIR", str(tmp_path / "cache"))
     with ActivationStore(local) as store:
         expected = store.read_batch(range(len(store)), list(store.fields))
@@ -169,7 +172,7 @@ def test_a_second_epoch_of_a_store_asks_for_nothing(
         assert bool(asked) is (epoch == 0)
         asked.clear()
     # Another store under the same names has other checksums, and so other blocks.
-    make_recipe((71, 3, 200, 64)).write(tmp_path / "other")
+    make_recipe((71, 3, 200), fields).write(tmp_path / "other")
     remote.bucket.delete(remote.names_below())
     copy_up(tmp_path / "other", f"{s3}/store")
     with (

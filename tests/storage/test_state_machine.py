@@ -22,13 +22,14 @@ from moa_data.errors import StoreDamaged, StoreError, StoreNotFound
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import to_float32
+from moa_data.storage.schema import hidden_field, to_float32, tokens_field
 from moa_data.storage.write.repair import drop_damage
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.kills import killed_at
-from moa_data.tests.kit.stores import FIELDS, make_recipe, read_tree
+from moa_data.tests.kit.stores import make_recipe, read_tree
 
-RECIPE = make_recipe((70, 3, 130, 64, 1), part_tokens=192)
+FIELDS = (tokens_field(), hidden_field("last", 16))
+RECIPE = make_recipe((70, 3, 130, 64, 1), FIELDS, part_tokens=192)
 N_PARTS = RECIPE.manifest.n_parts
 NEVER = 1 << 30  # No run changes the disk as often as this.
 
@@ -148,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert verify_store(out).ok
         with ActivationStore(out, require_complete=True) as reader:
             row = RECIPE.plan.slice(0, 1).to_pylist()[0]
-            wanted = to_float32(RECIPE.values(FIELDS[3], row), "bfloat16")
+            wanted = to_float32(RECIPE.values(FIELDS[1], row), "bfloat16")
             np.testing.assert_allclose(
                 to_float32(reader.read(0, "hidden/last"), "bfloat16"), wanted, atol=0.05
             )

@@ -18,7 +18,9 @@ import torch
 from moa_data.errors import DrafterError, StorageUnavailable
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets import model_files as tensor_file
+from moa_data.tests.kit.drafters import build
 from moa_data.tests.kit.runs import run
+from moa_data.tests.kit.training import tiny_model
 from moa_data.trainer import checkpoints
 from moa_data.trainer.checkpoints import CheckpointFiles, read_checkpoint, remove_leftovers
 
@@ -76,13 +78,13 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("was_there", [True, False])
 def test_before_each_change_of_a_save_all_is_old_or_new(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_there: bool
 ) -> None:
     """A copy made at such a moment is the state after a kill.
 
     The moments include the middle of each write.
     """
-    out, drafter = tmp_path / "out", load_drafter(trained)
+    out, drafter = tmp_path / "out", build("eagle", tiny_model())
     seen: list[Any] = []
     is_looking: list[bool] = []
     out.mkdir()

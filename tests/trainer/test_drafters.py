@@ -58,6 +58,13 @@ def hidden_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_store(tmp_path_factory.mktemp("hidden") / "store", activations=activations)
 
 
+@pytest.fixture(scope="module")
+def few_sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small store that every drafter can be trained from."""
+    activations = ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
+    return build_store(tmp_path_factory.mktemp("few") / "store", activations, n_sequences=18)
+
+
 @pytest.mark.parametrize("kind", quick(KINDS, ["dflash"]))
 def test_it_learns_resumes_and_decodes(
     store_path: Path, hidden_store: Path, tmp_path: Path, kind: str
@@ -213,9 +220,9 @@ def test_what_a_drafter_needs_is_read_and_nothing_else(
     quick(["int8", "transform:2@layer", "transform:2,tokens@all"], ["int8", "transform:2@layer"]),
 )
 def test_codes_of_what_a_drafter_needs_are_read(
-    store_of_all: Path, tmp_path: Path, codec: str
+    few_sequences: Path, tmp_path: Path, codec: str
 ) -> None:
-    recode(store_of_all, codec, tmp_path / "store")
+    recode(few_sequences, codec, tmp_path / "store")
     assert check_reads(tmp_path / "store", EAGLE3, *READS[3][1:]).keys() > {"hidden"}
     encoded = check_reads(tmp_path / "store", {"drafter": "glide"}, [2], [])
     if codec == "transform:2@layer":

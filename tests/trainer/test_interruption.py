@@ -29,7 +29,7 @@ pytestmark = [
 ]  # fmt: skip
 
 SETTINGS: dict[str, Any] = {
-    "optimizer": "muon", "micro_batch_size": 4, "max_steps": 12, "checkpoint_every": 4,
+    "optimizer": "muon", "micro_batch_size": 4, "max_steps": 8, "checkpoint_every": 4,
     "drafter": "eagle",
 }  # fmt: skip
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -54,8 +54,8 @@ def test_a_signal_in_each_phase(
         (checkpoints, "write_tensors", 1, signal.SIGHUP, 4),
         (DrafterModule, "validation_step", 2, signal.SIGTERM, 6),
         (data.ValidationBatches, "_read", 1, signal.SIGINT, 6),
-        (L.Trainer, "save_checkpoint", 3, signal.SIGTERM, 12),  # after the last step
-        (fit, "plot_curves", 1, signal.SIGINT, 12),
+        (L.Trainer, "save_checkpoint", 3, signal.SIGTERM, 8),  # after the last step
+        (fit, "plot_curves", 1, signal.SIGINT, 8),
     ]
     before = {signum: signal.getsignal(signum) for signum in STOPS}
     for index, (owner, name, n_th, signum, step) in enumerate(phases):
@@ -70,9 +70,9 @@ def test_a_signal_in_each_phase(
         assert {signum: signal.getsignal(signum) for signum in STOPS} == before, (
             "handlers are given back"
         )
-    assert train(store_path, parts, resume=True).n_steps == 12
+    assert train(store_path, parts, resume=True).n_steps == 8
     assert_same_run(whole, parts)
-    assert json.loads((parts / "report.json").read_text())["n_steps"] == 12
+    assert json.loads((parts / "report.json").read_text())["n_steps"] == 8
 
 
 def test_a_second_ctrl_c_ends_at_once(
@@ -100,7 +100,7 @@ def test_a_second_ctrl_c_ends_at_once(
     ):
         train(store_path, tmp_path / "run")
     monkeypatch.undo()
-    assert train(store_path, tmp_path / "run", resume=True).n_steps == 12
+    assert train(store_path, tmp_path / "run", resume=True).n_steps == 8
 
 
 def test_ignored_signals_stay_ignored(store_path: Path, tmp_path: Path, strike: Any) -> None:

@@ -45,6 +45,7 @@ def test_writing_checkpoints_is_no_waiting_for_data(
     monkeypatch.setattr(callbacks, "write_drafter", taking(100, checkpoints.write_drafter))
     monkeypatch.setattr(DrafterModule, "training_step", taking(1, DrafterModule.training_step))
     settings = {
+        "drafter": "eagle",
         "max_steps": 4,
         "micro_batch_size": 4,
         "checkpoint_every": 1,
@@ -90,14 +91,15 @@ def test_a_report_without_validation_is_valid_json(store_path: Path, tmp_path: P
     def refuse(constant: Any) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    report = run(store_path, tmp_path / "run", max_steps=2, validation_fraction=0.0)
+    settings = {"drafter": "eagle", "max_steps": 2, "validation_fraction": 0.0}
+    report = run(store_path, tmp_path / "run", **settings)
     facts = json.loads((tmp_path / "run" / "report.json").read_text(), parse_constant=refuse)
     assert (
         facts["best_expected_acceptance_length"] is report.best_expected_acceptance_length is None
     )
     assert facts["tokens_per_s"] == report.tokens_per_s > 0
     (tmp_path / "run" / "report.json").unlink()
-    again = run(store_path, tmp_path / "run", max_steps=2, validation_fraction=0.0, resume=True)
+    again = run(store_path, tmp_path / "run", **settings, resume=True)
     facts = json.loads((tmp_path / "run" / "report.json").read_text(), parse_constant=refuse)
     assert facts["tokens_per_s"] is facts["data_wait_share"] is again.tokens_per_s is None
     assert (tmp_path / "run" / "drafter").is_dir()
@@ -106,8 +108,9 @@ def test_a_report_without_validation_is_valid_json(store_path: Path, tmp_path: P
 def test_steps_are_reported_once_each(store_path: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
     config = settings(
-        store_path, tmp_path / "run", max_steps=3, micro_batch_size=2, validate_every=2, log_every=1
-    )
+        store_path, tmp_path / "run", drafter="eagle", max_steps=3, micro_batch_size=2,
+        validate_every=2, log_every=1,
+    )  # fmt: skip
     train(config, progress=lambda *state: told.append(state))
     assert {total for _, total, _ in told} == {3}
     steps = [done for done, _, _ in told]
@@ -136,7 +139,14 @@ def test_a_run_is_logged_to_a_tracker(
             params.update(given)
 
     monkeypatch.setattr(fit, made, Tracker)
-    run(store_path, tmp_path / "a run", logger=name, project="drafters", max_steps=1)
+    run(
+        store_path,
+        tmp_path / "a run",
+        logger=name,
+        project="drafters",
+        drafter="eagle",
+        max_steps=1,
+    )
     assert {"a run", "drafters"} <= set(options.values())
     assert params["max_steps"] == 1
     [rows] = (tmp_path / "tracked").rglob("metrics.csv")
@@ -169,6 +179,7 @@ def test_training_and_validation_divergence_have_panels_of_their_own(
     figures: list[Any] = []
     monkeypatch.setattr(plt, "close", figures.append)
     fit.plot_curves(tmp_path, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
     (figure,) = figures
     shown = {
         axis.get_title(): [list(line.get_ydata()) for line in axis.lines] for axis in figure.axes

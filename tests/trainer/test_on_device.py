@@ -157,7 +157,7 @@ def test_steps_are_those_of_the_cpu_and_wait_rarely(
     "codec", quick(["int8", "transform:2,tokens@all"], ["transform:2,tokens@all"])
 )
 def test_codes_are_decoded_on_the_device(tmp_path: Path, device: Counts, codec: str) -> None:
-    exact = build_store(tmp_path / "exact", ("kv", "hidden:last"), n_sequences=20)
+    exact = build_store(tmp_path / "exact", ("kv", "hidden:last"), n_sequences=12)
     recode(exact, codec, tmp_path / "store")
     steps = list(Run(tmp_path / "store", "moa", "cuda").steps(device))
     assert_equal(steps, list(Run(tmp_path / "store", "moa", "cpu").steps(device)))
@@ -171,12 +171,12 @@ def use_without_waiting(batch: Batch) -> Batch:
 
 def test_races_show(store_of_all: Path, device: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code's protection against late copies is necessary: without it the losses differ."""
-    expected = [step.loss for step in Run(store_of_all, "moa", "cpu").steps(device, 3)]
+    expected = [step.loss for step in Run(store_of_all, "eagle", "cpu").steps(device, 3)]
 
     def losses() -> list[float]:
         return [
             step.loss
-            for step in Run(store_of_all, "moa", "cuda", prefetch_batches=4).steps(device, 3)
+            for step in Run(store_of_all, "eagle", "cuda", prefetch_batches=4).steps(device, 3)
         ]
 
     assert losses() == pytest.approx(expected, rel=1e-5)

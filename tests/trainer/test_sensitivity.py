@@ -40,7 +40,7 @@ N_DRAWS = 170
 
 @pytest.fixture(scope="module")
 def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_store(tmp_path_factory.mktemp("exact") / "store", n_sequences=30)
+    return build_store(tmp_path_factory.mktemp("exact") / "store", n_sequences=16)
 
 
 def codec_of(model: Any, scope: str) -> TransformCodec:

@@ -23,6 +23,7 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import SIZES, assert_same_weights, run
+from moa_data.tests.kit.variants import quick_rows
 from moa_data.trainer import step as step_module
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.data import BatchReader, StoreDataModule, draw, rows_of
@@ -141,7 +142,13 @@ def test_a_plan_names_the_formats_that_would_not_hold_the_drafter(
     assert "better suited" in shown.get(), "eagle, for a small store"
 
 
-@pytest.mark.parametrize(("kind", "in_parts"), [*((kind, False) for kind in SIZES), ("moa", True)])
+@pytest.mark.parametrize(
+    ("kind", "in_parts"),
+    quick_rows(
+        [*((kind, False) for kind in SIZES), ("moa", True)],
+        [("moa", False), ("moa", True), ("eagle3", False), ("dflash", False)],
+    ),
+)
 def test_recomputing_changes_no_loss_and_no_gradient(
     store_of_all: Path, kind: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +177,9 @@ def test_a_run_that_does_not_fit_warns_and_keeps_its_choice(
 
     After a resume with more memory, it recomputes again.
     """
-    options: dict[str, Any] = {"max_steps": 2, "validation_fraction": 0.0, "warmup_steps": 1}
+    options: dict[str, Any] = {
+        "drafter": "eagle", "max_steps": 2, "validation_fraction": 0.0, "warmup_steps": 1
+    }  # fmt: skip
     monkeypatch.setattr("moa_data.trainer.callbacks.free_memory", lambda: 1000)
     with pytest.warns(RunWarning) as warned:
         run(store_path, tmp_path / "run", **options, stop_after_steps=1)

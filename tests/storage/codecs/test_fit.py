@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moa_data.storage.codecs import calibration
@@ -159,6 +159,7 @@ def test_a_component_far_above_the_others_is_not_clipped() -> None:
 # Codes in bytes, and runs of bytes in pieces
 
 
+@settings(max_examples=40)
 @given(
     levels=st.sampled_from(sorted(CODES_PER_BYTE)),
     n_codes=st.integers(1, 17),
@@ -187,6 +188,7 @@ def test_wide_codes_are_two_digits() -> None:
 WIDTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4)
 
 
+@settings(max_examples=30)
 @given(widths=WIDTHS, n_bytes=st.integers(1, 50), seed=st.integers(0, 99), data=st.data())
 def test_runs_come_back_from_the_pieces_of_their_groups(
     widths: list[list[int]], n_bytes: int, seed: int, data: st.DataObject

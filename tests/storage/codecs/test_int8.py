@@ -55,7 +55,7 @@ def group_largest(codec: Int8Codec, values: np.ndarray) -> np.ndarray:
     return largest
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     spec=st.sampled_from([KV, HIDDEN]),
     n_tokens=st.integers(1, 140),

@@ -344,7 +344,7 @@ def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_p
     codec = TransformCodec(kv_field(6, 1, 16), TransformSettings.parse("transform:1@layer"))
     told: list[tuple[int, int, str]] = []
     learning = Learning(tmp_path, progress=lambda *step: told.append(step))
-    n_tokens, n_sequences = 400, 40
+    n_tokens, n_sequences = 400, 24
     sequences = (
         rng.standard_normal((n_tokens, 6, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences)
     )

@@ -229,7 +229,7 @@ def expected_batch(
     return out
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_equals_zarr_and_tensorstore(data: Any) -> None:
     lengths = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5)))

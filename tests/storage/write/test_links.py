@@ -28,12 +28,12 @@ RECIPE = make_recipe((70, 3, 130, 64), part_tokens=256)
 
 
 @pytest.fixture
-def store(tmp_path: Path, recipe: Recipe) -> Path:
+def store(bundled_store: Path) -> Path:
     """A store with all files that a store may have, damaged in one part and in the target bundle.
 
     A repair drops both of them.
     """
-    path = recipe.write_bundled(tmp_path / "store")
+    path = bundled_store
     for name in ("target/more/weights", "runs/0.json", "codec/basis.safetensors", "README.md"):
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text("{}" * 100)
@@ -107,8 +107,8 @@ def test_a_linked_store_is_a_store(store: Path, recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     "name", ["parts", "parts/kv", "parts/kv/c.0.0.0.0.0", "commits", "store.json"]
 )
-def test_readers_follow_links(tmp_path: Path, recipe: Recipe, name: str) -> None:
-    store = recipe.write(tmp_path / "store")
+def test_readers_follow_links(bundled_store: Path, recipe: Recipe, name: str) -> None:
+    store = bundled_store
     link(store, name)
     assert verify_store(store).ok
     with ActivationStore(store) as reader:

@@ -41,7 +41,8 @@ def tree_of(store: StorePath) -> dict[str, bytes]:
     return {name: content for name, content in read_tree(store).items() if name != "publish.lock"}
 
 
-LENGTHS = (70, 3, 200, 64)
+LENGTHS = (70, 3, 64)
+TOKENS, _, KV, _ = FIELDS
 
 
 class LocationContract:
@@ -52,7 +53,7 @@ class LocationContract:
 
     @pytest.fixture
     def recipe(self) -> Recipe:
-        return make_recipe(LENGTHS)
+        return make_recipe(LENGTHS, (TOKENS, KV), part_tokens=192)
 
     @pytest.fixture
     def wanted(self, store: Path) -> dict[str, bytes]:
@@ -68,7 +69,7 @@ class LocationContract:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         # so that several windows are uploaded
-        monkeypatch.setattr(batch, "REMOTE_WINDOW_BYTES", 4000)
+        monkeypatch.setattr(batch, "REMOTE_WINDOW_BYTES", 12_000)
         recipe.write(location)
         assert tree_of(location) == wanted
         assert verify_store(location).ok
@@ -104,14 +105,17 @@ class LocationContract:
         assert tree_of(location) == wanted
 
     def test_other_inputs_are_refused(self, location: StorePath, recipe: Recipe) -> None:
-        recipe.write(location)
+        with recipe.open(location) as writer:
+            recipe.write_part(writer, 0)
         other = recipe.with_manifest(extraction={"max_length": 1, "dtype": "bfloat16"})
         with pytest.raises(
             StoreMismatch, match=r"extraction\.max_length: the store has 256, this command has 1"
         ):
             other.write(location)
         with pytest.raises(StoreMismatch, match="plan: the store has"):
-            replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:])).plan).write(location)
+            replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:]), part_tokens=192).plan).write(
+                location
+            )
 
     def test_a_location_with_something_else_is_left_alone(
         self, location: StorePath, recipe: Recipe
@@ -126,6 +130,7 @@ class LocationContract:
     def test_the_bundle_is_committed_whole_and_replaced(
         self, location: StorePath, recipe: Recipe
     ) -> None:
+        recipe = make_recipe((70, 3), recipe.manifest.fields)
         recipe.write(location)
         with recipe.open(location) as writer:
             with suppress(KeyboardInterrupt), writer.target() as folder:
@@ -217,7 +222,10 @@ class TestBucket(LocationContract):
         recipe.write(location)
         writers = [recipe.open(location) for _ in range(2)]
         recipes = [
-            make_recipe(LENGTHS, fields=(*FIELDS, hidden_field(f"layer_{k}", 16))) for k in range(2)
+            make_recipe(
+                LENGTHS, (*recipe.manifest.fields, hidden_field(f"layer_{k}", 16)), part_tokens=192
+            )
+            for k in range(2)
         ]
         additions = [
             StoreAddition(
@@ -307,7 +315,8 @@ def test_a_kill_before_any_step_of_a_publication(
 
 def test_unlike_machines_race(location: RemotePath, recipe: Recipe, tmp_path: Path) -> None:
     """All files of a part come from one machine, and no other files are left."""
-    recipe = make_recipe(LENGTHS).with_manifest(codec=recipe.manifest.codec)
+    several_parts = make_recipe(LENGTHS, recipe.manifest.fields, part_tokens=192)
+    recipe = several_parts.with_manifest(codec=recipe.manifest.codec)
 
     def work(n: int) -> None:
         with recipe.open(location, shares=True) as writer:
@@ -344,7 +353,7 @@ def test_plain_libraries_read_a_bucket_as_a_folder(
 ) -> None:
     """Run the snippet of docs/object-stores.md, with zarr-python and with tensorstore."""
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    recipe = make_recipe((70, 3, 200))
+    recipe = make_recipe((70, 3))
     local = recipe.write(tmp_path / "local")
     recipe.write(location)
     assert read_remote_tree(location) == read_tree(local)

@@ -152,7 +152,8 @@ from pathlib import Path
 from moa_data.storage.write import lock
 from moa_data.tests.kit import stores as kit
 lock._RETRY_S = 0.01
-recipe, folder, n_kills = kit.make_recipe(), Path(sys.argv[1]), int(sys.argv[2])
+recipe = kit.make_recipe((70, 3, 130, 64, 100, 33), kit.FIELDS[:3], part_tokens=192)
+folder, n_kills = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(0)
 whole = kit.read_tree(recipe.write(folder / "whole"))
 

@@ -184,7 +184,7 @@ def test_a_kill_while_a_store_is_begun_anew_leaves_no_mixture(
     def make(n: int) -> Path:
         return Path(shutil.copytree(first, tmp_path / str(n)))
 
-    for store in killed_everywhere(make, lambda store: begin(other, store).close(), every=7):
+    for store in killed_everywhere(make, lambda store: begin(other, store).close(), every=11):
         begin(other, store).close()
         assert read_tree(other.write_bundled(store)) == expected
 
