@@ -186,14 +186,19 @@ def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tu
 
 
 @lru_cache(maxsize=8)
-def answers_once(target: Target, prompts: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
+def answers_once(
+    target: Target, prompts: tuple[tuple[int, ...], ...], n_new: int = 24
+) -> tuple[Tensor, Tensor]:
     """Return :func:`answers`, which several drafters of one target learn from."""
-    return answers(target, [list(prompt) for prompt in prompts])
+    return answers(target, [list(prompt) for prompt in prompts], n_new)
 
 
-def teach(drafter: Any, target: Target, prompts: list[list[int]], n_steps: int) -> Any:
+def teach(
+    drafter: Any, target: Target, prompts: list[list[int]], n_steps: int, n_new: int = 24
+) -> Any:
     """Train a drafter for a few steps on the target's own answers to some prompts."""
-    inputs = stored(drafter, target.model, *answers_once(target, tuple(map(tuple, prompts))))
+    answered = answers_once(target, tuple(map(tuple, prompts)), n_new)
+    inputs = stored(drafter, target.model, *answered)
     frozen, rows = frozen_for(drafter, target.model), len(prompts)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=8e-3)
     for step in range(n_steps):

@@ -5,9 +5,8 @@ device.
 """
 
 import itertools
-from collections.abc import Iterator
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 SAMPLED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=20)
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15]]
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12]]
 CONTEXT: dict[str, Any] = {"block_layers": 2, "fused_layers": (0, 1)}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "moa": {},
@@ -51,19 +50,16 @@ LAUNCHES = {
     "dspark on memory": 381,
 }  # fmt: skip
 """Upper bounds of a whole greedy round: a chain of 4 drafts, and the call of a 2-layer target."""
-NOT_BY_DEFAULT = (
-    "moa", "eagle", "glide", "dflash", "dspark", "dspark on kv", "medusa", "independent",
-)  # fmt: skip
-BY_DEFAULT = [
-    *(f"{drafter}: 4" for drafter in DRAFTERS if drafter not in NOT_BY_DEFAULT), "eagle: 3x3x8"
-]  # fmt: skip
+BY_DEFAULT = ("moa, a target layer: 4", "dspark on memory: 4", "eagle: 3x3x8")
 
 
 def generate(
     device: str,
     drafter: str | None,
     shape: str | None,
+    prompts: list[list[int]],
     dtype: torch.dtype = torch.float32,
+    max_new_tokens: int = 6,
     **settings: Any,
 ) -> list[list[int]]:
     target, proposer = Target(build_model(**SIZES).to(device, dtype)), None
@@ -78,13 +74,27 @@ def generate(
     return [
         found.tokens
         for found in generate_batch(
-            target, max_new_tokens=6, proposer=proposer, tree=tree, seed=3, **settings
+            target,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            proposer=proposer,
+            tree=tree,
+            seed=3,
+            **settings,
         )
     ]
 
 
-def rounds(counts: Counts, *args: Any, **settings: Any) -> Iterator[tuple[int, int]]:
-    """Yield launches and waits of each round, except for the first two, in which caches grow."""
+class Run(NamedTuple):
+    """What a generation on the simulated device gives and costs."""
+
+    tokens: list[list[int]]
+    launches: list[int]
+    """Launches of each round, except for the first two, in which caches grow."""
+    waits: list[int]
+
+
+def measure(counts: Counts, *args: Any, **settings: Any) -> Run:
     marks: list[tuple[int, int]] = []
 
     def note(*_: Any) -> None:
@@ -94,9 +104,12 @@ def rounds(counts: Counts, *args: Any, **settings: Any) -> Iterator[tuple[int, i
             counts.launch_lines.clear()
             counts.wait_lines.clear()
 
-    generate("cuda", *args, on_round=note, prompts=PROMPTS[:1], **settings)
-    for (launches, waits), (more_launches, more_waits) in itertools.pairwise(marks[2:]):
-        yield more_launches - launches, more_waits - waits
+    tokens = generate("cuda", *args, on_round=note, **settings)
+    rounds = list(itertools.pairwise(marks[2:]))
+    launches = [after[0] - before[0] for before, after in rounds]
+    waits = [after[1] - before[1] for before, after in rounds]
+    assert waits
+    return Run(tokens, launches, waits)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +119,14 @@ def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(
     device: Counts, case: str
 ) -> None:
     drafter, shape = case.split(": ")
-    found = list(rounds(device, drafter, shape))
-    assert max(waits for _, waits in found) <= 1, device.worst()
-    assert max(launches for launches, _ in found) <= (LAUNCHES[drafter] if shape == "4" else 760), (
-        device.worst()
-    )
-    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate(
-        "cpu", drafter, shape, prompts=PROMPTS
-    )
+    # The bounds of chains are those of one row.
+    prompts = PROMPTS[:1] if shape == "4" else PROMPTS
+    # Many drafts on keys and values are accepted, so that six tokens take two rounds.
+    n_new = 12 if drafter == "dspark on kv" else 6
+    found = measure(device, drafter, shape, prompts, max_new_tokens=n_new)
+    assert max(found.waits) <= 1, device.worst()
+    assert max(found.launches) <= (LAUNCHES[drafter] if shape == "4" else 760), device.worst()
+    assert found.tokens == generate("cpu", drafter, shape, prompts, max_new_tokens=n_new)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +141,13 @@ def test_a_greedy_round_gives_the_tokens_of_the_cpu_and_waits_once(
 def test_sampled_rounds_give_the_tokens_of_the_cpu(
     device: Counts, drafter: str | None, shape: str | None, most: int
 ) -> None:
-    found = list(rounds(device, drafter, shape, sampling=SAMPLED))
-    assert max(waits for _, waits in found) <= 3, device.worst()
-    assert max(launches for launches, _ in found) <= most, device.worst()
-    settings: dict[str, Any] = {"prompts": PROMPTS, "sampling": SAMPLED}
-    assert generate("cuda", drafter, shape, **settings) == generate(
-        "cpu", drafter, shape, **settings
+    found = measure(device, drafter, shape, PROMPTS[:1], sampling=SAMPLED)
+    assert max(found.waits) <= 3, device.worst()
+    assert max(found.launches) <= most, device.worst()
+    on_device, expected = (
+        generate(kind, drafter, shape, PROMPTS, sampling=SAMPLED) for kind in ("cuda", "cpu")
     )
+    assert on_device == expected
 
 
 @pytest.mark.parametrize(
@@ -146,7 +159,8 @@ def test_sampled_rounds_give_the_tokens_of_the_cpu(
 )
 def test_launches_of_a_drafted_token(device: Counts, drafter: str, most: int) -> None:
     few, many = (
-        median(n for n, _ in rounds(device, drafter, shape, torch.bfloat16)) for shape in ("5", "7")
+        median(measure(device, drafter, shape, PROMPTS[:1], torch.bfloat16).launches)
+        for shape in ("5", "7")
     )
     assert (many - few) / 2 <= most, device.worst()
 
@@ -156,14 +170,13 @@ def test_a_plain_step_launches_as_much_as_the_model_alone(device: Counts) -> Non
 
     transformers launches 1,303 with its own cache.
     """
-    found = list(rounds(device, None, None, torch.bfloat16))
-    assert max(waits for _, waits in found) <= 1, device.worst()
-    assert max(launches for launches, _ in found) <= 2 * 40 + 29, device.worst()
+    found = measure(device, None, None, PROMPTS[:1], torch.bfloat16)
+    assert max(found.waits) <= 1, device.worst()
+    assert max(found.launches) <= 2 * 40 + 29, device.worst()
 
 
 @pytest.mark.parametrize(("drafter", "shape"), [("eagle", "10@0.000001"), ("dspark", "7c0.01")])
 def test_chains_that_may_stop_ask_seldom(device: Counts, drafter: str, shape: str) -> None:
-    assert max(waits for _, waits in rounds(device, drafter, shape)) <= 3, device.worst()
-    assert generate("cuda", drafter, shape, prompts=PROMPTS) == generate(
-        "cpu", drafter, shape, prompts=PROMPTS
-    )
+    found = measure(device, drafter, shape, PROMPTS)
+    assert max(found.waits) <= 3, device.worst()
+    assert found.tokens == generate("cpu", drafter, shape, PROMPTS)

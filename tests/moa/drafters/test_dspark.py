@@ -4,6 +4,7 @@ Blocks, losses and cuts by confidence follow their definitions.
 """
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from moa_data.moa.nn.losses import d_pace_weights
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build, frozen_for
 from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.variants import quick_rows
 
 from .contract import (
     CHAIN,
@@ -42,7 +44,7 @@ class TestDSpark(DrafterContract):
     kind = "dspark"
     sizes = SMALL | {"markov_rank": 8, "block_layers": 2}
     learns_in = 12
-    family, speed_shape, shape = WINDOW, CHAIN, TREE
+    family, speed_shape, shape, tied_shape = WINDOW, CHAIN, TREE, TREE
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -73,7 +75,7 @@ class TestDSpark(DrafterContract):
         self, unsure: tuple[Target, Any]
     ) -> None:
         """The distribution is the target's, because a cut depends only on earlier draws."""
-        shape = TreeShape(4, cut_below=0.6)
+        shape = TreeShape(4, cut_below=0.85)
         assert 0 < check_samples(*unsure, shape) < 4 * 600
         check_batch(*unsure, [[7, 8], [5, 9, 11]], shape, 9, SamplingConfig(0.9, top_k=12))
 
@@ -136,26 +138,29 @@ def test_a_chain_cut_by_a_confidence_that_is_not_there_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("d_pace", [None, 0.5])
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dspark": ("dspark", SMALL),
+    "dflash": ("dflash", SMALL),
+    "kv": ("dspark", KV),
+    "several": ("dspark", SEVERAL | {"fused_layers": (0, 1, 2, 3), "block_layers": 2}),
+    "memory": ("dspark", MEMORY | {"markov_head": "product"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("dspark", SMALL),
-        ("dflash", SMALL),
-        ("dspark", KV),
-        ("dspark", SEVERAL | {"fused_layers": (0, 1, 2, 3), "block_layers": 2}),
-        ("dspark", MEMORY | {"markov_head": "product"}),
-    ],
-    ids=["dspark", "dflash", "kv", "several", "memory"],
+    ("form", "d_pace"),
+    quick_rows(
+        itertools.product(FORMS, (None, 0.5)),
+        [("dspark", 0.5), ("dflash", None), ("kv", None), ("several", 0.5), ("memory", None)],
+    ),
 )
-def test_blocks_of_a_text_equal_rounds_one_by_one(
-    kind: str, sizes: dict[str, Any], d_pace: float | None
-) -> None:
+def test_blocks_of_a_text_equal_rounds_one_by_one(form: str, d_pace: float | None) -> None:
     """The loss of a batch is the sum over its blocks, each with its own context only.
 
     Drafts are weighted by position in the block. Rows with fewer blocks have padding.
     """
     model = build_model()
+    kind, sizes = FORMS[form]
     drafter = build(kind, model, **sizes)
     frozen = frozen_for(drafter, model)
     inputs, n_drafts = batch_of(drafter, model, 24), drafter.config.n_drafts

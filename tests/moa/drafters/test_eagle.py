@@ -10,12 +10,13 @@ from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, batch_with, build, build_eagle
 from moa_data.tests.kit.models import build_model
 
-from .contract import DrafterContract, one_row
+from .contract import CHAIN, DrafterContract, one_row
 
 
 class TestEagle(DrafterContract):
     kind = "eagle"
     learns_in = 16
+    shape = sampled_shape = CHAIN
     close = 5e-5
 
 

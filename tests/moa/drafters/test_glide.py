@@ -17,7 +17,7 @@ from .contract import ONE, ROUNDS, WINDOW, DrafterContract, assert_steps_equal_t
 class TestGlide(DrafterContract):
     kind = "glide"
     learns_in = 12
-    family, speed_shape, shape = WINDOW, ONE, None
+    family, speed_shape = WINDOW, ONE
 
 
 @pytest.mark.parametrize(

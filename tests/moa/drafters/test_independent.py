@@ -15,7 +15,7 @@ from .contract import CHAIN, WINDOW, DrafterContract
 class TestIndependent(DrafterContract):
     kind = "independent"
     learns_in = 12
-    family, speed_shape, shape = WINDOW, CHAIN, None
+    family, speed_shape = WINDOW, CHAIN
 
 
 @pytest.mark.slow

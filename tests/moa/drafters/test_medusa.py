@@ -19,7 +19,6 @@ from .contract import DrafterContract
 
 class TestMedusa(DrafterContract):
     kind = "medusa"
-    shape = None
     draws_weights = False
 
 

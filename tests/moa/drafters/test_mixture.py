@@ -32,7 +32,7 @@ from moa_data.tests.kit.drafters import (
     token_counts,
 )
 from moa_data.tests.kit.models import build_model
-from moa_data.tests.kit.variants import quick_rows
+from moa_data.tests.kit.variants import quick, quick_rows
 
 from .contract import CLOSE, STOPPING, TREE, WINDOW, DrafterContract, ForcedDrafting, check_contexts
 
@@ -42,13 +42,13 @@ OURS: dict[str, Any] = {"cross_attention_drafts": True, "layer_groups": 2, "unro
 class TestPaper(DrafterContract):
     kind = "moa"
     sizes = PAPER
-    family, shape = WINDOW, None
+    family = WINDOW
 
 
 class TestOurs(DrafterContract):
     kind = "moa"
     learns_in = 16
-    speed_shape, shape = STOPPING, TREE
+    speed_shape, shape, sampled_shape, tied_shape = STOPPING, TREE, TREE, TREE
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def inputs_for(drafter: MoADrafter, model: Any, n_rows: int = 1) -> TrainingInpu
     )
 
 
-@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("draws", quick(DRAWS, ("unbounded", "both")))
 @pytest.mark.parametrize("sizes", [{}, OURS | {"target_layer_inference": 1}], ids=["paper", "ours"])
 @torch.no_grad()
 def test_both_passes_are_rounds_of_decoding(draws: str, sizes: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def test_contexts_hold_the_narrower_of_means_and_encoded_kv(
     target = Target(build_model("qwen2-mixed", num_key_value_heads=n_kv_heads))
     drafter = build_drafter(target.model, n_target_layers, layer_attention=attention == "paper")
     assert drafter.context_width == min(48, kv_width) + n_target_layers * kv_width
-    check_contexts(drafter, target, 10 * CLOSE)
+    check_contexts(drafter, target, 10 * CLOSE, roots_by_piece={3: (2, 7, 11)})
 
 
 @pytest.mark.parametrize(("n_target_layers", "sees_drafts"), [(0, True), (2, False)])

@@ -1,5 +1,6 @@
 """Drafters that draft fewer tokens than their target has, and their default number of tokens."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from moa_data.moa.nn import packed
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import PAPER, build, frozen_for, token_counts
 from moa_data.tests.kit.models import build_model, random_prompts
+from moa_data.tests.kit.variants import quick, quick_rows
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "moa": ("moa", {}),
@@ -46,8 +48,16 @@ def zipf_counts(n_tokens: int, n_counted: int, power: float = 1.2) -> torch.Tens
     return (shares / shares.sum() * n_counted / 2).long().expand(2, -1)
 
 
-@pytest.mark.parametrize("is_prepared", [False, True], ids=["plain", "prepared"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "is_prepared"),
+    quick_rows(
+        itertools.product(KINDS, (False, True)),
+        [
+            *((name, False) for name in KINDS),
+            *((name, True) for name in ("moa", "medusa", "independent", "dspark")),
+        ],
+    ),
+)
 def test_the_most_frequent_tokens_are_drafted(
     name: str, is_prepared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,16 +96,16 @@ def test_the_most_frequent_tokens_are_drafted(
         assert bool(torch.isneginf(logits[..., ~chosen]).all())
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", quick(KINDS, ("moa", "medusa", "independent", "dspark")))
 def test_decoding_gives_the_same_tokens(name: str) -> None:
     kind, sizes = KINDS[name]
     target = Target(build_model(num_hidden_layers=2))
     drafter = build(kind, target.model, draft_vocabulary=N_DRAFTED, **sizes)
     prompt = random_prompts(7, 7)[0]
-    expected = plain_generate(target, prompt, max_new_tokens=12)
+    expected = plain_generate(target, prompt, max_new_tokens=8)
     proposer = DrafterProposer(target, drafter)
     (found,) = generate_batch(
-        target, [prompt], max_new_tokens=12, proposer=proposer, tree=TreeShape(3)
+        target, [prompt], max_new_tokens=8, proposer=proposer, tree=TreeShape(3)
     )
     assert found.tokens == expected.tokens
 
