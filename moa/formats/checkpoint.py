@@ -23,6 +23,7 @@ from ..drafters.registry import drafter_class
 from ..drafters.sizes import DrafterSizes, check_target_fits
 from ..targets.live import Target
 from ..targets.model_files import (
+    FLOATS,
     check_finite,
     find_problems,
     load_pickled_tensors,
@@ -49,14 +50,17 @@ _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
+_PICKLE_INDEX = "pytorch_model.bin.index.json"
 # Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
 # some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
+# Keys of config.json that call for biases.
+_BIAS_KEYS = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
 # Keys of config.json that must have the values that our own key implies.
 _IMPLIED_KEYS = {
     "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
-    "hidden_act", "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "bias",
+    "hidden_act", "tie_word_embeddings", *_BIAS_KEYS,
 }  # fmt: skip
 
 # Layouts by name. The order matters: a folder that this package did not write is read with the
@@ -306,11 +310,11 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
     else:
         layout = LAYOUTS.get(str(record.get("format"))) if isinstance(record, dict) else None
     if layout is None:
-        description = (
-            ", ".join(sorted(tensors)[:3]) if record is None else f"{_OWN_KEY} {str(record)[:60]}"
-        )
+        description = f"{_OWN_KEY} {str(record)[:60]}"
+        if record is None:
+            description = ", ".join([*sorted(tensors)[:3], "..."]) if tensors else "no tensors"
         raise DrafterError(
-            f"the drafter in {folder} has an unknown format (its files have {description}, ...). "
+            f"the drafter in {folder} has an unknown format (its files have {description}). "
             f"Give a drafter in one of the formats {', '.join(LAYOUTS)}."
         )
     weights: Weights = {}
@@ -328,7 +332,12 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
         _check_ignored(tensors, layout, sizes)
         return sizes, unpacked
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        reason = str(error)
+        if isinstance(error, KeyError):
+            reason = (
+                f"{_OWN_KEY} in {_LAYOUT_CONFIG}, or the file of weights, lacks {error}; restore "
+                "the original files."
+            )
         raise DrafterError(
             f"{folder} holds a drafter of kind {layout.kind} for {layout.reader} that cannot be used: "
             f"{reason}"
@@ -358,6 +367,9 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
     found = {**config, **nested(config, LAYERS_KEY)}
+    if "hidden_act" in written:
+        # The config describes the drafter and not the target, so it calls only for written biases.
+        written = {key: False for key in _BIAS_KEYS if found.get(key)} | written
     for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
         if found[key] != written[key]:
             raise DrafterError(
@@ -378,7 +390,10 @@ def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> Non
     for name in layout.ignored:
         if name in tensors:
             check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
-            check_finite({name: tensors[name].float()}, "its file of weights", DrafterError)
+            values = tensors[name]
+            # Copy only tensors of other dtypes, such as float8. PyTorch finds no extremes of them.
+            checked = values if values.dtype in FLOATS else values.float()
+            check_finite({name: checked}, "its file of weights", DrafterError)
 
 
 def _read_weight_file(folder: Path) -> Weights:
@@ -390,6 +405,11 @@ def _read_weight_file(folder: Path) -> Weights:
     if not has_single_file and (folder / _LAYOUT_INDEX).is_file():
         return _read_shards(folder / _LAYOUT_INDEX)
     file = folder / _LAYOUT_PICKLE
+    if not has_single_file and not file.is_file() and (folder / _PICKLE_INDEX).is_file():
+        raise DrafterError(
+            f"{folder} has its weights in several pickled files ({_PICKLE_INDEX}), which are not "
+            f"read. Convert the weights to {_LAYOUT_WEIGHTS}."
+        )
     if has_single_file or not file.is_file():
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     with parsing(f"cannot read {file}", DrafterError):
@@ -403,9 +423,12 @@ def _read_weight_file(folder: Path) -> Weights:
 def _read_shards(index: Path) -> Weights:
     """Read all tensors of the safetensors files that an index names."""
     weight_map = read_json(index, DrafterError).get("weight_map")
-    names = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DrafterError(
+            f"{index} has no weight_map that names the files of weights. Download the folder again."
+        )
     weights: Weights = {}
-    for name in sorted(set(map(str, names))):
+    for name in sorted(set(map(str, weight_map.values()))):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise DrafterError(
                 f"{index} says that weights are in {name[:60]!r}, which is not a *.safetensors "

@@ -371,9 +371,8 @@ EAGLE3 = Layout(
         _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
     ),
     own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM has ``layers.0.``.
-    recognises=lambda names, config: (
-        "fc.weight" in names
-        and bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
+    recognises=lambda names, config: bool(
+        {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names
     ),
     read_sizes=_read_eagle3_sizes,
 )

@@ -145,13 +145,18 @@ def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
     # Parts of a name between its numbers -> shapes of the tensors with such names, by their numbers
     # (of the layer and of the expert).
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
+    # The same parts except for the last, which names a matrix of the expert -> the numbers of all
+    # experts of which the files have a matrix.
+    experts: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, header in headers.items():
         if ".experts." in name:
             numbers = tuple(map(int, _NUMBER.findall(name)))
-            groups[tuple(_NUMBER.split(name))][numbers] = tuple(header.shape)
+            parts = tuple(_NUMBER.split(name))
+            groups[parts][numbers] = tuple(header.shape)
+            experts[parts[:-1]].add(numbers)
     for parts, shapes in groups.items():
         shape = Counter(shapes.values()).most_common(1)[0][0]
-        axes = (sorted(set(axis)) for axis in zip(*shapes, strict=True))
+        axes = (sorted(set(axis)) for axis in zip(*experts[parts[:-1]], strict=True))
         for numbers in itertools.product(*axes):
             name = parts[0]
             for number, part in zip(numbers, parts[1:], strict=True):
@@ -278,9 +283,9 @@ def _check_fit(
     """
     expected = model.state_dict()
     problem = find_problems(_stored_headers(headers, config, expected, info), expected)
-    if problem and (expert_problem := _find_expert_problem(headers)):
+    if ".experts." in problem and not problem.startswith("unexpected"):
         # transformers names only the stacked weights of the experts.
-        problem = expert_problem
+        problem = _find_expert_problem(headers) or problem
     head = model.get_output_embeddings().weight
     # Skip this check on the meta device, where weights have no values that transformers could
     # compare.

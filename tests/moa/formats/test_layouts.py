@@ -476,6 +476,14 @@ def test_an_fc_layer_of_another_shape_is_named(
         load_drafter(tmp_path)
 
 
+def test_an_fc_layer_that_eagle3_lacks_is_named(tmp_path: Path) -> None:
+    write_usual("eagle3", tmp_path)
+    without_own_key(tmp_path)
+    write_weights(tmp_path, load_file(tmp_path / "model.safetensors") | {"fc.weight": None})
+    with pytest.raises(DrafterError, match=re.escape("missing tensor fc.weight [48, 144]")):
+        load_drafter(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -543,6 +551,12 @@ def test_copies_of_the_targets_tensors_that_are_damaged_are_named(
     write_weights(tmp_path, weights | {key: torch.full(shape, torch.nan)})
     with pytest.raises(DrafterError, match=re.escape(f"values of {tensor} {shape} are NaN")):
         load_drafter(tmp_path)
+    write_weights(tmp_path, weights | {key: torch.ones(shape, dtype=torch.float8_e4m3fn)})
+    load_drafter(tmp_path)
+    write_weights(tmp_path, weights | {key: torch.full(shape, torch.nan, dtype=torch.bfloat16)})
+    # No copy in float32 is made of a tensor that may be large.
+    with pytest.raises(DrafterError, match="are NaN or infinity in bfloat16"):
+        load_drafter(tmp_path)
     write_weights(tmp_path, weights | {key: torch.ones(999, 5)})
     said = f"{tensor} has shape [999, 5], expected {shape}"
     with pytest.raises(DrafterError, match=re.escape(said)):
@@ -569,6 +583,23 @@ def test_a_config_of_the_target_may_differ_from_the_drafter(tmp_path: Path) -> N
         write(drafter, name, tmp_path, model)
         assert load_drafter(tmp_path).config == drafter.config
         without_own_key(tmp_path)
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "qkv_bias", "mlp_bias", "bias"])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("moa", "moa-eagle")])
+def test_biases_that_our_own_key_does_not_have_are_refused(
+    tmp_path: Path, name: str, key: str
+) -> None:
+    write_usual(name, tmp_path)
+    config = read_config(tmp_path)
+    sizes = config.get("transformer_layer_config", config)
+    expected = sizes.setdefault(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_drafter(tmp_path)
+    sizes[key] = not expected
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DrafterError, match=f"{key} .*, but its entry moa_data implies"):
         load_drafter(tmp_path)
 
 
@@ -625,6 +656,12 @@ def test_tensors_that_contradict_the_drafter_are_named(tmp_path: Path) -> None:
     write_weights(tmp_path, {"some.weight": torch.zeros(1)})
     without_own_key(tmp_path)
     with pytest.raises(DrafterError, match="some"):
+        load_drafter(tmp_path)
+    write_weights(tmp_path, {})
+    with pytest.raises(DrafterError, match=r"its files have no tensors\)"):
+        load_drafter(tmp_path)
+    change_json(tmp_path / "config.json", moa_data={"format": "sglang-eagle"})
+    with pytest.raises(DrafterError, match=r"moa_data in config\.json.* lacks 'drafter'"):
         load_drafter(tmp_path)
 
 
@@ -948,6 +985,10 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": weight_map | {"x": wrong}}))
         with pytest.raises(DrafterError, match="file of the folder"):
             load_drafter(tmp_path)
+    for text in ("{}", '{"weight_map": {}}', '{"weight_map": null}'):
+        index.write_text(text)
+        with pytest.raises(DrafterError, match="has no weight_map"):
+            load_drafter(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map}))
     save_file(weights, tmp_path / "model-2.safetensors")
     with pytest.raises(DrafterError, match=f"two files with the tensor {names[0]}"):
@@ -957,6 +998,9 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         load_drafter(tmp_path)
     index.unlink()
     with pytest.raises(DrafterError, match=r"model\.safetensors is missing\. Restore"):
+        load_drafter(tmp_path)
+    (tmp_path / "pytorch_model.bin.index.json").touch()
+    with pytest.raises(DrafterError, match=r"several pickled files .* Convert the weights"):
         load_drafter(tmp_path)
 
 

@@ -229,6 +229,33 @@ def test_experts_that_cannot_be_stacked(tmp_path: Path, change: str) -> None:
     refused(tmp_path, other if change == "another shape" else missing)
 
 
+def test_a_matrix_that_all_experts_of_a_layer_lack_is_named(tmp_path: Path) -> None:
+    build_family("mixtral").save_pretrained(tmp_path)
+    names = sorted(load_file(tmp_path / "model.safetensors"))
+    matrices = [name for name in names if "layers.1." in name and name.endswith("w1.weight")]
+
+    def damage(weights: dict[str, Tensor]) -> None:
+        for name in matrices:
+            del weights[name]
+
+    change_weights(tmp_path, damage)
+    refused(tmp_path, f"missing tensor {matrices[0]} [")
+
+
+@pytest.mark.parametrize("start", ["model.layers.1.", "model.layers.1.block_sparse_moe.experts."])
+def test_a_layer_that_the_config_does_not_have_is_named(tmp_path: Path, start: str) -> None:
+    """The first expert of the layer is missing."""
+    build_family("mixtral").save_pretrained(tmp_path)
+
+    def add(weights: dict[str, Tensor]) -> None:
+        for name in list(weights):
+            if name.startswith(start) and ".experts.0." not in name:
+                weights[name.replace(".1.", ".9.", 1)] = weights[name].clone()
+
+    change_weights(tmp_path, add)
+    refused(tmp_path, "unexpected tensor model.layers.9.")
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite(folder: Path, value: float) -> None:
     def put(weights: dict[str, Tensor]) -> None:
