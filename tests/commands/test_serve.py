@@ -1,6 +1,8 @@
-"""The command `serve` as a process: it prints its address, answers, and obeys signals."""
+"""The command `serve`: it prints its address, answers, and obeys signals."""
 
+import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -10,7 +12,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,8 +21,11 @@ import httpx2 as httpx
 import pytest
 from openai import OpenAI
 
+from moa_data.cli import main
+from moa_data.commands import serve as serve_module
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.live import Target
+from moa_data.serving import run as run_module
 from moa_data.serving.run import bind
 from moa_data.tests.kit.attackers import HTTP2_PREFACE, connect, wait_for_end
 from moa_data.tests.kit.certificates import make_certificates
@@ -106,51 +112,162 @@ def check_draining(address: str, trusted: ssl.SSLContext) -> None:
     assert int(answer.headers["retry-after"]) > 0
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-@pytest.mark.usefixtures("heeded_signals")
-def test_signals_let_answers_end(
-    model: Path, tls: tuple[Path, list[str]], number: signal.Signals
-) -> None:
-    """The libraries below write nothing into the log, whose lines are JSON, after garbage."""
-    authority, options = tls
+def hear_an_answer_out(line: str, authority: Path, send_signal: Callable[[], object]) -> str:
+    """Fail handshakes, and begin an answer. Send a signal, and read the answer to its end.
+
+    Args:
+        line: the first line of the server.
+        authority: file of the authority of the server's certificate.
+        send_signal: sends the server a signal.
+
+    Returns:
+        The reason for which the answer ended.
+    """
+    assert line.startswith("serving tiny on https://127.0.0.1:")
+    assert re.search(r" and gRPC 127\.0\.0\.1:\d+ \(drafters: run\)\n", line)
+    address = line.split()[3]
     trusted = ssl.create_default_context(cafile=authority)
-    drafting = ("--drafter", str(model.parent / "run"), "--target-ms", "100", "--tree", "3")
-    with serving(model, *drafting, *options) as (process, line, address):
-        assert line.startswith("serving tiny on https://127.0.0.1:")
-        assert re.search(r" and gRPC 127\.0\.0\.1:\d+ \(drafters: run\)\n", line)
-        fail_handshakes(ports_of(line))
-        send_goaway(ports_of(line)[1], authority)
-        with (
-            httpx.Client(verify=trusted) as http,
-            OpenAI(
-                base_url=address, api_key="none", max_retries=0, timeout=60, http_client=http
-            ) as client,
-        ):
-            stream = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "Hello"}],
-                max_tokens=30,
-                temperature=0,
-                stream=True,
-            )
-            next(stream)
-            process.send_signal(number)
-            check_draining(address, trusted)
-            time.sleep(0.5)
-            check_draining(address, trusted)
-            reasons = [chunk.choices[0].finish_reason for chunk in stream]
-        _, stderr = process.communicate(timeout=60)
-    assert reasons[-1] == "length"
-    assert process.returncode == 128 + number
+    fail_handshakes(ports_of(line))
+    send_goaway(ports_of(line)[1], authority)
+    with (
+        httpx.Client(verify=trusted) as http,
+        OpenAI(
+            base_url=address, api_key="none", max_retries=0, timeout=60, http_client=http
+        ) as client,
+    ):
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=30,
+            temperature=0,
+            stream=True,
+        )
+        next(stream)
+        send_signal()
+        check_draining(address, trusted)
+        time.sleep(0.5)
+        check_draining(address, trusted)
+        reasons = [chunk.choices[0].finish_reason for chunk in stream]
+    return str(reasons[-1])
+
+
+def check_log(stderr: str) -> set[str]:
+    """Check the log of a server that answered one request; return its lines that are not JSON."""
     *rest, last = stderr.splitlines()
     assert last == "stopped; all answers had ended."
     lines = [json.loads(line) for line in rest if line.startswith("{")]
-    others = {line for line in rest if not line.startswith("{")}
-    assert others <= {"", "Finishing what has started; press Ctrl-C again to stop at once."}
     (request,) = [line for line in lines if "new_tokens" in line]
     assert (request["status"], request["new_tokens"], request["finish"]) == (200, 30, "length")
+    return {line for line in rest if not line.startswith("{")}
+
+
+DRAFTING = ("--drafter", "run", "--target-ms", "100", "--tree", "3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("heeded_signals")
+def test_signals_let_answers_of_a_process_end(
+    model: Path,
+    tls: tuple[Path, list[str]],
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The libraries below write nothing into the log, whose lines are JSON, after garbage."""
+    authority, options = tls
+    monkeypatch.chdir(model.parent)
+    with serving(model, *DRAFTING, *options) as (process, line, _):
+        reason = hear_an_answer_out(line, authority, lambda: process.send_signal(number))
+        _, stderr = process.communicate(timeout=60)
+    assert reason == "length"
+    assert process.returncode == 128 + number
+    finishing = "Finishing what has started; press Ctrl-C again to stop at once."
+    assert check_log(stderr) <= {"", finishing}
+
+
+@pytest.fixture
+def _unchanged_by_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the command `serve` run in this process without changing the process for later tests."""
+    monkeypatch.setattr(serve_module, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(serve_module, "use_huge_pages", lambda: None)
+    monkeypatch.setattr(run_module, "raise_file_limit", lambda: None)
+    root, ours = logging.getLogger(), logging.getLogger("moa_data")
+    handlers, level = [*root.handlers], ours.level
+    # A signal before the server's start or after its end must not end the tests.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    root.handlers[:] = handlers
+    ours.setLevel(level)
+
+
+@pytest.mark.usefixtures("_unchanged_by_a_server")
+def test_a_signal_lets_answers_end(
+    model: Path,
+    tls: tuple[Path, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The command runs in this process, since a signal goes to the main thread anyway."""
+    authority, options = tls
+    monkeypatch.chdir(model.parent)
+    read_end, write_end = os.pipe()
+
+    def send_signal() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def be_a_client() -> str:
+        try:
+            with open(read_end, encoding="utf-8") as output:
+                return hear_an_answer_out(output.readline(), authority, send_signal)
+        except BaseException:
+            # The server must end too. A second signal does not wait for answers.
+            send_signal()
+            time.sleep(0.1)
+            send_signal()
+            raise
+
+    words = ["serve", "--model", str(model), "--port", "0", "--grpc-port", "0", "--device", "cpu"]
+    with ThreadPoolExecutor(1) as threads, open(write_end, "w", encoding="utf-8") as output:
+        reason = threads.submit(be_a_client)
+        with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as end:
+            main([*words, *DRAFTING, *options])
+        output.close()
+        assert reason.result() == "length"
+    assert end.value.code == 128 + signal.SIGTERM
+    check_log(capfd.readouterr().err)
+
+
+SILENT_SERVER = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from moa_data.cli import main
+main.callback(debug=False)
+import grpc
+cert, key = (Path(name).read_bytes() for name in sys.argv[1:])
+server = grpc.server(ThreadPoolExecutor(1))
+print(server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, cert)])), flush=True)
+server.start()
+sys.stdin.read()
+server.stop(0)
+"""
+
+
+def test_grpc_writes_nothing_into_the_log_of_a_command(tls: tuple[Path, list[str]]) -> None:
+    """The C library of gRPC is silent after garbage, as the command line has asked it to be."""
+    authority, (_, cert, _, key) = tls
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", SILENT_SERVER, cert, key],
+        stdin=pipe, stdout=pipe, stderr=pipe, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        fail_handshakes([port])
+        send_goaway(port, authority)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (0, "")
 
 
 @pytest.mark.slow
