@@ -47,7 +47,7 @@ from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from ..serving.drafting import Server
 
 QUESTION = "the cat sat on"
-N_NEW = 12
+N_NEW = 8
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,10 @@ def test_all_phases_then_reuse_then_refusal(
     for picture in ("serving.png", "drafter/curves.png", "eval/report.png"):
         assert (first.folder / picture).read_bytes().startswith(b"\x89PNG")
     assert "tokens per target call" in first.describe()
+    log = (first.folder / "serve.log").read_text().splitlines()
+    others = {line for line in log if not line.startswith("{")}
+    finishing = "Finishing what has started; press Ctrl-C again to stop at once."
+    assert others <= {"", finishing, "stopped; all answers had ended."}, "lines of libraries"
 
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
     assert run_demo(config).reused == PHASES

@@ -20,7 +20,7 @@ SMALL = DemoConfig.of(
     n_heads=4,
     n_kv_heads=2,
     vocab_size=400,
-    target_steps=20,
+    target_steps=12,
     target_batch_tokens=512,
 )
 

@@ -58,7 +58,7 @@ def config(
 ) -> EvalConfig:
     return EvalConfig.of(
         model=str(target_folder), drafter=(str(drafter_folder),), method=("plain", "chain"),
-        prompts=str(chats_file), out=str(tmp_path / "out" / "report.json"), max_new_tokens=8,
+        prompts=str(chats_file), out=str(tmp_path / "out" / "report.json"), max_new_tokens=6,
         draft_length=3, device="cpu", warmup=0,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moa_data.moa.decoding.loop import plain_generate
+from moa_data.moa.decoding.loop import generate_batch
 from moa_data.moa.drafters.base import Drafter
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import drafter_class
@@ -174,9 +174,8 @@ def answers(target: Target, prompts: Sequence[list[int]], n_new: int = 24) -> tu
     Returns:
         The tokens [B, T], padded on the right, and a mask of all tokens but the first of each row.
     """
-    rows = [
-        prompt + plain_generate(target, prompt, max_new_tokens=n_new).tokens for prompt in prompts
-    ]
+    written = generate_batch(target, prompts, max_new_tokens=n_new)
+    rows = [prompt + generation.tokens for prompt, generation in zip(prompts, written, strict=True)]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     response = torch.zeros_like(tokens, dtype=torch.bool)
     for index, row in enumerate(rows):

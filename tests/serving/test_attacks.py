@@ -386,7 +386,7 @@ def fuzzing_client() -> Iterator[httpx.Client]:
         yield client
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(changes=CHANGES | st.fixed_dictionaries({"messages": st.lists(MESSAGE | JSON, max_size=4)}))
 def test_fuzzed_requests(
     server: LiveServer, fuzzing_client: httpx.Client, changes: dict[str, Any]

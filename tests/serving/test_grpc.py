@@ -588,7 +588,7 @@ def test_fuzzed_messages(
         grpc.StatusCode.FAILED_PRECONDITION,
     )
 
-    @settings(max_examples=60)
+    @settings(max_examples=35)
     @given(st.integers(0, 9).map(bool), st.lists(messages | st.binary(max_size=60), max_size=8))
     def fuzz(is_opened: bool, frames: list[bytes]) -> None:
         with Talk(server.grpc_address) as talk:

@@ -15,7 +15,7 @@ from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.tests.kit.serving import MODEL, LiveServer, text_target
 
 N_TURNS = 1001
-N_LONG_CHATS = 3
+N_LONG_CHATS = 2
 SHORT: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 LONG: list[dict[str, Any]] = [
     {"role": "assistant" if turn % 2 else "user", "content": "Tell me more."}

@@ -41,7 +41,7 @@ def target() -> Target:
 def model(name: str = "moa") -> DraftingModel:
     """Return a trained drafter in the form that a client loads."""
     drafter = build(name.split()[0], target().model, **DRAFTERS[name])
-    n_steps = 40 if name == "eagle" else 25
+    n_steps = 40 if name == "eagle" else 20
     drafter = teach(drafter, target(), PROMPTS[:4], n_steps)
     return DraftingModel(drafter, frozen_for(drafter, target().model), None, frozenset())
 

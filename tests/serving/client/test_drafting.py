@@ -19,6 +19,7 @@ from moa_data.serving.client.drafting import DraftingModel, SequenceDrafter, fin
 from moa_data.tests.kit.drafters import build, contexts_of, frozen_for
 from moa_data.tests.kit.models import build_model, build_text_model, build_tokenizer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
+from moa_data.tests.kit.variants import quick
 
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "moa": ("moa", {}),
@@ -105,7 +106,10 @@ def drafted(
     return drafts[len(before) :]
 
 
-@pytest.fixture(scope="module", params=DRAFTERS)
+QUICK_DRAFTERS = ("moa with 1 layer", "eagle", "independent", "dspark of keys and values")
+
+
+@pytest.fixture(scope="module", params=quick(DRAFTERS, QUICK_DRAFTERS))
 def beside(request: pytest.FixtureRequest, target: Target) -> Beside:
     return Beside(target, request.param)
 

@@ -27,7 +27,7 @@ from moa_data.serving.client.session import (
 from .world import FAULTS, STEPS, World, texts
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 1 << 30),
     mode=st.sampled_from(["server", "client"]),

@@ -31,7 +31,7 @@ from moa_data.tests.kit.serving import never_ending
 
 SIZES = {"n_layers": 2, "n_kv_heads": 2, "head_dim": 3}
 PROMPTS = random_prompts(4, 3, longest=40)
-N_NEW = 10
+N_NEW = 7
 
 
 @pytest.fixture(scope="module")
