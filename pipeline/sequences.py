@@ -33,7 +33,7 @@ from ..moa.targets.chat import (
     NEEDED_KEYS,
     Rejection,
     RejectReason,
-    is_cut_off,
+    find_cut,
     names_beside_chat,
     parse_chat,
 )
@@ -386,14 +386,14 @@ def tokenize_row(
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
-    A row with the ``finish_reason`` ``length`` or ``max_tokens`` ends with an answer that was cut
-    off at a token limit, as in the APIs of OpenAI and Anthropic.
+    A row with the ``finish_reason`` or ``stop_reason`` ``length`` or ``max_tokens`` ends with an
+    answer that was cut off at a token limit, as in the APIs of OpenAI and Anthropic.
     """
     row = content if columns is None else columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
-    is_cut = is_cut_off(content) or is_cut_off(chat.messages[-1])
+    is_cut = bool(find_cut(content) or find_cut(chat.messages[-1]))
     is_generated = content.keys() == REGENERATED_COLUMNS
     tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut, is_generated)
     if isinstance(tokenized, Rejection):

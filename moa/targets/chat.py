@@ -27,20 +27,27 @@ _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 # Keys that belong to a chat but are not read: earlier turns, template arguments, documents, media,
-# results and schemas of tools, system texts under other names than _SYSTEM_COLUMNS, and annotations
-# of an answer such as its reasoning. Few templates render such a key of a message, and no template
-# declares which of these keys it renders.
+# results and schemas of tools, and annotations of an answer such as its reasoning. Few templates
+# render such a key of a message, and no template declares which of these keys it renders.
 _UNREAD = re.compile(
-    r"history|chat_template_kwargs|documents|attachments?|observations?"
-    r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
-    r"|pixel_values)(?:_(?:urls?|uris?|paths?|files?|bytes|base64|b64|data|lists?|\d+))*"
-    r"|tool_call|function_calls|(?:tool|function)_(?:results?|responses?|outputs?)"
-    r"|(?:tool|function)_(?:schemas?|definitions?|lists?)|available_(?:tools|functions)|apis"
-    r"|system(?:_instructions?|prompt|message)|sys_?(?:prompt|message|instructions?)"
+    r"history|chat_template_kwargs|documents|attachments?"
+    r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
+    r"(?:_urls?|_paths?|_files?|_\d+)?"
+    r"|tool_call|function_calls|tool_results?|tool_schemas|available_(?:tools|functions)"
     r"|refusal|train_detail|scratch_?pad|inner_monologue"
     r"|(?:.+_)?(?:reasoning|think|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
+    re.IGNORECASE,
+)
+# More names of such keys, and of system texts. They count only as keys of a row, a message or a
+# tool call, because objects inside these, such as `metadata`, use the same names for other things.
+_UNREAD_DIRECTLY = re.compile(
+    r"observations?"
+    r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
+    r"|pixel_values)(?:_(?:urls?|uris?|paths?|files?|bytes|base64|b64|data|lists?|\d+))*"
+    r"|(?:tool|function)_(?:results?|responses?|outputs?|schemas?|definitions?|lists?)|apis"
+    r"|system(?:_instructions?|prompt|message)|sys_?(?:prompt|message|instructions?)",
     re.IGNORECASE,
 )
 # Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
@@ -96,7 +103,7 @@ NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_pl
 """Keys of messages that the template must show: tools, and what the model plans to do with them."""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
 """Keys of messages that hold text of the model, besides content and tool calls."""
-_READ_COLUMNS = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES, "finish_reason"}
+_READ_COLUMNS = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES}
 # Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
@@ -106,7 +113,9 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Values of `finish_reason`. The first ones say that the answer was cut off at a token limit.
+# Keys that say why an answer ended, in the APIs of OpenAI and Anthropic, and their values. The first
+# values say that the answer was cut off at a token limit.
+_FINISH_KEYS = ("finish_reason", "stop_reason")
 _CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "model_length")
 _END_REASONS = (
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
@@ -204,22 +213,53 @@ def parse_chat(row: Any) -> Chat | Rejection:
     if mark := _find_skip_mark(row, is_row=True):
         return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     answers = [message for message in chat.messages if message["role"] == "assistant"]
+    cut = find_cut(row, is_last=False)
     for answer in answers:
         if mark := _find_skip_mark(answer):
             return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
-        if is_cut_off(answer) and answer is not chat.messages[-1]:
-            detail = f"an earlier answer has finish_reason {answer['finish_reason']!r:.40}"
-            return Rejection(RejectReason.MARKED_UNTRAINED, detail)
+        if answer is not chat.messages[-1]:
+            cut = cut or find_cut(answer)
+    if cut:
+        return Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
     for column in _LAST_ANSWER_COLUMNS:
-        if roles[-1] != "assistant" and _is_filled(row.get(column)):
+        if roles[-1] != "assistant" and _is_answer(row.get(column)):
             detail = f"the column {column}, because the messages end before their last answer"
             return Rejection(RejectReason.CONTENT_NOT_READ, detail)
     return chat
 
 
-def is_cut_off(item: Mapping[Any, Any]) -> bool:
-    """Whether a row or message has a ``finish_reason`` that stands for a token limit."""
-    return any(word in _CUT_REASONS for word in _words(item.get("finish_reason")))
+def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
+    """Return the ``finish_reason`` of a row or message that stands for a token limit.
+
+    The return value is the key with its value; empty if there is none. A list has one reason for
+    each answer.
+
+    Args:
+        item: the row or message.
+        is_last: True to look at its last answer, False to look at the answers before.
+    """
+    for key in filter(_is_finish_key, item):
+        reasons = _unpacked(item[key])
+        if not isinstance(reasons, (list, tuple)):
+            reasons = [reasons]
+        reasons = reasons[-1:] if is_last else reasons[:-1]
+        if not set(_CUT_REASONS).isdisjoint(_words(reasons)):
+            return f"{key} {item[key]!r:.40}"
+    return ""
+
+
+def _is_finish_key(key: Any) -> bool:
+    """Whether a key says why an answer ended. The key may have another spelling."""
+    return _snake_case(str(key)).lower() in _FINISH_KEYS
+
+
+def _is_answer(value: Any) -> bool:
+    """Whether a value is a text or a message, or a list of these."""
+    if isinstance(value, Mapping):
+        return any(_values(value, ("role", "from")))
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_answer, value))
+    return isinstance(value, str) and bool(value.strip())
 
 
 def parse_prompt(row: Any) -> Chat | Rejection:
@@ -460,10 +500,14 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _find_unread(item: Mapping[Any, Any]) -> str:
     """Return the first key of a row or message with unread content; empty if there is none."""
-    for key, value in _fields(item):
+    calls = {key: item[key] for key in ("tool_calls", "function_call") if key in item}
+    fields = [(key, value, _UNREAD) for key, value in _fields(item)]
+    for key, value in (*item.items(), *_fields(calls)):
+        fields.append((str(key), value, _UNREAD_DIRECTLY))
+    for key, value, pattern in fields:
         is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
         if (
-            _UNREAD.fullmatch(_snake_case(key))
+            pattern.fullmatch(_snake_case(key))
             and is_content
             and str(value).strip().lower() not in _SWITCHES
         ):
@@ -511,10 +555,11 @@ def names_beside_chat(row: Any, shown_keys: Collection[str]) -> list[str]:
         row: what :func:`parse_chat` has parsed.
         shown_keys: names of :func:`additional_keys` that the chat template shows.
     """
-    names = [f"column {column}" for column in _additional(row, _READ_COLUMNS)]
-    reasons = set(_words(row.get("finish_reason") or None))
-    if not reasons <= {*_CUT_REASONS, *_END_REASONS}:
-        names.append("column finish_reason")
+    names: list[str] = []
+    for column in _additional(row, _READ_COLUMNS):
+        is_known = {*_CUT_REASONS, *_END_REASONS}.issuperset(_words(row[column]))
+        if not (_is_finish_key(column) and is_known):
+            names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:
         for message in _unpacked(row.get(column)) or ():
             names += [name for name in additional_keys(message) if name not in shown_keys]
@@ -527,7 +572,8 @@ def additional_keys(message: Mapping[Any, Any]) -> list[str]:
     Each name in the list says whether the key belongs to the message or to a tool call.
     """
     names = [f"{_MESSAGE_KEY} {key}" for key in _additional(message, _USUAL_KEYS)]
-    for call in _unpacked(message.get("tool_calls")) or ():
+    old_call = _unpacked(message.get("function_call")) or {}
+    for call in _unpacked(message.get("tool_calls")) or [old_call]:
         function = call.get("function", call)
         is_bare = function is call
         keys = _additional(call, _CALL_KEYS | _FUNCTION_KEYS if is_bare else _CALL_KEYS)

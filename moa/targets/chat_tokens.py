@@ -206,7 +206,7 @@ def tokenize_chat(
         shown_keys = _find_shown_keys(template, messages, tools, text)
         responses = [text[slice(*span)] for span in spans]
         if foreign := _find_foreign_key(template, messages, tools, shown_keys, responses):
-            detail = f"{foreign}, whose text the chat template writes into a response"
+            detail = f"{foreign}, which the chat template needs for a response or writes into it"
             return Rejection(RejectReason.CONTENT_NOT_READ, detail)
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if is_cut and template.has_generation_prompt:
@@ -259,11 +259,14 @@ def _cut_response(
         return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
     # The prompt may already contain the beginning of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
-    cut_text = prompt[:start] + "".join(content_texts(messages[-1]))
-    if not is_generated and not text.startswith(cut_text.rstrip()):
-        detail = "the last one is cut, and stands after other text than in a prompt"
-        return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, detail)
-    return cut_text, (start, len(cut_text))
+    content = "".join(content_texts(messages[-1]))
+    # Many templates strip white space around a content.
+    for form in (content, content.lstrip(), content.rstrip(), content.strip()):
+        cut_text = prompt[:start] + form
+        if is_generated or text.startswith(cut_text):
+            return cut_text, (start, len(cut_text))
+    detail = "the last one is cut, and stands after other text than in a prompt"
+    return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, detail)
 
 
 def _find_shown_keys(
@@ -294,10 +297,14 @@ def _find_shown_keys(
     # Usually no key is shown. Then the rendering without all of them is enough.
     if not names or not is_shown(names):
         return shown_keys
+    # Keys that are not shown stay removed, because a template may show one key in place of another.
+    removed: list[str] = []
     for name in names:
-        if is_shown([name]):
+        removed.append(name)
+        if is_shown(removed):
             indices = [index for index, keys in enumerate(keys_of_messages) if name in keys]
-            shown_keys[name] = all(is_shown([name], index, index + 1) for index in indices)
+            shown_keys[name] = all(is_shown(removed, index, index + 1) for index in indices)
+            removed.pop()
     return shown_keys
 
 
@@ -310,9 +317,12 @@ def _find_foreign_key(
 ) -> str:
     """Return a key that changes a response, although its text was not written by the model.
 
-    An example is the result of a tool in the message that calls the tool. The return value is an
-    empty text if no key changes a response.
+    An example is the result of a tool in the message that calls the tool. A key without which the
+    template fails is returned, too. The return value is an empty text if no key changes a response.
     """
+    names = itertools.chain.from_iterable(map(additional_keys, messages))
+    hidden_keys = set(names).difference(shown_keys)
+    messages = [without_keys(message, hidden_keys) for message in messages]
     for name in shown_keys:
         stripped = [
             without_keys(message, [name]) if message["role"] == "assistant" else message
@@ -320,8 +330,11 @@ def _find_foreign_key(
         ]
         if name in WRITTEN_KEYS or stripped == messages:
             continue
-        text = template.render(stripped, tools)
-        spans = _response_spans(template, stripped, tools, text, _MarkedChat(stripped, tools))
+        try:
+            text = template.render(stripped, tools)
+            spans = _response_spans(template, stripped, tools, text, _MarkedChat(stripped, tools))
+        except RENDER_ERRORS:
+            return name
         if isinstance(spans, Rejection) or responses != [text[slice(*span)] for span in spans]:
             return name
     return ""

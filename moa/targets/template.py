@@ -190,10 +190,11 @@ class ChatTemplate:
 
         These are the control tokens that the template writes after the last response, without those
         that end the whole chat or begin the next turn: a second token must also stand between a
-        response and the next turn, and must not be among the first tokens of a chat. If the text
-        after the last response is not a control token, it is the end of turn as a whole. If the
-        template writes no such text, the end of turn is the first control token between a response
-        and the next turn.
+        response and the next turn, must not be among the first tokens of a chat, and must not have
+        text after it. If the text after the last response does not begin with a control token, the
+        end of turn is the part of it that also follows an earlier response. If the template writes
+        no such text, the end of turn is the first control token between a response and the next
+        turn.
 
         Args:
             header: rendering of a chat with one user message.
@@ -205,14 +206,17 @@ class ChatTemplate:
             end = self._control_token_end(between, 0)
             # If the token also occurs before the first message, it starts turns.
             return "" if between[:end].strip() in header else between[:end]
-        end = self._control_token_end(last, 0) or len(last)
+        shared = _common_start(last, between or last).rstrip()
+        end = self._control_token_end(last, 0) or len(shared)
         further = self._control_token_end(last, end)
         opening = self._leading_tokens(header)
         while further and between.startswith(last[:further]):
-            if last[end:further].strip() in opening:
+            following = self._control_token_end(last, further)
+            has_text_after = not following and further < len(last)
+            if has_text_after or last[end:further].strip() in opening:
                 break
             end = further
-            further = self._control_token_end(last, end)
+            further = following
         return last[:end]
 
     def _leading_tokens(self, text: str) -> str:
@@ -236,12 +240,7 @@ class ChatTemplate:
             return ""
         before_response = chat.removeprefix(plain).partition(PLACEHOLDER)[0]
         generation_prompt = prompt.removeprefix(plain)
-        n_equal = 0
-        for character, expected in zip(generation_prompt, before_response, strict=False):
-            if character != expected:
-                break
-            n_equal += 1
-        header = generation_prompt[:n_equal]
+        header = _common_start(generation_prompt, before_response)
         return header.strip().removeprefix(self.end_of_turn.strip()).strip()
 
     def _control_token_end(self, text: str, start: int) -> int:
@@ -496,6 +495,16 @@ class ChatTemplate:
         """Raise PromptUnusable if a text cannot be part of a prompt."""
         if unusable := self.find_unusable_text(messages, tools):
             raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
+
+
+def _common_start(text: str, other: str) -> str:
+    """Return the characters with which both texts begin."""
+    n_equal = 0
+    for character, expected in zip(text, other, strict=False):
+        if character != expected:
+            break
+        n_equal += 1
+    return text[:n_equal]
 
 
 def _message(role: str) -> Message:

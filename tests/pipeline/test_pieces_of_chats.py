@@ -675,13 +675,11 @@ def test_a_mark_of_a_row_rejects_it(column: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [
     "reasoning", "thinking", "reasoning_content", "Chain_of_Thought", "cot", "model_reasoning",
-    "thinking_trace",
-    "reasoningContent", "thought", "rationale", "scratchpad", "attachments", "media",
+    "thinking_trace", "reasoningContent", "thought", "rationale", "scratchpad", "attachments",
+    "media",
     "reasoning-content", "reasoning_summary", "inner_monologue", "img", "imageUrl", "image-path",
     "image_0", "screenshot", "attachment", "function_calls", "tool_call", "tool_results",
-    "tool_responses", "function_response", "observation", "image_base64", "image_bytes",
-    "image_uri", "image_list", "image_url_list", "pictures", "frames", "think_content",
-    "system_instruction", "sys_prompt", "systemprompt", "tool_definitions", "function_list", "apis",
+    "think_content",
 ])  # fmt: skip
 def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
     for value in ("Hm.", ["Hm."], {"text": "Hm."}):
@@ -700,6 +698,29 @@ def test_reasoning_beside_the_messages_rejects_the_row(name: str) -> None:
         Columns.parse(["user=q", f"assistant={name}"]),
     )
     assert isinstance(used, TokenizedChat), used
+
+
+@pytest.mark.parametrize("name", [
+    "tool_responses", "function_response", "observation", "image_base64", "image_bytes",
+    "image_uri", "image_list", "image_url_list", "pictures", "frames", "system_instruction",
+    "sys_prompt", "systemprompt", "tool_definitions", "function_list", "apis",
+])  # fmt: skip
+def test_names_of_other_content_count_outside_of_metadata(name: str) -> None:
+    text = {name: "Hm."}
+    call: dict[str, Any] = {"function": {"name": "look_up", "arguments": {}}}
+    answers: list[dict[str, Any]] = [
+        ANSWERS | text,
+        ANSWERS | {"tool_calls": [call | text]},
+        ANSWERS | {"tool_calls": [{"function": call["function"] | text}]},
+        ANSWERS | {"function_call": call["function"] | text},
+    ]
+    rows: list[dict[str, Any]] = [{"messages": [ASKS, answer]} for answer in answers]
+    rows.append({"messages": [ASKS, ANSWERS], name: "Hm."})
+    for row in rows:
+        found = tokenize_row(template_of("chatml"), row, 100)
+        rejected(found, RejectReason.CONTENT_NOT_READ, name)
+    row = {"messages": [ASKS, ANSWERS | {"extra": text}], "metadata": {"source": text}}
+    assert isinstance(tokenize_row(template_of("chatml"), row, 100), TokenizedChat)
 
 
 @pytest.mark.parametrize(
@@ -888,6 +909,11 @@ def test_what_a_call_has_besides_its_arguments_is_named(
     found = tokenize_row(template_of("qwen2.5"), row, 1000)
     assert isinstance(found, TokenizedChat), found
     assert found.beside == ((f"tool call key {name}",) if name else ())
+    old_call = {"name": "look_up", "arguments": "{}"} | outer | inner
+    row = {"messages": [ASKS, {"role": "assistant", "content": "", "function_call": old_call}]}
+    found = tokenize_row(template_of("qwen2.5"), row, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ((f"tool call key {name}",) if name else ())
 
 
 def test_columns_that_others_replace_are_named() -> None:
@@ -985,7 +1011,30 @@ def test_a_key_that_the_template_shows_in_other_messages_only_is_named() -> None
     rejected(found, RejectReason.CONTENT_NOT_READ, "message key tool_plan")
 
 
-@pytest.mark.parametrize("reason", ["length", "LENGTH", "max_tokens", ["length"]])
+def with_keys(text: str, question: dict[str, str], answer: dict[str, str]) -> Any:
+    """Tokenise a chat with a template that writes ``text`` before each content."""
+    template = templates.CHATML_TEMPLATE.replace("m['content']", f"''}}}}{text}{{{{ m['content']")
+    row = {"messages": [ASKS | question, ANSWERS | answer]}
+    return tokenize_row(ChatTemplate(build_tokenizer(template, None, "<|im_end|>")), row, 100)
+
+
+def test_keys_that_stand_in_for_each_other_do_not_hide_each_other() -> None:
+    keys = {"x": "noon", "y": "noon"}
+    found = with_keys("{{ m.x or m.y }}", {}, keys)
+    rejected(found, RejectReason.CONTENT_NOT_READ, "message key y")
+    found = with_keys("{{ m.x or m.y }}", keys, {})
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("message key x",)
+
+
+def test_a_key_that_the_template_needs_is_named_where_it_rejects_the_row() -> None:
+    found = with_keys("{{ m.x.strip() }}", {"x": "noon"}, {"x": "noon"})
+    rejected(found, RejectReason.CONTENT_NOT_READ, "message key x")
+
+
+@pytest.mark.parametrize(
+    "reason", ["length", "LENGTH", "max_tokens", ["length"], ["stop", "length"]]
+)
 def test_a_cut_answer_stands_where_transformers_puts_it_or_is_rejected(reason: Any) -> None:
     row = {"messages": [ASKS, ANSWERS], "finish_reason": reason}
     tokenizer = template_of("chatml").tokenizer
@@ -1009,6 +1058,22 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
     for chat in ([ASKS, cut, ASKS, ANSWERS], [ASKS, ANSWERS, ASKS, cut, ASKS]):
         found = tokenize_row(template_of("chatml"), {"messages": chat}, 100)
         rejected(found, RejectReason.MARKED_UNTRAINED, "finish_reason 'length'")
+    for reason in (["length", "stop"], '["length", "length"]'):
+        row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS], "finish_reason": reason}
+        found = tokenize_row(template_of("chatml"), row, 100)
+        rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+
+
+@pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason"])
+def test_a_finish_reason_may_have_other_names(key: str) -> None:
+    cut = {"messages": [ASKS, ANSWERS], key: "max_tokens"}
+    of_message = {"messages": [ASKS, ANSWERS | {key: "MAX_TOKENS"}]}
+    for row, answer in ((cut, "a"), (of_message, "a"), (cut | {key: "stop"}, "a<|im_end|>")):
+        found = tokenize_row(template_of("chatml"), row, 100)
+        assert marked_texts(template_of("chatml").tokenizer, found) == [answer]
+    unknown = tokenize_row(template_of("chatml"), cut | {key: "refusal"}, 100)
+    assert isinstance(unknown, TokenizedChat)
+    assert unknown.beside == (f"column {key}",)
 
 
 @pytest.mark.parametrize(
@@ -1026,8 +1091,13 @@ def test_an_unknown_finish_reason_is_named(reason: Any, beside: tuple[str, ...])
 @pytest.mark.parametrize("column", ["chosen", "completion", "response"])
 def test_a_last_answer_in_another_column_rejects_its_row(column: str) -> None:
     """In LLaMA-Factory's preference format, the messages end before the preferred answer."""
-    row = {"conversations": [ASKS, ANSWERS, ASKS], column: ANSWERS}
-    found = tokenize_row(template_of("chatml"), row, 100)
-    rejected(found, RejectReason.CONTENT_NOT_READ, f"the column {column}")
+    answers: list[Any] = [ANSWERS, [ASKS, ANSWERS], {"from": "gpt", "value": "a"}, "a", ["a"]]
+    for value in answers:
+        row = {"conversations": [ASKS, ANSWERS, ASKS], column: value}
+        found = tokenize_row(template_of("chatml"), row, 100)
+        rejected(found, RejectReason.CONTENT_NOT_READ, f"the column {column}")
+    for value in ({"status": 200}, 200, True, " ", [{"role": None}]):
+        row = {"conversations": [ASKS, ANSWERS, ASKS], column: value}
+        assert isinstance(tokenize_row(template_of("chatml"), row, 100), TokenizedChat)
     ended = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS], column: ["a"]}, 100)
     assert isinstance(ended, TokenizedChat), ended

@@ -170,10 +170,11 @@ def test_an_end_of_turn_may_be_two_tokens() -> None:
     assert marked_texts(tokenizer, chat) == ["one" + both, "two" + both]
 
 
+@pytest.mark.parametrize("start", ["", "{{ bos_token }}You help.\n", "<|system|>You help<|end|>\n"])
 @pytest.mark.parametrize("end", ["<|im_end|>\n", "<|eot_id|><|im_end|>"])
-def test_a_token_that_starts_turns_does_not_end_them(end: str) -> None:
+def test_a_token_that_starts_turns_does_not_end_them(end: str, start: str) -> None:
     """Some templates write the generation prompt after every chat."""
-    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    template = start + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
     template += "{{ '" + end + "' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
     tokenizer = build_tokenizer(template, None, "<|im_end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|eot_id|>"]})
@@ -389,6 +390,29 @@ def test_a_chat_that_ends_with_a_question_or_a_call_has_no_cut_answer() -> None:
     assert isinstance(whole, TokenizedChat)
     assert isinstance(cut, TokenizedChat)
     assert cut.tokens.tolist() == whole.tokens.tolist()
+
+
+@pytest.mark.parametrize("end", ["\n\n", " END\n"])
+def test_the_role_of_the_next_turn_is_not_part_of_an_end_without_control_tokens(end: str) -> None:
+    template = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '" + end + "' }}"
+    tokenizer = build_tokenizer(template + "{% endfor %}{{ '### assistant:\n' }}", None, "</s>")
+    assert ChatTemplate(tokenizer).end_of_turn == end + "###"
+    chat = tokenized(tokenizer, turns("q", "one", "q2", "two"))
+    assert marked_texts(tokenizer, chat) == [f"one{end}###", f"two{end}###"]
+
+
+@pytest.mark.parametrize("stripping", ["strip", "lstrip", "rstrip"])
+@pytest.mark.parametrize("answer", ["\n\nHello!", "Hello!\n", " Hello! \n"])
+def test_a_cut_answer_loses_white_space_that_the_template_strips(
+    stripping: str, answer: str
+) -> None:
+    text = CHATML_TEMPLATE.replace("m['content']", f"m['content'].{stripping}()")
+    tokenizer = build_tokenizer(text, None, "<|im_end|>")
+    messages = turns("Hi", answer)
+    cut = tokenize_chat(ChatTemplate(tokenizer), messages, 99, is_cut=True, is_generated=False)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert isinstance(cut, TokenizedChat)
+    assert tokenizer.decode(cut.tokens) + "<|im_end|>\n" == whole
 
 
 @pytest.mark.parametrize(
