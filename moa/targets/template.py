@@ -191,10 +191,10 @@ class ChatTemplate:
         These are the control tokens that the template writes after the last response, without those
         that end the whole chat or begin the next turn: a second token must also stand between a
         response and the next turn, must not be among the first tokens of a chat, and must not have
-        text after it. If the text after the last response does not begin with a control token, the
-        end of turn is the part of it that also follows an earlier response. If the template writes
-        no such text, the end of turn is the first control token between a response and the next
-        turn.
+        text after it. If the text after the last response does not begin with a control token, it
+        is the end of turn as a whole, or nothing if other text follows an earlier response. If the
+        template writes no text after the last response, the end of turn is the first control token
+        between a response and the next turn.
 
         Args:
             header: rendering of a chat with one user message.
@@ -206,8 +206,8 @@ class ChatTemplate:
             end = self._control_token_end(between, 0)
             # If the token also occurs before the first message, it starts turns.
             return "" if between[:end].strip() in header else between[:end]
-        shared = _common_start(last, between or last).rstrip()
-        end = self._control_token_end(last, 0) or len(shared)
+        is_shared = not between or between.startswith(last)
+        end = self._control_token_end(last, 0) or (len(last) if is_shared else 0)
         further = self._control_token_end(last, end)
         opening = self._leading_tokens(header)
         while further and between.startswith(last[:further]):

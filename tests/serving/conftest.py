@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from moa_data.serving.engine import engine
+from moa_data.moa.targets.proof import serving_problem
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,14 +15,13 @@ def _proofs_of_targets() -> Iterator[None]:
 
     The proof calls the target, and takes most of the time of an engine's start.
     """
-    prove = engine.serving_problem
     problems: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def prove_once(target: Any, call: Any) -> str:
         if target not in problems:
-            problems[target] = prove(target, call)
+            problems[target] = serving_problem(target, call)
         return problems[target]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "serving_problem", prove_once)
+        patch.setattr("moa_data.serving.engine.engine.serving_problem", prove_once)
         yield
