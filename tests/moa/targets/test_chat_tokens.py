@@ -393,12 +393,12 @@ def test_a_chat_that_ends_with_a_question_or_a_call_has_no_cut_answer() -> None:
 
 
 @pytest.mark.parametrize("end", ["\n\n", " END\n"])
-def test_the_role_of_the_next_turn_is_not_part_of_an_end_without_control_tokens(end: str) -> None:
+def test_the_next_turn_is_not_part_of_an_end_without_control_tokens(end: str) -> None:
     template = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '" + end + "' }}"
     tokenizer = build_tokenizer(template + "{% endfor %}{{ '### assistant:\n' }}", None, "</s>")
-    assert ChatTemplate(tokenizer).end_of_turn == end + "###"
+    assert ChatTemplate(tokenizer).end_of_turn == ""
     chat = tokenized(tokenizer, turns("q", "one", "q2", "two"))
-    assert marked_texts(tokenizer, chat) == [f"one{end}###", f"two{end}###"]
+    assert marked_texts(tokenizer, chat) == ["one", "two"]
 
 
 @pytest.mark.parametrize("stripping", ["strip", "lstrip", "rstrip"])
