@@ -359,7 +359,7 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
 
 
 def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, folder: Path) -> None:
-    """Refuse a config.json whose other keys have other values than our own key implies.
+    """Refuse a config.json with a key that contradicts our own key.
 
     Other programs read the other keys.
     """

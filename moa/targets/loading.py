@@ -145,8 +145,8 @@ def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
     # Parts of a name between its numbers -> shapes of the tensors with such names, by their numbers
     # (of the layer and of the expert).
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
-    # The same parts except for the last, which names a matrix of the expert -> the numbers of all
-    # experts of which the files have a matrix.
+    # Parts of a name without the last part, which says which matrix of the expert it is -> the
+    # numbers (of layer and expert) of all experts with at least one matrix in the files.
     experts: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, header in headers.items():
         if ".experts." in name:
