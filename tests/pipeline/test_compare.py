@@ -31,6 +31,7 @@ def write_store(folder: Path, target: Path, seed: int = 0) -> Path:
             out=str(folder / "store"),
             max_length=128,
             device="cpu",
+            compute_dtype="float32",
         )
     )
     return folder / "store"

@@ -27,6 +27,7 @@ def extract_config(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Ex
     return ExtractConfig.of(
         model=str(target), dataset=str(write_jsonl(folder / "chats.jsonl", random_chats(12))),
         out=str(folder / "store"), part_tokens=512, target_layers=1, device="cpu",
+        compute_dtype="float32",
         activations=("hidden:last", *(f"hidden:layer:{layer}" for layer in LAYERS)),
     )  # fmt: skip
 
