@@ -138,7 +138,13 @@ class FusedBody:
             )
         except Exception:  # noqa: BLE001 - a model of another form may raise any error
             return None
-        return fused_body if is_right else None
+        if not is_right:
+            _LOG.warning(
+                "decoding is slower than it could be: the target's layers are run one by one, "
+                "because running them together would change the results"
+            )
+            return None
+        return fused_body
 
     def __call__(
         self,

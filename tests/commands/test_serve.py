@@ -150,6 +150,7 @@ def test_signals_let_answers_end(
     lines = [json.loads(line) for line in rest if line.startswith("{")]
     others = {line for line in rest if not line.startswith("{")}
     assert others <= {"", "Finishing what has started; press Ctrl-C again to stop at once."}
+    assert any(line.get("message", "").startswith("memory: up to ") for line in lines)
     (request,) = [line for line in lines if "new_tokens" in line]
     assert (request["status"], request["new_tokens"], request["finish"]) == (200, 30, "length")
 

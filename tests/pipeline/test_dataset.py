@@ -66,6 +66,7 @@ def test_a_key_that_comes_twice_makes_a_row_unreadable(tmp_path: Path) -> None:
         (asks(None), RejectReason.EMPTY_CONTENT),
         (asks([]), RejectReason.EMPTY_CONTENT),
         (asks([{"type": "image"}]), RejectReason.NON_TEXT_PART),
+        (asks([{"type": "reasoning", "text": "hm"}, *PARTS]), RejectReason.NON_TEXT_PART),
         (asks("hi"), RejectReason.NO_RESPONSE),
     ],
 )

@@ -86,7 +86,9 @@ def test_where_a_part_of_each_head_is_rotated_the_models_own_layer_computes() ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
+def test_a_whole_model_computes_what_the_models_own_does(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The fused body computes the same; its calls have 3 tokens, which fit any window.
 
     There is no fused body if a layer has another form, or if a hook changes the model's output.
@@ -112,6 +114,19 @@ def test_a_whole_model_computes_what_the_models_own_does(family: str) -> None:
         torch.testing.assert_close(some, hidden[:, [0, 2]], rtol=1e-4, atol=1e-5)
         text_model(model).norm.register_forward_hook(lambda _module, _inputs, output: 2 * output)
         assert fused.FusedBody.of(model) is None
+        assert "layers are run one by one" in caplog.text
+
+
+def test_layers_that_fusing_would_change_are_counted_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = build_model("llama")
+    first, *_ = decoder_layers(model)
+    first.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+    fused.fuse(model)
+    assert not are_fused(model)[0]
+    assert all(are_fused(model)[1:])
+    assert "the weights of 1 layers are not fused" in caplog.text
 
 
 @pytest.mark.parametrize(
