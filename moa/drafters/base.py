@@ -78,18 +78,18 @@ class Drafter(nn.Module, ABC):
     draft_ids: Tensor
     # True if the drafter can draft from token ids and lengths that only the device knows, as CUDA
     # graphs require.
-    by_graph: ClassVar[bool] = False
+    by_graph = False
     # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
     # last hidden state.
     observed_layers: tuple[int, ...] = ()
     # True if the drafter can run on another machine than its target.
-    drafts_remotely: ClassVar[bool] = False
+    drafts_remotely = False
     # W, the number of values in the context of a position; 0 if the drafter needs no context. None
     # if the drafter must run on the target's machine.
     context_width: int | None = None
-    context_needs_kv: bool = False  # True if :meth:`encode_context` reads the target's KV.
+    context_needs_kv = False  # True if :meth:`encode_context` reads the target's KV.
     # True if the target's LM head turns features into logits.
-    uses_target_head: ClassVar[bool] = True
+    uses_target_head = True
 
     def __init__(self, config: Any) -> None:
         super().__init__()

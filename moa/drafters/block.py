@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, concatenated, fitting_counts, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import DrafterSizes, LayerSizes, check_target_layers
+from .sizes import LayerSizes, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
@@ -74,7 +74,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     KV encoder sizes are 0 unless the context is ``memory``.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
+    may_be_zero = ("n_layers", "mask_token")
 
     # The token whose embedding is the input of masked slots.
     mask_token: int
@@ -714,7 +714,7 @@ def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
 class DFlashSizes(BlockDrafterSizes):
     """The sizes of a DFlash drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "dflash"
+    kind = "dflash"
 
     block_size: int = 16
     sample_from_anchor: bool = False
@@ -723,7 +723,7 @@ class DFlashSizes(BlockDrafterSizes):
 class DFlashDrafter(BlockDrafter):
     """A block-parallel drafter without heads."""
 
-    config_class: ClassVar[type[DrafterSizes]] = DFlashSizes
+    config_class = DFlashSizes
     config: DFlashSizes
 
 
@@ -731,7 +731,7 @@ class DFlashDrafter(BlockDrafter):
 class DSparkSizes(BlockDrafterSizes):
     """The sizes of a DSpark drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "dspark"
+    kind = "dspark"
 
     block_size: int = 7
     sample_from_anchor: bool = True
@@ -753,7 +753,7 @@ class DSparkSizes(BlockDrafterSizes):
 class DSparkDrafter(BlockDrafter):
     """A block-parallel drafter with a Markov head and a confidence head."""
 
-    config_class: ClassVar[type[DrafterSizes]] = DSparkSizes
+    config_class = DSparkSizes
     config: DSparkSizes
 
     def __init__(self, config: DSparkSizes) -> None:

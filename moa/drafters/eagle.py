@@ -26,7 +26,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ from ..targets.cache import ContextCache, KVSource
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, stacked
-from .sizes import DrafterSizes, LayerSizes
+from .sizes import LayerSizes
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
@@ -193,7 +192,7 @@ class FeatureDrafter(Drafter):
 class EagleSizes(LayerSizes):
     """The sizes of an EAGLE drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "eagle"
+    kind = "eagle"
 
     eagle_layers: int = 1  # number of decoder layers
     eagle_input_norm: bool = True
@@ -218,7 +217,7 @@ class EagleSizes(LayerSizes):
 class EagleDrafter(FeatureDrafter):
     """The trained weights: a linear layer for token and hidden state, and decoder layers."""
 
-    config_class: ClassVar[type[DrafterSizes]] = EagleSizes
+    config_class = EagleSizes
     config: EagleSizes
     drafts_remotely = True
 

@@ -37,7 +37,7 @@ teacher's probabilities of tokens outside the draft vocabulary are left out.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm
 from ..targets.bundle import FrozenTarget
 from ..targets.facts import TargetFacts
 from .eagle import FeatureDrafter
-from .sizes import DrafterSizes, LayerSizes, check_target_layers
+from .sizes import LayerSizes, check_target_layers
 from .training import (
     LossTerms,
     Reads,
@@ -79,8 +79,8 @@ larger, the computation is split by rows of the batch, and then by queries."""
 class Eagle3Sizes(LayerSizes):
     """The sizes of an EAGLE-3 drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "eagle3"
-    without_weights: ClassVar[tuple[str, ...]] = ()
+    kind = "eagle3"
+    without_weights = ()
 
     fused_layers: tuple[int, ...]
     """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
@@ -168,7 +168,7 @@ class Eagle3Drafter(FeatureDrafter):
     The weights have the names that other projects use.
     """
 
-    config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
+    config_class = Eagle3Sizes
     config: Eagle3Sizes
     uses_target_head = False
     d2t: Tensor  # [V_d] int64. d2t[i] + i is the token with index i in the draft vocabulary.

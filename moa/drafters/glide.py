@@ -33,7 +33,7 @@ starts after position 0, and position 0 itself has no loss.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from ..targets.facts import TargetFacts
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import KeysValues, LayerState, lengths_mask
-from .sizes import DrafterSizes, LayerSizes
+from .sizes import LayerSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 
@@ -55,8 +55,8 @@ from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 class GlideSizes(LayerSizes):
     """The sizes of a GLIDE drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "glide"
-    left_out: ClassVar[tuple[str, ...]] = ("draft_", "target_")
+    kind = "glide"
+    left_out = ("draft_", "target_")
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
@@ -108,7 +108,7 @@ class GlideSizes(LayerSizes):
 class GlideDrafter(Drafter):
     """The trained weights: a decoder layer, and cross-attention without K and V projections."""
 
-    config_class: ClassVar[type[DrafterSizes]] = GlideSizes
+    config_class = GlideSizes
     config: GlideSizes
     by_graph = True
 

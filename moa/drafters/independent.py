@@ -16,7 +16,7 @@ the width W and cannot be used in place of the target's hidden states.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -46,7 +46,7 @@ from .training import (
 class IndependentSizes(DrafterSizes):
     """The sizes of an independent drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "independent"
+    kind = "independent"
 
     independent_width: int  # W, the drafter's width
     independent_mlp_width: int  # MLP width of each layer
@@ -93,7 +93,7 @@ class IndependentSizes(DrafterSizes):
 class IndependentDrafter(Drafter):
     """The trained model: embeddings, decoder layers and final norm."""
 
-    config_class: ClassVar[type[DrafterSizes]] = IndependentSizes
+    config_class = IndependentSizes
     config: IndependentSizes
     by_graph = drafts_remotely = True
     context_width = 0

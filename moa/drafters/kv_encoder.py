@@ -22,7 +22,7 @@ settings can differ from the Mixture of Attentions paper (arXiv 2410.03804):
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ _MAX_POSITIONS = 1 << 13
 class KVEncoderSizes(DrafterSizes):
     """The sizes of a KV encoder. All sizes are 0 in a drafter without a KV encoder."""
 
-    left_out: ClassVar[tuple[str, ...]] = ("draft_", "kv_group")
+    left_out = ("draft_", "kv_group")
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.

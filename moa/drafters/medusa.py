@@ -22,7 +22,6 @@ distribution; in the authors' code they learn the tokens of the training text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +54,7 @@ HEAD_DECAY = 0.8
 class MedusaSizes(DrafterSizes):
     """The sizes of a Medusa drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "medusa"
+    kind = "medusa"
 
     medusa_heads: int = 6  # K, number of heads and maximum number of draft levels
     medusa_layers: int = 1  # number of residual layers of each head
@@ -104,7 +103,7 @@ class MedusaHead(nn.Module):
 class MedusaDrafter(Drafter):
     """The trained weights: the heads."""
 
-    config_class: ClassVar[type[DrafterSizes]] = MedusaSizes
+    config_class = MedusaSizes
     config: MedusaSizes
 
     def __init__(self, config: MedusaSizes) -> None:

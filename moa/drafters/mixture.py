@@ -33,7 +33,7 @@ with the target.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ from ..targets.facts import TargetFacts
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import DrafterSizes, largest_divisor, multiple_of_32
+from .sizes import largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -66,7 +66,7 @@ from .training import (
 class MoASizes(KVEncoderSizes):
     """The sizes of a Mixture of Attentions drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "moa"
+    kind = "moa"
 
     self_attention_kv_heads: int  # number of KV heads of the causal self-attention
     self_attention_mlp_width: int  # MLP width of the causal self-attention
@@ -126,7 +126,7 @@ class MoADraftState(LayerState):
 class MoADrafter(KVEncoder, Drafter):
     """The trained weights: layer self-attention, linear layer, self-attention, cross-attention."""
 
-    config_class: ClassVar[type[DrafterSizes]] = MoASizes
+    config_class = MoASizes
     config: MoASizes
     by_graph = drafts_remotely = context_needs_kv = True
 
