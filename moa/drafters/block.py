@@ -49,7 +49,7 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import positions_from, unpack_kv
-from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
+from ..nn.layers import AppendKV, DecoderBlock, KeysValues, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
@@ -57,7 +57,7 @@ from ..targets.cache import ContextCache, KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, LayerState, concatenated, fitting_counts, padded, write_after
+from .caches import LayerState, concatenated, fitting_counts, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import LayerSizes, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
@@ -355,7 +355,7 @@ class BlockDrafter(KVEncoder, Drafter):
         x: Tensor,
         positions: Tensor,
         appends: Sequence[AppendKV],
-        mask: masks.Mask | Tensor | None,
+        mask: masks.AnyMask,
     ) -> Tensor:
         """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E].
 

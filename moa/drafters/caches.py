@@ -17,12 +17,11 @@ from typing_extensions import override
 from ..nn import masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_from, slots_after, write_slots
-from ..nn.layers import DecoderBlock, Rotary, Rotation
+from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation
 from ..nn.masks import added, are_alike, to_device
 from .base import DraftLevel
 from .training import at_queries
 
-KeysValues = tuple[Tensor, Tensor]  # keys and values, each [B, H_kv, S, d]
 Fresh = tuple[Tensor, Tensor | None, list[int]]
 """Input of a round: tokens [B, n] int64, target states [B, n, ...] or None, and counts of real
 tokens."""

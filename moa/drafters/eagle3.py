@@ -46,7 +46,7 @@ from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import losses
-from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm
+from ..nn.layers import DecoderBlock, DecoderBlockSizes, KeysValues, RMSNorm
 from ..targets.bundle import FrozenTarget
 from ..targets.facts import TargetFacts
 from .eagle import FeatureDrafter
@@ -391,7 +391,7 @@ class Eagle3Drafter(FeatureDrafter):
         combined = self.combine(embeddings, hidden)
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
         seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
-        own_kv: list[tuple[Tensor, Tensor]] = []
+        own_kv: list[KeysValues] = []
         features: list[Tensor] = []
         reached: list[Tensor] = []
         outputs = x
@@ -422,7 +422,7 @@ def _shifted(steps: Sequence[Tensor], direction: int) -> list[Tensor]:
 
 
 def attend_with_own_steps(
-    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[KeysValues]
 ) -> Tensor:
     """Let each query attend to slots that all rounds share and to the slots of its own round.
 

@@ -40,13 +40,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn import masks
-from ..nn.layers import Attention, DecoderBlock, Rotation
+from ..nn.layers import Attention, DecoderBlock, KeysValues, Rotation
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
 from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, LayerState, lengths_mask
+from .caches import LayerState, lengths_mask
 from .sizes import LayerSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
@@ -211,12 +211,12 @@ class GlideDrafter(Drafter):
     def _layer(
         self,
         target: KeysValues,
-        target_mask: masks.Mask | Tensor | None,
+        target_mask: masks.AnyMask,
         x: Tensor,
         rotation: Rotation,
         keys: Tensor,
         values: Tensor,
-        mask: masks.Mask | Tensor | None,
+        mask: masks.AnyMask,
     ) -> Tensor:
         """Run the layer on x [B, Q, E]. It attends to the drafter's KV and to the target's KV."""
         block = self.self_attention

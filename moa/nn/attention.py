@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from ...text import first_line
-from .masks import Mask
+from .masks import AnyMask, Mask
 
 _MIN_FLEX_QUERIES = 128  # Number of queries in a block of FlexAttention
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -36,7 +36,7 @@ too few gives an error of 0.3.
 """
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
     """Compute scaled dot-product attention, with scores scaled by 1/sqrt(d).
 
     Args:

@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ...errors import DrafterError
-from .layers import Rotation, rotate
+from .layers import KeysValues, Rotation, rotate
 from .masks import DeviceLengths, added, are_alike, to_device
 
 
@@ -32,7 +32,7 @@ def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # [B, T, L, D]
 
 
-def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
     """Split the packed KV [B, T, D] of one layer into keys and values, the inverse of packing.
 
     Returns:
@@ -99,7 +99,7 @@ class KVBuffer:
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
         # Views of the buffer, [B, H_kv, S, d] per layer. They are made only once, because the time
         # of a draft step is proportional to its number of tensor operations.
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._layers: list[KeysValues] = []
 
     @property
     def buffer(self) -> Tensor:
@@ -115,7 +115,7 @@ class KVBuffer:
 
     def append(
         self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> KeysValues:
         """Append keys and values to each row of a cache with a single layer.
 
         Args:
@@ -133,7 +133,7 @@ class KVBuffer:
         self.lengths = added(self.lengths, counts or n_tokens)
         return self.layer_view(0, max(self.lengths))
 
-    def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
+    def layer_view(self, layer: int, n_slots: int) -> KeysValues:
         """View the keys and values [B, H_kv, n_slots, d] of a layer.
 
         The caller may write to slots at or beyond a row's length.
@@ -267,9 +267,7 @@ def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> 
     return lengths[0] if are_alike(lengths) else positions_from(lengths, n_tokens, device)
 
 
-def write_slots(
-    view: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: int | Tensor
-) -> None:
+def write_slots(view: KeysValues, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
     """Write keys and values [B, H_kv, n, d] into slots of a layer's ``view``.
 
     ``view`` is the layer's keys and values, each [B, H_kv, S, d]. ``slots`` have the form that

@@ -177,6 +177,10 @@ class Mask:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
+AnyMask = Mask | Tensor | None
+"""Which keys each query may attend to: rules, a bool tensor [B or 1, Q, S], or None for all keys."""
+
+
 def self_attention_mask(
     queries: Tensor, last_context_of_query: Tensor, staircase: Tensor, n_keys: int
 ) -> Mask:
