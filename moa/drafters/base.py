@@ -42,7 +42,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
-from .vocabulary import most_frequent, over_all_tokens
+from .vocabulary import most_frequent
 
 
 @dataclass
@@ -113,6 +113,11 @@ class Drafter(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return next(self.parameters()).dtype
+
+    @property
+    def draft_tokens(self) -> Tensor | None:
+        """Ids of the tokens that can be drafted, [V_d] int64, ascending; None for all tokens."""
+        return self.draft_ids if self.config.draft_tokens else None
 
     @property
     def blocks(self) -> list[DecoderBlock]:
@@ -263,9 +268,10 @@ class Drafter(nn.Module, ABC):
 
         Tokens outside the draft vocabulary get -inf.
         """
-        if not self.config.draft_tokens:
+        if self.draft_tokens is None:
             return logits
-        return over_all_tokens(logits, self.draft_ids, self.config.vocab_size)
+        spread = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return spread.index_copy(-1, self.draft_tokens, logits)
 
     def confidence(self, features: Tensor) -> Tensor | None:
         """Estimate the acceptance probability [...] of the next draft; None by default.

@@ -194,7 +194,7 @@ def causal_features(
 class Fed(NamedTuple):
     """Positions and masks of the tokens that one drafter call feeds."""
 
-    positions: Tensor  # [B or 1, b] int64
+    positions: Tensor  # [B or 1, 1] int64
     rotation: Rotation  # the drafter's rotary embedding at these positions
     before: list[int]  # number of verified tokens of each row
     seen: Tensor  # [B, b, n] bool, the tokens of this round that each fed token sees
@@ -291,10 +291,9 @@ class LayerState(RowState):
         Returns:
             Features of the root [B, 1, E], and the root's position and mask.
         """
-        device = x.device
         before = self.n_true
-        n_new = max(counts)
-        rotation = rotary(positions_from(before, n_new, device), x.dtype)
+        positions = positions_from(before, max(counts), x.device)
+        rotation = rotary(positions, x.dtype)
         self.n_true = added(before, counts)
         self.n_fed = 1
         is_alone = last is None and len(counts) == 1 and are_alike(counts)
@@ -307,44 +306,33 @@ class LayerState(RowState):
             keys, values = slots.append(*block.keys_values(x, rotation), counts)
             if is_last:
                 break
-            mask = None
-            if len(counts) > 1 or n_new > 1:
-                causal = (
-                    torch.ones(n_new, n_new, dtype=torch.bool, device=device)
-                    .tril()
-                    .expand(len(counts), -1, -1)
-                )
-                mask = masks.tree_mask(before, causal)[..., : keys.shape[2]]
+            has_one_token = len(counts) == 1 and x.shape[1] == 1
+            mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
-        before = added(self.n_true, -1)
-        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
-        mask = None if len(counts) == 1 and are_alike(before) else masks.tree_mask(before, seen)
-        positions = positions_from(before, 1, device)
-        root = Fed(positions, rotary(positions, x.dtype), before, seen, mask)
+        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
+        root = self._fed(rotary, x.dtype, 0, seen)
         if is_alone:
             return x, root
         # The last layer computes only the features of the root.
         x = (
             x[:, -1:]
             if are_alike(counts)
-            else at_queries(x, to_device(counts, device)[:, None] - 1)
+            else at_queries(x, to_device(counts, x.device)[:, None] - 1)
         )
-        return (last or block)(x, root.rotation, keys, values, mask), root
+        return (last or block)(x, root.rotation, keys, values, root.mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
         """Count the nodes of one level as fed. The caller then appends their keys and values."""
-        n_nodes = level.tokens.shape[1]
+        self.n_fed += level.tokens.shape[1]
+        return self._fed(rotary, level.parent_features.dtype, level.depth, level.seen)
+
+    def _fed(self, rotary: Rotary, dtype: torch.dtype, depth: int, seen: Tensor) -> Fed:
         before = added(self.n_true, -1)
-        self.n_fed += n_nodes
         # All nodes of a level have the same position in the sequence.
-        positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(
-            -1, n_nodes
-        )
-        is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1 and are_alike(before)
-        mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
-        return Fed(
-            positions, rotary(positions, level.parent_features.dtype), before, level.seen, mask
-        )
+        positions = positions_from(added(before, depth), 1, seen.device)
+        is_chain_alone = len(before) == 1 and self.n_fed == depth + 1 and are_alike(before)
+        mask = None if is_chain_alone else masks.tree_mask(before, seen)
+        return Fed(positions, rotary(positions, dtype), before, seen, mask)
 
     def feed_level(
         self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, level: DraftLevel

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...errors import DrafterError
+from ..nn import masks
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
@@ -99,6 +100,17 @@ class FeatureDrafter(Drafter):
         """Convert :meth:`target_states` to features [..., E]; by default return them unchanged."""
         return states
 
+    def true_inputs(self, frozen: FrozenTarget, inputs: TrainingInputs) -> tuple[Tensor, Tensor]:
+        """Compute the layers' input that is made from target states.
+
+        Returns:
+            Embeddings of the tokens t + 1 of the slots t, and the input of the slots, both [B, S,
+            ...].
+        """
+        embeddings = frozen.embed(inputs.tokens[:, 1:])
+        hidden = self.target_states(inputs)[:, :-1].to(embeddings.dtype)
+        return embeddings, self.combine(embeddings, self.true_features(hidden))
+
     def fed_back(self, outputs: Tensor) -> Tensor:
         """Convert outputs of the layers [..., E] to the next features; by default unchanged."""
         return outputs
@@ -116,14 +128,10 @@ class FeatureDrafter(Drafter):
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
         # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
-        embeddings = frozen.embed(inputs.tokens[:, 1:])
-        combined = self.combine(
-            embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
-        )
+        embeddings, features = self.true_inputs(frozen, inputs)
         true_keys_values = []
-        features = combined
         rotation = self.rotary(slots[None, :])
-        causal = (slots[None, :] <= slots[:, None])[None]
+        causal = masks.causal_mask(slots[None, :], len(slots))
         for block in self.blocks:
             true_keys_values.append(block.keys_values(features, rotation))
             features = block(features, rotation, *true_keys_values[-1], causal)

@@ -60,7 +60,7 @@ from .training import (
     loss_queries,
     true_indices,
 )
-from .vocabulary import most_frequent, over_all_tokens
+from .vocabulary import most_frequent
 
 # Ratio of the loss weights of a draft step and the previous one (``traineagle3/main.py`` of the
 # EAGLE authors).
@@ -204,13 +204,12 @@ class Eagle3Drafter(FeatureDrafter):
         return self.lm_head.weight
 
     @property
+    @override
     def draft_tokens(self) -> Tensor | None:
-        """Ids of the tokens of the draft vocabulary, [V_d] int64, ascending.
+        is_reduced = self.config.draft_vocabulary < self.config.vocab_size
+        return self._mapped_tokens() if is_reduced else None
 
-        None if all tokens can be drafted.
-        """
-        if self.config.draft_vocabulary == self.config.vocab_size:
-            return None
+    def _mapped_tokens(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @classmethod
@@ -242,7 +241,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def check_weights(self) -> None:
-        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        ids = self._mapped_tokens()
         marked = self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
             raise DrafterError(
@@ -292,9 +291,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.normed(features))
-        tokens = self.draft_tokens
-        return logits if tokens is None else over_all_tokens(logits, tokens, self.config.vocab_size)
+        return self.over_all_tokens(self.lm_head(self.normed(features)))
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -382,13 +379,10 @@ class Eagle3Drafter(FeatureDrafter):
             to the round whose root is j - 1 tokens before it. And [J, B, Q] bool, true if this
             round reaches the query without leaving the response.
         """
-        # [B, S, E]. Slot t has the embedding of token t + 1.
-        embeddings = frozen.embed(inputs.tokens[:, 1:])
-        hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
+        embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
         slots = torch.arange(embeddings.shape[1], device=queries.device)
         first = (queries - 1).clamp(min=0)  # the slot at which each round starts
-        combined = self.combine(embeddings, hidden)
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
         seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
         own_kv: list[KeysValues] = []

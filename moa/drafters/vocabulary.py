@@ -45,15 +45,6 @@ def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
     return order[:n_tokens].sort().values
 
 
-def over_all_tokens(logits: Tensor, tokens: Tensor, n_tokens: int) -> Tensor:
-    """Convert logits [..., V_d] of the tokens [V_d] to logits [..., V] of the whole vocabulary.
-
-    All other tokens get -inf.
-    """
-    spread = logits.new_full((*logits.shape[:-1], n_tokens), -torch.inf)
-    return spread.index_copy(-1, tokens, logits)
-
-
 def may_be_reduced(vocab_size: int) -> bool:
     """Return whether a vocabulary is large enough for a smaller draft vocabulary to pay off."""
     return vocab_size >= _FEWEST_TOKENS
