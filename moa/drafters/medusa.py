@@ -133,8 +133,6 @@ class MedusaDrafter(Drafter):
         # divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
-        features = []
-        shares = []
         # One mask [B, T] per head: the positions at which the head is trained.
         reached = [self.loss_positions(inputs.response_mask, step.draws)]
         for _ in self.heads[1:]:
@@ -145,22 +143,19 @@ class MedusaDrafter(Drafter):
         counts = every.sum(dim=(1, 2)).tolist()
         n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
-        # Head k is trained at no position before k, so ``head_positions - k`` is never negative.
-        _, rows, positions = true_indices(every)
-        of_heads = zip(self.heads, rows.split(counts), positions.split(counts), strict=True)
-        for k, (head, head_rows, head_positions) in enumerate(of_heads, start=1):
-            # [P_k, E], computed from the hidden states k positions earlier.
-            features.append(head(hidden[head_rows, head_positions - k]))
-            shares.append(
-                torch.full(
-                    (len(head_positions),), HEAD_DECAY**k / total_share, device=hidden.device
-                )
-            )
+        shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
+        indices, rows, positions = true_indices(every)  # [P] for the loss positions of all heads
+        # Head k reads hidden states k positions earlier. It is trained at no position before k.
+        read = hidden[rows, positions - (indices + 1)].split(counts)
+        features = [head(states) for head, states in zip(self.heads, read, strict=True)]
         kl, _ = losses.chunked_losses(
-            torch.cat(features)[:, None], hidden[rows, positions], frozen.lm_head_weight,
-            torch.cat(shares)[:, None, None], divergence=step.weights.divergence,
+            torch.cat(features)[:, None],
+            hidden[rows, positions],
+            frozen.lm_head_weight,
+            to_device(shares, hidden.device)[indices, None, None],
+            divergence=step.weights.divergence,
             cap=frozen.logit_cap,
-        )  # fmt: skip
+        )
         mean = kl * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
