@@ -28,11 +28,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from ...errors import DrafterError
 from ..nn import masks
+from ..nn.kv import write_slots
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
@@ -129,14 +131,17 @@ class FeatureDrafter(Drafter):
         # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings, features = self.true_inputs(frozen, inputs)
-        true_keys_values = []
+        # The keys and values of each layer, [B, H_kv, 2S, d]. The first S slots are made from target
+        # states, the other S slots from features of the drafter.
+        keys_values = []
         rotation = self.rotary(slots[None, :])
         causal = masks.causal_mask(slots[None, :], len(slots))
         for block in self.blocks:
-            true_keys_values.append(block.keys_values(features, rotation))
-            features = block(features, rotation, *true_keys_values[-1], causal)
+            keys, values = block.keys_values(features, rotation)
+            features = block(features, rotation, keys, values, causal)
+            own_slots = (0, 0, 0, len(slots))
+            keys_values.append((F.pad(keys, own_slots), F.pad(values, own_slots)))
         features = self.fed_back(features)
-        own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
         rows = torch.arange(len(step), device=step.device)[:, None]
         for index in range(1, int(step.max()) + 1):
             queries, valid = training.loss_queries(step == index)
@@ -149,16 +154,12 @@ class FeatureDrafter(Drafter):
                 training.at_queries(embeddings, queries),
                 training.at_queries(features, (queries - 1).clamp(min=0)),
             )
-            cells = rows.expand_as(queries)[valid], queries[valid]
             rotation = self.rotary(queries)
-            for block, true_kv, own_kv in zip(
-                self.blocks, true_keys_values, own_keys_values, strict=True
-            ):
-                for buffer, new in zip(own_kv, block.keys_values(x, rotation), strict=True):
-                    buffer[cells[0], :, cells[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
-                keys = torch.cat((true_kv[0], own_kv[0]), dim=2)
-                values = torch.cat((true_kv[1], own_kv[1]), dim=2)
-                x = block(x, rotation, keys, values, seen)
+            for block, view in zip(self.blocks, keys_values, strict=True):
+                # Padding writes to the first of the drafter's slots, which no query sees.
+                write_slots(view, *block.keys_values(x, rotation), len(slots) + queries)
+                x = block(x, rotation, *view, seen)
+            cells = rows.expand_as(queries)[valid], queries[valid]
             features[cells] = self.fed_back(x)[valid].to(features.dtype)
         queries, valid = training.loss_queries(drafted)
         return DraftedFeatures(
