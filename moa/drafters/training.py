@@ -291,26 +291,16 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     if blocks.anchors is not None:
         valid = blocks.anchors >= 0
         return torch.where(valid, blocks.anchors, 0), valid
-    response = response_mask.bool()
-    candidates = response[:, :-1] & response[:, 1:]
-    rows = []
-    for row, row_candidates in enumerate(candidates.cpu().unbind()):
-        row_anchors = row_candidates.nonzero()[:, 0]
-        if blocks.max_anchors is not None and len(row_anchors) > blocks.max_anchors:
+    response = response_mask.bool().cpu()
+    trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))  # [B, T]
+    if blocks.max_anchors is not None:
+        for row, anchors in enumerate(trained):
+            candidates = anchors.nonzero()[:, 0]
             generator = torch.Generator().manual_seed(draws.seeds[row] if draws.seeds else row)
-            row_anchors = (
-                row_anchors[
-                    torch.randperm(len(row_anchors), generator=generator)[: blocks.max_anchors]
-                ]
-                .sort()
-                .values
-            )
-        rows.append(row_anchors)
-    anchors = torch.nn.utils.rnn.pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, -1)[
-        :-1
-    ]
-    anchors = anchors.to(response.device)
-    return anchors.clamp(min=0), anchors >= 0
+            order = torch.randperm(len(candidates), generator=generator)
+            anchors[candidates[order[blocks.max_anchors :]]] = False
+    queries, valid = loss_queries(trained)
+    return queries.to(response_mask.device), valid.to(response_mask.device)
 
 
 def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
