@@ -89,6 +89,9 @@ def choose_draft_vocabulary(
         accepted = _ACCEPTED * coverage(halves, n_tokens)
         return sum(accepted**n for n in range(N_DRAFTS + 1))
 
+    def efficiency(n_tokens: int) -> float:
+        return committed(n_tokens) / weights_read(n_tokens)
+
     if not may_be_reduced(vocab_size):
         return DraftVocabulary(
             0,
@@ -97,8 +100,7 @@ def choose_draft_vocabulary(
     gains: dict[int, float] = {}
     size = 1 << (_SMALLEST_CHOICE.bit_length() - 1)
     while size < upper_bound:
-        gain = committed(size) / weights_read(size)
-        gains[size] = gain / (committed(upper_bound) / weights_read(upper_bound))
+        gains[size] = efficiency(size) / efficiency(upper_bound)
         size *= 2
     best = max(gains, key=lambda n: gains[n], default=upper_bound)
     if gains.get(best, 1.0) < _LEAST_GAIN:
