@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
@@ -200,18 +199,10 @@ class KVBuffer:
         """Append the rows of another cache with the same number and size of heads."""
         full = other._buffer if self._buffer is None else self._buffer
         if full is not None:
-            heads, _, head_dim = full.shape[3:]
             n_slots = max(self.capacity, other.capacity)
-            parts = []
-            for side in (self, other):
-                buffer = side._buffer
-                # This cache has no keys yet, so all of its slots are padding.
-                if buffer is None:
-                    buffer = full.new_zeros(
-                        2, self._n_layers, len(side.lengths), heads, 0, head_dim
-                    )
-                parts.append(F.pad(buffer, (0, 0, 0, n_slots - buffer.shape[4])))
-            self._set_buffer(torch.cat(parts, dim=2))
+            self.resize(n_slots, full[0, 0])
+            other.resize(n_slots, full[0, 0])
+            self._set_buffer(torch.cat((self.buffer, other.buffer), dim=2))
         self.lengths = self.lengths + other.lengths
 
     def reserve(self, n_slots: int, like: Tensor) -> None:
