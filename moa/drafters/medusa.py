@@ -20,6 +20,7 @@ forms compute the same function at the start of training. Here the heads learn t
 distribution; in the authors' code they learn the tokens of the training text.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,18 +87,11 @@ class ResidualLayer(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHead(nn.Module):
-    """Residual layers, followed by a linear layer before the target's LM head."""
-
-    def __init__(self, width: int, n_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(ResidualLayer(width) for _ in range(n_layers)))
-        self.projection = nn.Linear(width, width, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Turn hidden states [..., E] into features [..., E]."""
-        features: Tensor = self.projection(self.layers(hidden))
-        return features
+def medusa_head(width: int, n_layers: int) -> nn.Sequential:
+    """Make the residual layers of a head, and the linear layer before the target's LM head."""
+    layers = nn.Sequential(*(ResidualLayer(width) for _ in range(n_layers)))
+    projection = nn.Linear(width, width, bias=False)
+    return nn.Sequential(OrderedDict(layers=layers, projection=projection))
 
 
 class MedusaDrafter(Drafter):
@@ -109,7 +103,8 @@ class MedusaDrafter(Drafter):
     def __init__(self, config: MedusaSizes) -> None:
         super().__init__(config)
         self.heads = nn.ModuleList(
-            MedusaHead(config.hidden_size, config.medusa_layers) for _ in range(config.medusa_heads)
+            medusa_head(config.hidden_size, config.medusa_layers)
+            for _ in range(config.medusa_heads)
         )
 
     @override
