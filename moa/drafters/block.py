@@ -59,7 +59,7 @@ from . import training
 from .base import DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, concatenated, fitting_counts, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import LayerSizes, check_target_layers
+from .sizes import LayerSizes, check_default_layers, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
@@ -184,14 +184,7 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
     if n_read == 1:
         return (n_layers // 2,)
     layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
-    if list(layers) != sorted(set(layers)):
-        count = "five" if n_read == 5 else str(n_read)
-        raise DrafterError(
-            f"the drafter reads {count} layers of the target. The default layers are spread evenly "
-            f"from layer 1 to the third layer from the end, but this target has only {n_layers} "
-            "layers. Choose the layers yourself: --fused-layers "
-            f"{','.join(map(str, range(min(n_read, n_layers))))}."
-        )
+    check_default_layers(layers, n_layers)
     return layers
 
 
@@ -344,10 +337,8 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def slots(self, frozen: FrozenTarget, anchors: Tensor) -> Tensor:
         """Embed the slots of blocks that start at anchor tokens [B, N] int64: [B, N * G, E]."""
-        tokens = torch.full(
-            (*anchors.shape, self.config.block_size), self.config.mask_token, device=anchors.device
-        )
-        tokens[..., 0] = anchors
+        n_masked = self.config.block_size - 1
+        tokens = F.pad(anchors[..., None], (0, n_masked), value=self.config.mask_token)
         return frozen.embed(tokens.flatten(1))
 
     def run_layers(
@@ -463,7 +454,7 @@ class BlockDrafter(KVEncoder, Drafter):
         else:
             made = self.encode_kv(inputs.required_kv())
         context = self.context(frozen, inputs.tokens, made)
-        rotation = self.rotary(torch.arange(inputs.tokens.shape[1], device=context.device)[None])
+        rotation = self.rotary(masks.positions_of(context)[None])
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
@@ -541,7 +532,7 @@ class BlockDrafter(KVEncoder, Drafter):
     ) -> DraftedFeatures:
         """Compute the features of a block at the root of each draft round."""
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        index = torch.arange(drafted.shape[1], device=drafted.device)
+        index = masks.positions_of(drafted)
         queries, valid = training.loss_queries(drafted)
         root = context + 1  # For each position, the position of its round's root.
         depth = torch.where(valid, queries - root.gather(1, queries), 0)
@@ -618,20 +609,18 @@ class BlockDrafter(KVEncoder, Drafter):
         committed: Sequence[list[int]],
         cache: KVSource,
     ) -> None:
-        counts: list[int] = []
-        for row, n_before in zip(committed, state.n_true, strict=True):
-            counts.append(len(row) - 1 - n_before)
+        # The committed tokens that are added to the context.
+        new_tokens: list[list[int]] = []
+        for row, start in zip(committed, state.n_true, strict=True):
+            new_tokens.append(row[start:-1])
+        counts = [len(row) for row in new_tokens]
         if not any(counts):
             return
-        device = frozen.lm_head_weight.device
-        starts = state.n_true
-        encodes = self.config.context == "memory"
-        made = self.encode_cached(cache, starts, counts) if encodes else state.take_fresh(counts)
-        new_tokens: list[list[int]] = []
-        for row, start in zip(committed, starts, strict=True):
-            new_tokens.append(row[start:-1])
-        # [B, n], the committed tokens that are added to the context.
-        tokens = padded(new_tokens, device)
+        if self.config.context == "memory":
+            made = self.encode_cached(cache, state.n_true, counts)
+        else:
+            made = state.take_fresh(counts)
+        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # [B, n]
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
@@ -642,7 +631,7 @@ class BlockDrafter(KVEncoder, Drafter):
         rotation = self.rotary(positions_from(state.n_true, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
-        state.n_true = [length + count for length, count in zip(state.n_true, counts, strict=True)]
+        state.n_true = masks.added(state.n_true, counts)
 
     # Drafting with the target on another machine
 
@@ -742,12 +731,11 @@ class DSparkSizes(BlockDrafterSizes):
     # True if the confidence head also reads the Markov head's embedding of the previous token.
     confidence_with_markov: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.markov_head not in MARKOV_HEADS:
-            raise DrafterError(
-                f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}."
-            )
+            yield f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}"
 
 
 class DSparkDrafter(BlockDrafter):

@@ -45,12 +45,12 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from ...errors import DrafterError
-from ..nn import losses
+from ..nn import losses, masks
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, KeysValues, RMSNorm
 from ..targets.bundle import FrozenTarget
 from ..targets.facts import TargetFacts
 from .eagle import FeatureDrafter
-from .sizes import LayerSizes, check_target_layers
+from .sizes import LayerSizes, check_default_layers, check_target_layers
 from .training import (
     LossTerms,
     Reads,
@@ -129,12 +129,7 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     SpecForge, SGLang and vLLM use the same layers.
     """
     layers = (1, n_layers // 2 - 1, n_layers - 4)
-    if not layers[0] < layers[1] < layers[2]:
-        raise DrafterError(
-            "EAGLE-3 reads three layers of the target. Only a target with 7 or more layers has "
-            f"defaults, and this target has {n_layers}. Choose the layers yourself: "
-            f"--fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
-        )
+    check_default_layers(layers, n_layers)
     return layers
 
 
@@ -381,7 +376,7 @@ class Eagle3Drafter(FeatureDrafter):
         """
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
-        slots = torch.arange(embeddings.shape[1], device=queries.device)
+        slots = masks.positions_of(embeddings)
         first = (queries - 1).clamp(min=0)  # the slot at which each round starts
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
         seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
@@ -402,7 +397,7 @@ class Eagle3Drafter(FeatureDrafter):
             # A round that starts at one query reaches the query ``step`` places further right if
             # their positions differ by ``step``, so that all positions between them are queries.
             features.append(outputs.roll(step, dims=1))
-            has_root = torch.arange(queries.shape[1], device=queries.device) >= step
+            has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
         return torch.stack(features), torch.stack(reached)
 

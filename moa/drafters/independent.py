@@ -14,14 +14,13 @@ target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL
 the width W and cannot be used in place of the target's hidden states.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...errors import DrafterError
 from ..nn import losses
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
@@ -52,12 +51,10 @@ class IndependentSizes(DrafterSizes):
     independent_mlp_width: int  # MLP width of each layer
     independent_layers: int = 2  # number of decoder layers
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def problems(self) -> Iterator[str]:
         if self.independent_width % 2:
-            raise DrafterError(
-                f"independent_width must be an even number >= 2, got {self.independent_width}."
-            )
+            yield f"independent_width must be an even number >= 2, got {self.independent_width}"
 
     @classmethod
     @override

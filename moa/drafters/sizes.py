@@ -257,6 +257,16 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
         )
 
 
+def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
+    """Check that default layers ascend, which they do not if the target has too few layers."""
+    if list(layers) != sorted(set(layers)):
+        raise DrafterError(
+            f"the drafter reads {len(layers)} layers of the target, and a target with {n_layers} "
+            "layers has too few for the default choice. Choose the layers yourself: --fused-layers "
+            f"{','.join(map(str, range(min(len(layers), n_layers))))}."
+        )
+
+
 def check_target_fits(
     config: DrafterSizes, sizes: Mapping[str, Any], identity: Mapping[str, str] = {}
 ) -> None:
