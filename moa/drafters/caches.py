@@ -179,7 +179,7 @@ def causal_features(
 
     Returns the features of queries [B, Q].
     """
-    slots = torch.arange(x.shape[1], device=x.device)
+    slots = masks.positions_of(x)
     rotation = rotary(slots[None, :])
     causal = masks.Mask.up_to(slots[None], len(slots))
     *before, last = blocks

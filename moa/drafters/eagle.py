@@ -126,7 +126,7 @@ class FeatureDrafter(Drafter):
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         # [B, S]. The draft round of a slot sees the slots made from target states up to this index.
         context = context[:, 1:]
-        slots = torch.arange(context.shape[1], device=context.device)
+        slots = masks.positions_of(context)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
         # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)

@@ -186,7 +186,7 @@ class GlideDrafter(Drafter):
                 or float values that are added to the attention scores.
             queries: [B, Q], positions.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T]
         embeddings = frozen.embed(tokens)
         own_kv = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])

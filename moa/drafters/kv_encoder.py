@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, Rotary
-from ..nn.masks import added
+from ..nn.masks import added, positions_of
 from ..targets.cache import KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from .sizes import DrafterSizes, largest_divisor, multiple_of_32
@@ -233,7 +233,7 @@ class KVEncoder(nn.Module):
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:
-            positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
+            positions = positions_of(kv)[None, :]
         # The attention over layers is bidirectional, and the position of a layer is its index.
         rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
         summaries = []  # one tensor [n, G * D] per chunk of positions

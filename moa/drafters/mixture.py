@@ -185,7 +185,7 @@ class MoADrafter(KVEncoder, Drafter):
             same tensor if N is 0.
         """
         n_tokens = tokens.shape[1]
-        positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T]
         queries = rounds.queries
         context = rounds.context
 

@@ -160,7 +160,7 @@ class Draws:
             # because no position precedes it.
             drafted = response_mask.bool().clone()
             drafted[:, :1] = False
-            before = (torch.arange(drafted.shape[1], device=drafted.device) - 1).clamp(min=0)
+            before = (masks.positions_of(drafted) - 1).clamp(min=0)
             passes.append((self.teacher_forced_weight, drafted, before.expand_as(drafted)))
         return passes
 

@@ -203,15 +203,15 @@ def _flex_works(
                 q = drawn(n_heads, n_queries)
                 k = drawn(n_kv_heads, n_keys)
                 v = drawn(n_kv_heads, n_keys)
-                flex_result = attend_blocks(q, k, v, mask)
                 wide_k, wide_v = expand_heads(k.float(), n_heads), expand_heads(v.float(), n_heads)
                 plain = F.scaled_dot_product_attention(
                     q.float(), wide_k, wide_v, mask.dense.unsqueeze(1)
                 )
-                flex_gradients = torch.autograd.grad(flex_result.float().square().sum(), (q, k, v))
-                plain_gradients = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
-                gradients = zip(flex_gradients, plain_gradients, strict=True)
-                for got, expected in [(flex_result, plain), *gradients]:
+                results: list[list[Tensor]] = []
+                for attended in (attend_blocks(q, k, v, mask), plain):
+                    loss = attended.float().square().sum()
+                    results.append([attended, *torch.autograd.grad(loss, (q, k, v))])
+                for got, expected in zip(*results, strict=True):
                     error = float(
                         (got.float() - expected.float()).detach().norm() / expected.detach().norm()
                     )

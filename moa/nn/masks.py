@@ -86,6 +86,11 @@ def are_alike(lengths: Sequence[int]) -> bool:
     return not isinstance(lengths, DeviceLengths) and len(set(lengths)) == 1
 
 
+def positions_of(x: Tensor) -> Tensor:
+    """List the positions 0 to T - 1 of the tokens of x [B, T, ...]: [T] int64."""
+    return torch.arange(x.shape[1], device=x.device)
+
+
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
@@ -102,7 +107,7 @@ def drafted_positions(
     drafted = response_mask.bool()
     if step_bound is None:
         return drafted
-    index = torch.arange(drafted.shape[1], device=drafted.device)[None, :]
+    index = positions_of(drafted)[None, :]
     if offset is not None:
         index = index - offset[:, None]
     return drafted & (index % step_bound[:, None] != 0)
@@ -114,7 +119,7 @@ def last_context(drafted: Tensor) -> Tensor:
     The result is 0 if no such position exists (lines 157-162 of ``train/moa_spec.py`` in the MoA
     authors' code).
     """
-    index = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
+    index = positions_of(drafted).expand_as(drafted)
     return torch.where(drafted, 0, index).cummax(dim=1).values
 
 
