@@ -44,6 +44,9 @@ from .sizes import DrafterSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 from .vocabulary import most_frequent
 
+CommittedTokens = Sequence[list[int]]
+"""For each row, the prompt and the generated tokens. The last token is the root."""
+
 
 @dataclass
 class DraftedFeatures:
@@ -296,7 +299,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def draft_root(
-        self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self, state: Any, frozen: FrozenTarget, committed: CommittedTokens, cache: KVSource
     ) -> Tensor:
         """Start a round: drop the last drafts, process the committed tokens, and feed the root.
 
@@ -305,8 +308,8 @@ class Drafter(nn.Module, ABC):
         Args:
             state: the drafter's caches of all rows.
             frozen: the target.
-            committed: for each row, the prompt and the generated tokens. The last token is the
-                root; all tokens before it have target KV or contexts.
+            committed: the committed tokens of each row. All tokens before the root have target KV
+                or contexts.
             cache: the target's KV, or the contexts that replace it if the target is remote.
 
         Returns:

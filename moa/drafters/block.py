@@ -56,7 +56,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from . import training
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, concatenated, fitting_counts, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import LayerSizes, check_default_layers, check_target_layers
@@ -445,11 +445,12 @@ class BlockDrafter(KVEncoder, Drafter):
             made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
         elif self.config.context == "kv":
             n_heads = self.config.self_attention_kv_heads
-            packed = inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2)
             seen_by_layer: list[KeysValues] = []
-            for seen in packed:
-                target_layers = [unpack_kv(layer, n_heads) for layer in seen.unbind(2)]
-                seen_by_layer.append(_side_by_side(target_layers))
+            for seen in inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2):
+                # [B, T, H_kv * n * 2 * d]. The heads of the n layers are in the order that
+                # _side_by_side describes.
+                heads = seen.unflatten(-1, (n_heads, -1)).transpose(2, 3).flatten(2)
+                seen_by_layer.append(unpack_kv(heads, n_heads * seen.shape[2]))
             return seen_by_layer
         else:
             made = self.encode_kv(inputs.required_kv())
@@ -566,7 +567,7 @@ class BlockDrafter(KVEncoder, Drafter):
         self,
         state: BlockState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         device = frozen.lm_head_weight.device
@@ -606,7 +607,7 @@ class BlockDrafter(KVEncoder, Drafter):
         self,
         state: BlockState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> None:
         # The committed tokens that are added to the context.

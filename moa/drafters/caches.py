@@ -19,7 +19,7 @@ from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_from, slots_after, write_slots
 from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation
 from ..nn.masks import added, are_alike, to_device
-from .base import DraftLevel
+from .base import CommittedTokens, DraftLevel
 from .training import at_queries
 
 Fresh = tuple[Tensor, Tensor | None, list[int]]
@@ -250,7 +250,7 @@ class LayerState(RowState):
         for row, new in enumerate(made.split(counts)):
             self.fresh[row] = (*self.fresh[row], new)
 
-    def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
+    def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
         """Return the committed tokens that have no slot yet, and the target's states for them.
 
         The states are [B, n, ...], or None if the layers read only tokens.
@@ -265,7 +265,7 @@ class LayerState(RowState):
         self.n_true = starts
         return fresh_tokens, None
 
-    def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
+    def take_round(self, committed: CommittedTokens, device: torch.device) -> Fresh:
         """Copy :meth:`fresh_rows` to the device.
 
         While a CUDA graph is recorded, return :attr:`given` instead.

@@ -39,7 +39,7 @@ from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from . import training
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, stacked
 from .sizes import LayerSizes
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep
@@ -56,7 +56,7 @@ class FeatureState(LayerState):
         self.last: list[Tensor | None] = [None] * n_rows
 
     @override
-    def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
+    def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
         fresh = []
         for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
             # If there are no new target states, feed the root again with the newest state.
@@ -179,7 +179,7 @@ class FeatureDrafter(Drafter):
         self,
         state: FeatureState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         # The slots up to the root are computed from target states. The slots of accepted drafts are

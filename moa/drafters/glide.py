@@ -45,7 +45,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
 from . import training
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, lengths_mask
 from .sizes import LayerSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
@@ -233,7 +233,7 @@ class GlideDrafter(Drafter):
         self,
         state: LayerState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)

@@ -14,7 +14,7 @@ target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL
 the width W and cannot be used in place of the target's hidden states.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features
-from .sizes import DrafterSizes, multiple_of_32
+from .sizes import DrafterSizes, largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -66,12 +66,8 @@ class IndependentSizes(DrafterSizes):
     @property
     def own_head_dim(self) -> int:
         """Head dim: the largest even divisor of W that exceeds neither W / 4 nor the target's."""
-        width = self.independent_width
-        return next(
-            d
-            for d in range(max(2, min(self.head_dim, width // 4)), 1, -1)
-            if width % d == 0 and d % 2 == 0
-        )
+        limit = max(2, min(self.head_dim, self.independent_width // 4))
+        return 2 * largest_divisor(self.independent_width // 2, limit // 2)
 
     @property
     def own_block(self) -> DecoderBlockSizes:
@@ -160,7 +156,7 @@ class IndependentDrafter(Drafter):
         self,
         state: LayerState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         tokens, _, counts = state.take_round(committed, self.embed_tokens.weight.device)

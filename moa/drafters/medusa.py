@@ -33,7 +33,7 @@ from ..nn import losses
 from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import RowState
 from .sizes import DrafterSizes
 from .training import (
@@ -190,7 +190,7 @@ class MedusaDrafter(Drafter):
         self,
         state: MedusaState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         features: Tensor = self.heads[0](state.hidden)[:, None]

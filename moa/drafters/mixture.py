@@ -45,7 +45,7 @@ from ..nn.layers import DecoderBlock
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from ..targets.facts import TargetFacts
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import largest_divisor, multiple_of_32
@@ -278,7 +278,7 @@ class MoADrafter(KVEncoder, Drafter):
         self,
         state: MoADraftState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         state.forget_drafts()

@@ -144,19 +144,18 @@ class DrafterSizes:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Create sizes from the result of :meth:`to_dict`; raise DrafterError if not valid."""
-        kind = values.get("kind", cls.kind)
+        sizes = dict(values)
+        kind = sizes.pop("kind", cls.kind)
         if kind != cls.kind:
             raise DrafterError(
                 f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}."
             )
         known = {item.name for item in fields(cls)}
-        if unknown := sorted(set(values) - known - {"kind"}):
+        if unknown := sorted(set(sizes) - known):
             raise DrafterError(
                 f"drafter.json has unknown keys {', '.join(unknown)}. It was probably written by "
                 "a newer release of moa-data; install that release, or restore the file."
             )
-        sizes = dict(values)
-        sizes.pop("kind", None)
         try:
             return cls(**sizes)
         except TypeError as error:

@@ -231,12 +231,6 @@ class KVBuffer:
             grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer[:, :, :, :, :n_slots]
         self._set_buffer(grown)
 
-    def clear(self) -> None:
-        """Drop all tokens and free the buffer."""
-        self.lengths = [0] * len(self.lengths)
-        self._buffer = None
-        self._layers = []
-
     # Subclasses whose buffer is used by CUDA graphs override the next two methods, because the
     # address of the buffer must not change.
 
