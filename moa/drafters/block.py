@@ -96,24 +96,10 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        kv_heads = self.self_attention_kv_heads
-        n_kv_heads = self.kv_width // (2 * self.head_dim)
-        n_seen = self.n_seen_layers
         if self.context == "memory":
             yield from self.encoder_problems()
-        if self.context == "kv" and kv_heads != n_kv_heads:
-            yield (
-                f"self_attention_kv_heads ({kv_heads}) must equal the target's number of KV heads "
-                f"({n_kv_heads}) with the context kv"
-            )
-        if self.context == "kv" and (
-            n_seen * n_kv_heads < 1 or self.n_heads % (n_seen * n_kv_heads)
-        ):
-            yield (
-                f"with the context kv, each drafter layer sees {n_seen} target layers with "
-                f"{n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
-                "divided evenly among all these KV heads: give another number of fused_layers"
-            )
+        if self.context == "kv":
+            yield from self._kv_problems()
         if self.n_drafts < 1:
             yield (
                 "a block_size of 1 leaves only the anchor, which is a known token, so nothing is "
@@ -123,6 +109,21 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             yield (
                 f"mask_token ({self.mask_token}) must be a token id below the size of the "
                 f"target's vocabulary ({self.vocab_size})"
+            )
+
+    def _kv_problems(self) -> Iterator[str]:
+        n_kv_heads = self.kv_width // (2 * self.head_dim)
+        if self.self_attention_kv_heads != n_kv_heads:
+            yield (
+                f"self_attention_kv_heads ({self.self_attention_kv_heads}) must equal the target's "
+                f"number of KV heads ({n_kv_heads}) with the context kv"
+            )
+        n_seen = self.n_seen_layers * n_kv_heads
+        if n_seen < 1 or self.n_heads % n_seen:
+            yield (
+                f"with the context kv, each drafter layer sees {self.n_seen_layers} target layers "
+                f"with {n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
+                "divided evenly among all these KV heads: give another number of fused_layers"
             )
 
     @property
@@ -477,11 +478,10 @@ class BlockDrafter(KVEncoder, Drafter):
         """
         inputs = step.inputs
         weights = step.weights
-        chosen = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
-        draws = replace(step.draws, blocks=chosen)
-        anchors, valid = training.draw_anchors(inputs.response_mask, draws)
+        blocks = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
+        anchors, valid = training.draw_anchors(inputs.response_mask, step.draws)
         # Weights in the loss: [B, N, K] for N anchors in each row, and K drafts after each anchor
-        shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)
+        shares = training.draft_weights(inputs.response_mask, anchors, valid, blocks)
         indices = training.true_indices(shares > 0)
         hidden = self.hidden_at_anchors(frozen, inputs, anchors, valid)
         # [P, F]

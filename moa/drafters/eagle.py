@@ -57,24 +57,26 @@ class FeatureState(LayerState):
 
     @override
     def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
-        fresh = []
-        for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
+        fresh_states: list[Tensor] = []
+        fresh_tokens: list[list[int]] = []
+        for row, tokens in enumerate(committed):
+            parts = self.fresh[row]
             # If there are no new target states, feed the root again with the newest state.
             if not parts:
-                if last is None:
+                if (last := self.last[row]) is None:
                     raise DrafterError(
                         "the drafter has no states of the target; pass them to `observe` before "
                         "drafting."
                     )
                 self.n_true[row] -= 1
                 parts = (last,)
-            fresh.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        self.fresh = [()] * len(fresh)
-        self.last = [states[-1:] for states in fresh]
-        fresh_tokens: list[list[int]] = []
-        for tokens, start, states in zip(committed, self.n_true, fresh, strict=True):
-            fresh_tokens.append(tokens[start + 1 : start + 1 + len(states)])
-        return fresh_tokens, stacked(fresh)
+            states = parts[0] if len(parts) == 1 else torch.cat(parts)
+            start = self.n_true[row] + 1
+            fresh_states.append(states)
+            fresh_tokens.append(tokens[start : start + len(states)])
+            self.last[row] = states[-1:]
+        self.fresh = [()] * len(committed)
+        return fresh_tokens, stacked(fresh_states)
 
 
 class FeatureDrafter(Drafter):

@@ -111,7 +111,7 @@ class MoADraftState(LayerState):
     followed by the drafts of the current round if ``has_drafts`` is true.
     """
 
-    def __init__(self, n_rows: int = 1, has_drafts: bool = False) -> None:
+    def __init__(self, n_rows: int, has_drafts: bool) -> None:
         super().__init__(n_rows, 1)
         self.encoded = KVBuffer(n_rows)
         self.has_drafts = has_drafts

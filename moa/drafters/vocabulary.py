@@ -98,7 +98,7 @@ def choose_draft_vocabulary(
             f"the LM head with its {vocab_size:,} rows is only a small part of the cost of a draft",
         )
     gains: dict[int, float] = {}
-    size = 1 << (_SMALLEST_CHOICE.bit_length() - 1)
+    size = _SMALLEST_CHOICE
     while size < upper_bound:
         gains[size] = efficiency(size) / efficiency(upper_bound)
         size *= 2

@@ -70,14 +70,10 @@ def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> l
 
     ``more`` is one number for all rows, or a list with a number per row.
     """
-    if isinstance(lengths, DeviceLengths):
-        upper_bound, real = (
-            (more, more)
-            if isinstance(more, int)
-            else (more[0], to_device(more, lengths.real.device))
-        )
-        return DeviceLengths(lengths[0] + sign * upper_bound, lengths.real + sign * real)
     every = [more] * len(lengths) if isinstance(more, int) else more
+    if isinstance(lengths, DeviceLengths):
+        real = more if isinstance(more, int) else to_device(more, lengths.real.device)
+        return DeviceLengths(lengths[0] + sign * every[0], lengths.real + sign * real)
     return [length + sign * other for length, other in zip(lengths, every, strict=True)]
 
 
