@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -87,12 +88,8 @@ def _concatenated(value: Any, more: Any) -> Any:
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Stack rows of tokens into one tensor [B, n] int64, right padded with 0."""
-    width = max(map(len, rows))
-    padded_rows: list[list[int]] = []
-    for row in rows:
-        padding = [0] * (width - len(row))
-        padded_rows.append([*row, *padding])
-    return to_device(padded_rows, device)
+    columns = list(itertools.zip_longest(*rows, fillvalue=0))
+    return to_device(np.array(columns).T, device)
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -106,12 +103,9 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     rows_in_order = torch.cat(list(rows))
     width = max(counts)
     last = sum(counts) - 1
-    indices: list[int] = []
-    for start in itertools.accumulate(counts[:-1], initial=0):
-        for index in range(start, start + width):
-            indices.append(min(index, last))
-    padded_rows = rows_in_order.index_select(0, to_device(indices, rows_in_order.device))
-    return padded_rows.view(len(rows), -1, *padded_rows.shape[1:])
+    starts = list(itertools.accumulate(counts[:-1], initial=0))
+    indices = np.minimum(np.add.outer(starts, np.arange(width)), last)  # [B, n]
+    return rows_in_order[to_device(indices, rows_in_order.device)]
 
 
 def fitting_counts(
@@ -296,30 +290,27 @@ class LayerState(RowState):
         rotation = rotary(positions, x.dtype)
         self.n_true = added(before, counts)
         self.n_fed = 1
-        is_alone = last is None and len(counts) == 1 and are_alike(counts)
-        for index, (block, slots) in enumerate(zip(blocks, self.slots, strict=True)):
+        for slots in self.slots:
             slots.crop(before)
-            is_last = index == len(self.slots) - 1
-            if is_last and is_alone:
-                x = block.attend_last(x, rotation, partial(slots.append, counts=counts))
-                break
+        *earlier, (last_block, last_slots) = zip(blocks, self.slots, strict=True)
+        for block, slots in earlier:
             keys, values = slots.append(*block.keys_values(x, rotation), counts)
-            if is_last:
-                break
             has_one_token = len(counts) == 1 and x.shape[1] == 1
             mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
+        # The last layer computes only the features of the root.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
-        if is_alone:
-            return x, root
-        # The last layer computes only the features of the root.
+        if last is None and len(counts) == 1 and are_alike(counts):
+            append = partial(last_slots.append, counts=counts)
+            return last_block.attend_last(x, rotation, append), root
+        keys, values = last_slots.append(*last_block.keys_values(x, rotation), counts)
         x = (
             x[:, -1:]
             if are_alike(counts)
             else at_queries(x, to_device(counts, x.device)[:, None] - 1)
         )
-        return (last or block)(x, root.rotation, keys, values, root.mask), root
+        return (last or last_block)(x, root.rotation, keys, values, root.mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
         """Count the nodes of one level as fed. The caller then appends their keys and values."""
