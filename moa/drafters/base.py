@@ -98,10 +98,9 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         # Cached rows of LM heads for the draft vocabulary. ``_target_rows`` has rows of the
-        # target's LM head, and the state of that head, which shows whether the rows are outdated.
-        # ``_own_rows`` has rows of the drafter's own head. Lists prevent PyTorch from registering
-        # the layers as submodules.
-        self._target_rows: list[tuple[tuple[int, int], nn.Linear]] = []
+        # target's LM head for one state of that head. ``_own_rows`` has rows of the drafter's own
+        # head. PyTorch does not register layers in a dict or a list as submodules.
+        self._target_rows: dict[tuple[int, int], nn.Linear] = {}
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
             "draft_ids", torch.tensor(config.draft_tokens, dtype=torch.int64), persistent=False
@@ -259,9 +258,10 @@ class Drafter(nn.Module, ABC):
         if not self.config.draft_tokens:
             return frozen.logits(features)
         head = frozen.lm_head_weight
-        if not self._target_rows or self._target_rows[0][0] != state_of(head):
-            self._target_rows = [(state_of(head), frozen.head_of(self.draft_ids))]
-        rows = self._target_rows[0][1]
+        state = state_of(head)
+        if state not in self._target_rows:
+            self._target_rows = {state: frozen.head_of(self.draft_ids)}
+        rows = self._target_rows[state]
         is_alike = features.dtype == head.dtype
         logits = rows(features) if is_alike else losses.logits_of(features, rows.weight)
         return losses.capped(logits, frozen.logit_cap)

@@ -283,9 +283,8 @@ class MoADrafter(KVEncoder, Drafter):
     ) -> Tensor:
         state.forget_drafts()
         tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)
-        n_new = masks.added(
-            masks.added(masks.added(state.n_true, counts), -1), state.encoded.lengths, sign=-1
-        )
+        n_before = masks.added(masks.added(state.n_true, counts), -1)
+        n_new = masks.added(n_before, state.encoded.lengths, sign=-1)
         if max(n_new):
             self.append_encoded(
                 state, self.encode_cached(cache, state.encoded.lengths, n_new), n_new
@@ -329,7 +328,7 @@ class MoADrafter(KVEncoder, Drafter):
         state.forget_drafts()
         kv_width = self.config.kv_width
         n_layers = self.config.target_layer_inference
-        layers = context[:, context.shape[1] - n_layers * kv_width :]
+        layers = context[:, self.sent_width :]
         self.append_encoded(state, self.encoded_of(context[None, :, : self.sent_width]))
         n_kv_heads = kv_width // (2 * self.config.head_dim)
         cache.extend(

@@ -237,15 +237,6 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
-    """Apply a linear layer to ``x * scale``.
-
-    The scale [E] is multiplied into the columns of the weight. Use this only for an x that needs no
-    gradient.
-    """
-    return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
-
-
 class Attention(nn.Module):
     """Grouped-query attention, with scores scaled by 1/sqrt(d).
 
@@ -271,11 +262,16 @@ class Attention(nn.Module):
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
         """Project [B, T, E] to heads without rotating them: [B, H or H_kv, T, d].
 
-        ``name`` is ``"q"``, ``"k"`` or ``"v"``.
+        ``name`` is ``"q"``, ``"k"`` or ``"v"``. Pass a ``scale`` only if ``normed`` needs no
+        gradient.
         """
-        heads = _project(getattr(self, f"{name}_proj"), normed, scale).unflatten(
-            -1, (-1, self.head_dim)
-        )
+        layer: nn.Linear = getattr(self, f"{name}_proj")
+        if scale is None:
+            projected = layer(normed)
+        else:
+            # The scale [E] of the input is multiplied into the columns of the weight.
+            projected = F.linear(normed, layer.weight * scale, layer.bias)
+        heads = projected.unflatten(-1, (-1, self.head_dim))
         norm = getattr(self, f"{name}_norm", None)
         normed_heads: Tensor = heads if norm is None else norm(heads)
         return normed_heads.transpose(1, 2)
