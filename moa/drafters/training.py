@@ -337,22 +337,19 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
     A slot sees the context before its anchor, and the slots of its own block. The keys of the
     context come first, followed by the keys of the blocks.
     """
-    # Blocks that are padding see only themselves. So no query is left without keys.
-    first = torch.where(valid, anchors, 0)
+    # [B, N * G], the anchor of each slot. Blocks that are padding see only themselves. So no query
+    # is left without keys.
+    first = torch.where(valid, anchors, 0).repeat_interleave(n_slots, dim=1)
 
     def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key < first[row, query // n_slots]
+        return key < first[row, query]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # ``row < 0`` is always false. It only broadcasts the result to the shape of all three
         # indices.
         return (query // n_slots == key // n_slots) | (row < 0)
 
-    n_rows, n_blocks = anchors.shape
-    n_queries = n_blocks * n_slots
-    return masks.Mask(
-        n_rows, n_queries, ((n_context, context), (n_queries, own_block)), anchors.device
-    )
+    return masks.Mask(first, ((n_context, context), (first.shape[1], own_block)))
 
 
 # Losses

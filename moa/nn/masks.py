@@ -129,11 +129,9 @@ class Mask:
     the mask block by block.
     """
 
-    n_rows: int
-    n_queries: int
+    queries: Tensor  # [B or 1, Q], one value per query. Only its shape and device are used.
     # For each part, its number of keys and its rule.
     parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
-    device: torch.device
     block_mask: Any = None  # FlexAttention's block mask. It is created when it is first needed.
 
     @classmethod
@@ -144,17 +142,17 @@ class Mask:
             last_seen: [B or 1, Q] int64, the last key that each query sees.
             n_keys: Number of keys.
         """
-        n_rows, n_queries = last_seen.shape
 
         def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return key <= last_seen[row, query]
 
-        return cls(n_rows, n_queries, ((n_keys, rule),), last_seen.device)
+        return cls(last_seen, ((n_keys, rule),))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The numbers of rows, queries and keys."""
-        return self.n_rows, self.n_queries, sum(n_keys for n_keys, _ in self.parts)
+        n_rows, n_queries = self.queries.shape
+        return n_rows, n_queries, sum(n_keys for n_keys, _ in self.parts)
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether a query sees a key. The index of the key counts over all parts."""
@@ -169,11 +167,11 @@ class Mask:
     @cached_property
     def dense(self) -> Tensor:
         """The mask as a tensor, [B or 1, Q, S] bool."""
-        row = torch.arange(self.n_rows, device=self.device)[:, None, None]
-        query = torch.arange(self.n_queries, device=self.device)[:, None]
+        device = self.queries.device
+        row = torch.arange(len(self.queries), device=device)[:, None, None]
+        query = positions_of(self.queries)[:, None]
         parts = [
-            rule(row, query, torch.arange(n_keys, device=self.device))
-            for n_keys, rule in self.parts
+            rule(row, query, torch.arange(n_keys, device=device)) for n_keys, rule in self.parts
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -197,8 +195,7 @@ def self_attention_mask(
         block = (key > last_context_of_query[row, query]) | (key == position)
         return (key <= position) & (block | ~staircase[row, query])
 
-    n_rows, n_queries = queries.shape
-    return Mask(n_rows, n_queries, ((n_keys, rule),), queries.device)
+    return Mask(queries, ((n_keys, rule),))
 
 
 def round_mask(
@@ -244,8 +241,7 @@ def round_mask(
         seen = seen | (query == key)
         return seen if window is None else seen & _reaches(position, other, window)
 
-    n_rows, n_queries = queries.shape
-    return Mask(n_rows, n_queries, ((n_keys, verified), (n_queries, drafted)), queries.device)
+    return Mask(queries, ((n_keys, verified), (queries.shape[1], drafted)))
 
 
 def staircase_drop_probability(progress: float) -> float:
