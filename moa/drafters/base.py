@@ -124,7 +124,8 @@ class Drafter(nn.Module, ABC):
     @property
     def blocks(self) -> list[DecoderBlock]:
         """The decoder layers in order. By default they are in the attribute ``layers``."""
-        return cast(list[DecoderBlock], list(cast(nn.ModuleList, self.layers)))
+        layers: Any = self.layers
+        return list(layers)
 
     # Training
 

@@ -237,16 +237,13 @@ class BlockState(LayerState):
 
         ``counts`` has the expected number of fresh states of each row.
         """
-        fresh_counts: list[int] = []
-        for parts in self.fresh:
-            fresh_counts.append(sum(map(len, parts)))
-        if fresh_counts != list(counts):
+        like = next(chain.from_iterable(self.fresh), torch.empty(0))
+        rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
+        if [len(row) for row in rows] != list(counts):
             raise DrafterError(
                 "the target's states are missing for some committed tokens; pass them to `observe` "
                 "before drafting."
             )
-        like = next(chain.from_iterable(self.fresh))
-        rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
         self.fresh = [()] * len(rows)
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 

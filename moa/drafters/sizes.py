@@ -280,8 +280,8 @@ def check_target_fits(
     wrong: list[str] = []
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         # A size of 0 means that a checkpoint of another project does not state the size.
-        if getattr(config, name, sizes[name]) not in (sizes[name], 0):
-            size = getattr(config, name)
+        size = getattr(config, name, 0)
+        if size not in (0, sizes[name]):
             wrong.append(f"its {name} is {size}, but this target has {sizes[name]}")
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
         wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")

@@ -339,7 +339,8 @@ class GatedMLP(nn.Module):
 
     def gated(self, x: Tensor) -> Tensor:
         """Compute the input of the down projection, [..., MLP width], from x [..., E]."""
-        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+        gated: Tensor = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return gated
 
 
 class DecoderBlock(nn.Module):
@@ -487,7 +488,8 @@ class DecoderBlock(nn.Module):
         # each group instead of to each token.
         x = self.residual(x) + self._self_attention(x, rotation, mask=None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
-        return group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
+        out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
+        return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Run the operations of the block after attention: [B, Q, E].
@@ -497,7 +499,8 @@ class DecoderBlock(nn.Module):
             attended: [B, Q, E], the output of attention.
         """
         x = self.residual(x) + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
     def _self_attention(self, x: Tensor, rotation: Rotation, mask: AnyMask) -> Tensor:
         norm = self.input_layernorm
