@@ -237,9 +237,9 @@ class EagleDrafter(FeatureDrafter):
         self.context_width = config.hidden_size
         first = replace(config.layer, input_norm=config.eagle_input_norm)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
-        self.layers = nn.ModuleList()
-        for index in range(config.eagle_layers):
-            self.layers.append(DecoderBlock(first if index == 0 else config.layer))
+        self.layers = nn.ModuleList([DecoderBlock(first)])
+        for _ in range(1, config.eagle_layers):
+            self.layers.append(DecoderBlock(config.layer))
         self.rotary = config.rotary()
 
     @override

@@ -168,11 +168,8 @@ def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
-    return next(
-        h
-        for h in range(min(n_heads, kv_width), 0, -1)
-        if kv_width % h == 0 and (kv_width // h) % 2 == 0
-    )
+    # RoPE needs an even head dim, so the number of heads must divide half of the width.
+    return largest_divisor(kv_width // 2, min(n_heads, kv_width))
 
 
 class KVEncoder(nn.Module):

@@ -72,6 +72,8 @@ def choose_draft_vocabulary(
 ) -> DraftVocabulary:
     """Choose the draft vocabulary size that commits the most tokens per weight read in a round.
 
+    Call it only if :func:`may_be_reduced`.
+
     Args:
         halves: [2, V] int64, token counts of two halves of the training responses.
         width: width of the LM head.
@@ -79,8 +81,7 @@ def choose_draft_vocabulary(
         target_weights: number of weights that the target reads to verify a round.
         most_tokens: maximum size of the draft vocabulary. None for V.
     """
-    vocab_size = halves.shape[1]
-    upper_bound = vocab_size if most_tokens is None else most_tokens
+    upper_bound = halves.shape[1] if most_tokens is None else most_tokens
 
     def weights_read(n_tokens: int) -> int:
         return target_weights + N_DRAFTS * (drafter_weights + n_tokens * width)
@@ -92,11 +93,6 @@ def choose_draft_vocabulary(
     def efficiency(n_tokens: int) -> float:
         return committed(n_tokens) / weights_read(n_tokens)
 
-    if not may_be_reduced(vocab_size):
-        return DraftVocabulary(
-            0,
-            f"the LM head with its {vocab_size:,} rows is only a small part of the cost of a draft",
-        )
     gains: dict[int, float] = {}
     size = _SMALLEST_CHOICE
     while size < upper_bound:

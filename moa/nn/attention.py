@@ -54,9 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
     if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
         return attend_many_short(q, k, v)
     if isinstance(mask, Mask):
-        if _takes_flex(q, mask) and _flex_works(
-            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]
-        ):
+        if _takes_flex(q) and _flex_works(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]):
             return attend_blocks(q, k, v, mask)
         mask = mask.dense
     is_grouped = q.shape[1] != k.shape[1]
@@ -173,7 +171,7 @@ def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
     return torch.compile(function_copy, dynamic=True, fullgraph=True)
 
 
-def _takes_flex(q: Tensor, mask: Mask) -> bool:
+def _takes_flex(q: Tensor) -> bool:
     # FlexAttention is not used for float32: the rounding of its products depends on a global
     # setting.
     is_half = q.dtype in (torch.bfloat16, torch.float16)
