@@ -46,7 +46,7 @@ def set_vocabulary(drafter: Drafter, tokens: torch.Tensor) -> None:
         drafter.config, draft_vocabulary=n_tokens, draft_tokens=ids
     )
     drafter.draft_ids = tokens
-    drafter._target_rows = []
+    drafter._target_rows = {}
 
 
 class Text:

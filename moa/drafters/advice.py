@@ -36,27 +36,26 @@ def advise(
             hidden state alone.
     """
     times = f"a token takes {kv_growth:.0f} times the bytes"
-    advice = [
-        Advice("drafter", "train --drafter eagle", _ON_CPU if is_on_cpu else _FEW),
-        Advice(
-            "activations",
-            "--activations hidden:last",
-            f"eagle reads no other activations; with kv {times}.",
-        ),
-    ]
+    drafter = "train --drafter eagle"
+    activations = "--activations hidden:last"
+    reads = f"eagle reads no other activations; with kv {times}."
     if not has_kv:
-        advice[0] = Advice("drafter", "train --drafter eagle", _NO_KV)
-        advice[1] = Advice(
-            "activations", "--activations hidden:last", "eagle reads no other activations."
-        )
-    elif n_tokens >= FEW_TOKENS and not is_on_cpu:
-        advice[0] = Advice("drafter", "train --drafter moa, the default", _MANY)
-        advice[1] = Advice(
-            "activations",
-            "--activations kv,hidden:last, the default",
-            f"moa reads both; {times} that hidden:last alone takes.",
-        )
-    advice.append(Advice("settings", "none", _SETTINGS))
+        reason = _NO_KV
+        reads = "eagle reads no other activations."
+    elif is_on_cpu:
+        reason = _ON_CPU
+    elif n_tokens < FEW_TOKENS:
+        reason = _FEW
+    else:
+        drafter = "train --drafter moa, the default"
+        activations = "--activations kv,hidden:last, the default"
+        reason = _MANY
+        reads = f"moa reads both; {times} that hidden:last alone takes."
+    advice = [
+        Advice("drafter", drafter, reason),
+        Advice("activations", activations, reads),
+        Advice("settings", "none", _SETTINGS),
+    ]
     if n_tokens < FEW_TOKENS:
         advice.append(Advice("chats", "as many as you have", _CHATS))
     return advice

@@ -42,7 +42,10 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
-from .vocabulary import most_frequent, over_all_tokens
+from .vocabulary import most_frequent
+
+CommittedTokens = Sequence[list[int]]
+"""For each row, the prompt and the generated tokens. The last token is the root."""
 
 
 @dataclass
@@ -78,27 +81,26 @@ class Drafter(nn.Module, ABC):
     draft_ids: Tensor
     # True if the drafter can draft from token ids and lengths that only the device knows, as CUDA
     # graphs require.
-    by_graph: ClassVar[bool] = False
+    by_graph = False
     # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
     # last hidden state.
     observed_layers: tuple[int, ...] = ()
     # True if the drafter can run on another machine than its target.
-    drafts_remotely: ClassVar[bool] = False
+    drafts_remotely = False
     # W, the number of values in the context of a position; 0 if the drafter needs no context. None
     # if the drafter must run on the target's machine.
     context_width: int | None = None
-    context_needs_kv: bool = False  # True if :meth:`encode_context` reads the target's KV.
+    context_needs_kv = False  # True if :meth:`encode_context` reads the target's KV.
     # True if the target's LM head turns features into logits.
-    uses_target_head: ClassVar[bool] = True
+    uses_target_head = True
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         # Cached rows of LM heads for the draft vocabulary. ``_target_rows`` has rows of the
-        # target's LM head, and the state of that head, which shows whether the rows are outdated.
-        # ``_own_rows`` has rows of the drafter's own head. Lists prevent PyTorch from registering
-        # the layers as submodules.
-        self._target_rows: list[tuple[tuple[int, int], nn.Linear]] = []
+        # target's LM head for one state of that head. ``_own_rows`` has rows of the drafter's own
+        # head. PyTorch does not register layers in a dict or a list as submodules.
+        self._target_rows: dict[tuple[int, int], nn.Linear] = {}
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
             "draft_ids", torch.tensor(config.draft_tokens, dtype=torch.int64), persistent=False
@@ -115,9 +117,15 @@ class Drafter(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     @property
+    def draft_tokens(self) -> Tensor | None:
+        """Ids of the tokens that can be drafted, [V_d] int64, ascending; None for all tokens."""
+        return self.draft_ids if self.config.draft_tokens else None
+
+    @property
     def blocks(self) -> list[DecoderBlock]:
         """The decoder layers in order. By default they are in the attribute ``layers``."""
-        return cast(list[DecoderBlock], list(cast(nn.ModuleList, self.layers)))
+        layers: Any = self.layers
+        return list(layers)
 
     # Training
 
@@ -251,9 +259,10 @@ class Drafter(nn.Module, ABC):
         if not self.config.draft_tokens:
             return frozen.logits(features)
         head = frozen.lm_head_weight
-        if not self._target_rows or self._target_rows[0][0] != state_of(head):
-            self._target_rows = [(state_of(head), frozen.head_of(self.draft_ids))]
-        rows = self._target_rows[0][1]
+        state = state_of(head)
+        if state not in self._target_rows:
+            self._target_rows = {state: frozen.head_of(self.draft_ids)}
+        rows = self._target_rows[state]
         is_alike = features.dtype == head.dtype
         logits = rows(features) if is_alike else losses.logits_of(features, rows.weight)
         return losses.capped(logits, frozen.logit_cap)
@@ -263,9 +272,10 @@ class Drafter(nn.Module, ABC):
 
         Tokens outside the draft vocabulary get -inf.
         """
-        if not self.config.draft_tokens:
+        if self.draft_tokens is None:
             return logits
-        return over_all_tokens(logits, self.draft_ids, self.config.vocab_size)
+        spread = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return spread.index_copy(-1, self.draft_tokens, logits)
 
     def confidence(self, features: Tensor) -> Tensor | None:
         """Estimate the acceptance probability [...] of the next draft; None by default.
@@ -290,7 +300,7 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def draft_root(
-        self, state: Any, frozen: FrozenTarget, committed: Sequence[list[int]], cache: KVSource
+        self, state: Any, frozen: FrozenTarget, committed: CommittedTokens, cache: KVSource
     ) -> Tensor:
         """Start a round: drop the last drafts, process the committed tokens, and feed the root.
 
@@ -299,8 +309,8 @@ class Drafter(nn.Module, ABC):
         Args:
             state: the drafter's caches of all rows.
             frozen: the target.
-            committed: for each row, the prompt and the generated tokens. The last token is the
-                root; all tokens before it have target KV or contexts.
+            committed: the committed tokens of each row. All tokens before the root have target KV
+                or contexts.
             cache: the target's KV, or the contexts that replace it if the target is remote.
 
         Returns:

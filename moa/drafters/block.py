@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,17 +49,17 @@ from typing_extensions import override
 from ...errors import DrafterError
 from ..nn import losses, masks
 from ..nn.kv import positions_from, unpack_kv
-from ..nn.layers import AppendKV, DecoderBlock, RMSNorm
+from ..nn.layers import AppendKV, DecoderBlock, KeysValues, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from . import training
-from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, LayerState, concatenated, fitting_counts, padded, write_after
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
+from .caches import LayerState, concatenated, fitting_counts, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import DrafterSizes, LayerSizes, check_target_layers
+from .sizes import LayerSizes, check_default_layers, check_target_layers
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
@@ -74,7 +74,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     KV encoder sizes are 0 unless the context is ``memory``.
     """
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers", "mask_token")
+    may_be_zero = ("n_layers", "mask_token")
 
     # The token whose embedding is the input of masked slots.
     mask_token: int
@@ -96,24 +96,10 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        kv_heads = self.self_attention_kv_heads
-        n_kv_heads = self.kv_width // (2 * self.head_dim)
-        n_seen = self.n_seen_layers
         if self.context == "memory":
             yield from self.encoder_problems()
-        if self.context == "kv" and kv_heads != n_kv_heads:
-            yield (
-                f"self_attention_kv_heads ({kv_heads}) must equal the target's number of KV heads "
-                f"({n_kv_heads}) with the context kv"
-            )
-        if self.context == "kv" and (
-            n_seen * n_kv_heads < 1 or self.n_heads % (n_seen * n_kv_heads)
-        ):
-            yield (
-                f"with the context kv, each drafter layer sees {n_seen} target layers with "
-                f"{n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
-                "divided evenly among all these KV heads: give another number of fused_layers"
-            )
+        if self.context == "kv":
+            yield from self._kv_problems()
         if self.n_drafts < 1:
             yield (
                 "a block_size of 1 leaves only the anchor, which is a known token, so nothing is "
@@ -123,6 +109,21 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             yield (
                 f"mask_token ({self.mask_token}) must be a token id below the size of the "
                 f"target's vocabulary ({self.vocab_size})"
+            )
+
+    def _kv_problems(self) -> Iterator[str]:
+        n_kv_heads = self.kv_width // (2 * self.head_dim)
+        if self.self_attention_kv_heads != n_kv_heads:
+            yield (
+                f"self_attention_kv_heads ({self.self_attention_kv_heads}) must equal the target's "
+                f"number of KV heads ({n_kv_heads}) with the context kv"
+            )
+        n_seen = self.n_seen_layers * n_kv_heads
+        if n_seen < 1 or self.n_heads % n_seen:
+            yield (
+                f"with the context kv, each drafter layer sees {self.n_seen_layers} target layers "
+                f"with {n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
+                "divided evenly among all these KV heads: give another number of fused_layers"
             )
 
     @property
@@ -184,14 +185,7 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
     if n_read == 1:
         return (n_layers // 2,)
     layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
-    if list(layers) != sorted(set(layers)):
-        count = "five" if n_read == 5 else str(n_read)
-        raise DrafterError(
-            f"the drafter reads {count} layers of the target. The default layers are spread evenly "
-            f"from layer 1 to the third layer from the end, but this target has only {n_layers} "
-            "layers. Choose the layers yourself: --fused-layers "
-            f"{','.join(map(str, range(min(n_read, n_layers))))}."
-        )
+    check_default_layers(layers, n_layers)
     return layers
 
 
@@ -243,16 +237,13 @@ class BlockState(LayerState):
 
         ``counts`` has the expected number of fresh states of each row.
         """
-        fresh_counts: list[int] = []
-        for parts in self.fresh:
-            fresh_counts.append(sum(map(len, parts)))
-        if fresh_counts != list(counts):
+        like = next(chain.from_iterable(self.fresh), torch.empty(0))
+        rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
+        if [len(row) for row in rows] != list(counts):
             raise DrafterError(
                 "the target's states are missing for some committed tokens; pass them to `observe` "
                 "before drafting."
             )
-        like = next(chain.from_iterable(self.fresh))
-        rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
         self.fresh = [()] * len(rows)
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
@@ -344,10 +335,8 @@ class BlockDrafter(KVEncoder, Drafter):
 
     def slots(self, frozen: FrozenTarget, anchors: Tensor) -> Tensor:
         """Embed the slots of blocks that start at anchor tokens [B, N] int64: [B, N * G, E]."""
-        tokens = torch.full(
-            (*anchors.shape, self.config.block_size), self.config.mask_token, device=anchors.device
-        )
-        tokens[..., 0] = anchors
+        n_masked = self.config.block_size - 1
+        tokens = F.pad(anchors[..., None], (0, n_masked), value=self.config.mask_token)
         return frozen.embed(tokens.flatten(1))
 
     def run_layers(
@@ -355,7 +344,7 @@ class BlockDrafter(KVEncoder, Drafter):
         x: Tensor,
         positions: Tensor,
         appends: Sequence[AppendKV],
-        mask: masks.Mask | Tensor | None,
+        mask: masks.AnyMask,
     ) -> Tensor:
         """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E].
 
@@ -454,16 +443,17 @@ class BlockDrafter(KVEncoder, Drafter):
             made = self.project(torch.cat(inputs.layer_outputs, dim=-1).to(dtype))
         elif self.config.context == "kv":
             n_heads = self.config.self_attention_kv_heads
-            packed = inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2)
             seen_by_layer: list[KeysValues] = []
-            for seen in packed:
-                target_layers = [unpack_kv(layer, n_heads) for layer in seen.unbind(2)]
-                seen_by_layer.append(_side_by_side(target_layers))
+            for seen in inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2):
+                # [B, T, H_kv * n * 2 * d]. The heads of the n layers are in the order that
+                # _side_by_side describes.
+                heads = seen.unflatten(-1, (n_heads, -1)).transpose(2, 3).flatten(2)
+                seen_by_layer.append(unpack_kv(heads, n_heads * seen.shape[2]))
             return seen_by_layer
         else:
             made = self.encode_kv(inputs.required_kv())
         context = self.context(frozen, inputs.tokens, made)
-        rotation = self.rotary(torch.arange(inputs.tokens.shape[1], device=context.device)[None])
+        rotation = self.rotary(masks.positions_of(context)[None])
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
@@ -485,11 +475,10 @@ class BlockDrafter(KVEncoder, Drafter):
         """
         inputs = step.inputs
         weights = step.weights
-        chosen = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
-        draws = replace(step.draws, blocks=chosen)
-        anchors, valid = training.draw_anchors(inputs.response_mask, draws)
+        blocks = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
+        anchors, valid = training.draw_anchors(inputs.response_mask, step.draws)
         # Weights in the loss: [B, N, K] for N anchors in each row, and K drafts after each anchor
-        shares = training.draft_weights(inputs.response_mask, anchors, valid, chosen)
+        shares = training.draft_weights(inputs.response_mask, anchors, valid, blocks)
         indices = training.true_indices(shares > 0)
         hidden = self.hidden_at_anchors(frozen, inputs, anchors, valid)
         # [P, F]
@@ -541,7 +530,7 @@ class BlockDrafter(KVEncoder, Drafter):
     ) -> DraftedFeatures:
         """Compute the features of a block at the root of each draft round."""
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        index = torch.arange(drafted.shape[1], device=drafted.device)
+        index = masks.positions_of(drafted)
         queries, valid = training.loss_queries(drafted)
         root = context + 1  # For each position, the position of its round's root.
         depth = torch.where(valid, queries - root.gather(1, queries), 0)
@@ -575,7 +564,7 @@ class BlockDrafter(KVEncoder, Drafter):
         self,
         state: BlockState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         device = frozen.lm_head_weight.device
@@ -615,23 +604,21 @@ class BlockDrafter(KVEncoder, Drafter):
         self,
         state: BlockState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> None:
-        counts: list[int] = []
-        for row, n_before in zip(committed, state.n_true, strict=True):
-            counts.append(len(row) - 1 - n_before)
+        # The committed tokens that are added to the context.
+        new_tokens: list[list[int]] = []
+        for row, start in zip(committed, state.n_true, strict=True):
+            new_tokens.append(row[start:-1])
+        counts = [len(row) for row in new_tokens]
         if not any(counts):
             return
-        device = frozen.lm_head_weight.device
-        starts = state.n_true
-        encodes = self.config.context == "memory"
-        made = self.encode_cached(cache, starts, counts) if encodes else state.take_fresh(counts)
-        new_tokens: list[list[int]] = []
-        for row, start in zip(committed, starts, strict=True):
-            new_tokens.append(row[start:-1])
-        # [B, n], the committed tokens that are added to the context.
-        tokens = padded(new_tokens, device)
+        if self.config.context == "memory":
+            made = self.encode_cached(cache, state.n_true, counts)
+        else:
+            made = state.take_fresh(counts)
+        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # [B, n]
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
@@ -642,7 +629,7 @@ class BlockDrafter(KVEncoder, Drafter):
         rotation = self.rotary(positions_from(state.n_true, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
-        state.n_true = [length + count for length, count in zip(state.n_true, counts, strict=True)]
+        state.n_true = masks.added(state.n_true, counts)
 
     # Drafting with the target on another machine
 
@@ -714,7 +701,7 @@ def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
 class DFlashSizes(BlockDrafterSizes):
     """The sizes of a DFlash drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "dflash"
+    kind = "dflash"
 
     block_size: int = 16
     sample_from_anchor: bool = False
@@ -723,7 +710,7 @@ class DFlashSizes(BlockDrafterSizes):
 class DFlashDrafter(BlockDrafter):
     """A block-parallel drafter without heads."""
 
-    config_class: ClassVar[type[DrafterSizes]] = DFlashSizes
+    config_class = DFlashSizes
     config: DFlashSizes
 
 
@@ -731,7 +718,7 @@ class DFlashDrafter(BlockDrafter):
 class DSparkSizes(BlockDrafterSizes):
     """The sizes of a DSpark drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "dspark"
+    kind = "dspark"
 
     block_size: int = 7
     sample_from_anchor: bool = True
@@ -742,18 +729,17 @@ class DSparkSizes(BlockDrafterSizes):
     # True if the confidence head also reads the Markov head's embedding of the previous token.
     confidence_with_markov: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.markov_head not in MARKOV_HEADS:
-            raise DrafterError(
-                f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}."
-            )
+            yield f"markov_head is {self.markov_head!r}, expected one of {', '.join(MARKOV_HEADS)}"
 
 
 class DSparkDrafter(BlockDrafter):
     """A block-parallel drafter with a Markov head and a confidence head."""
 
-    config_class: ClassVar[type[DrafterSizes]] = DSparkSizes
+    config_class = DSparkSizes
     config: DSparkSizes
 
     def __init__(self, config: DSparkSizes) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -17,12 +18,11 @@ from typing_extensions import override
 from ..nn import masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_from, slots_after, write_slots
-from ..nn.layers import DecoderBlock, Rotary, Rotation
+from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation
 from ..nn.masks import added, are_alike, to_device
-from .base import DraftLevel
+from .base import CommittedTokens, DraftLevel
 from .training import at_queries
 
-KeysValues = tuple[Tensor, Tensor]  # keys and values, each [B, H_kv, S, d]
 Fresh = tuple[Tensor, Tensor | None, list[int]]
 """Input of a round: tokens [B, n] int64, target states [B, n, ...] or None, and counts of real
 tokens."""
@@ -88,12 +88,8 @@ def _concatenated(value: Any, more: Any) -> Any:
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Stack rows of tokens into one tensor [B, n] int64, right padded with 0."""
-    width = max(map(len, rows))
-    padded_rows: list[list[int]] = []
-    for row in rows:
-        padding = [0] * (width - len(row))
-        padded_rows.append([*row, *padding])
-    return to_device(padded_rows, device)
+    columns = list(itertools.zip_longest(*rows, fillvalue=0))
+    return to_device(np.array(columns).T, device)
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -107,12 +103,9 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     rows_in_order = torch.cat(list(rows))
     width = max(counts)
     last = sum(counts) - 1
-    indices: list[int] = []
-    for start in itertools.accumulate(counts[:-1], initial=0):
-        for index in range(start, start + width):
-            indices.append(min(index, last))
-    padded_rows = rows_in_order.index_select(0, to_device(indices, rows_in_order.device))
-    return padded_rows.view(len(rows), -1, *padded_rows.shape[1:])
+    starts = list(itertools.accumulate(counts[:-1], initial=0))
+    indices = np.minimum(np.add.outer(starts, np.arange(width)), last)  # [B, n]
+    return rows_in_order[to_device(indices, rows_in_order.device)]
 
 
 def fitting_counts(
@@ -180,7 +173,7 @@ def causal_features(
 
     Returns the features of queries [B, Q].
     """
-    slots = torch.arange(x.shape[1], device=x.device)
+    slots = masks.positions_of(x)
     rotation = rotary(slots[None, :])
     causal = masks.Mask.up_to(slots[None], len(slots))
     *before, last = blocks
@@ -195,7 +188,7 @@ def causal_features(
 class Fed(NamedTuple):
     """Positions and masks of the tokens that one drafter call feeds."""
 
-    positions: Tensor  # [B or 1, b] int64
+    positions: Tensor  # [B or 1, 1] int64
     rotation: Rotation  # the drafter's rotary embedding at these positions
     before: list[int]  # number of verified tokens of each row
     seen: Tensor  # [B, b, n] bool, the tokens of this round that each fed token sees
@@ -251,7 +244,7 @@ class LayerState(RowState):
         for row, new in enumerate(made.split(counts)):
             self.fresh[row] = (*self.fresh[row], new)
 
-    def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
+    def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
         """Return the committed tokens that have no slot yet, and the target's states for them.
 
         The states are [B, n, ...], or None if the layers read only tokens.
@@ -266,7 +259,7 @@ class LayerState(RowState):
         self.n_true = starts
         return fresh_tokens, None
 
-    def take_round(self, committed: Sequence[list[int]], device: torch.device) -> Fresh:
+    def take_round(self, committed: CommittedTokens, device: torch.device) -> Fresh:
         """Copy :meth:`fresh_rows` to the device.
 
         While a CUDA graph is recorded, return :attr:`given` instead.
@@ -292,60 +285,45 @@ class LayerState(RowState):
         Returns:
             Features of the root [B, 1, E], and the root's position and mask.
         """
-        device = x.device
         before = self.n_true
-        n_new = max(counts)
-        rotation = rotary(positions_from(before, n_new, device), x.dtype)
+        positions = positions_from(before, max(counts), x.device)
+        rotation = rotary(positions, x.dtype)
         self.n_true = added(before, counts)
         self.n_fed = 1
-        is_alone = last is None and len(counts) == 1 and are_alike(counts)
-        for index, (block, slots) in enumerate(zip(blocks, self.slots, strict=True)):
+        for slots in self.slots:
             slots.crop(before)
-            is_last = index == len(self.slots) - 1
-            if is_last and is_alone:
-                x = block.attend_last(x, rotation, partial(slots.append, counts=counts))
-                break
+        *earlier, (last_block, last_slots) = zip(blocks, self.slots, strict=True)
+        for block, slots in earlier:
             keys, values = slots.append(*block.keys_values(x, rotation), counts)
-            if is_last:
-                break
-            mask = None
-            if len(counts) > 1 or n_new > 1:
-                causal = (
-                    torch.ones(n_new, n_new, dtype=torch.bool, device=device)
-                    .tril()
-                    .expand(len(counts), -1, -1)
-                )
-                mask = masks.tree_mask(before, causal)[..., : keys.shape[2]]
+            has_one_token = len(counts) == 1 and x.shape[1] == 1
+            mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
-        before = added(self.n_true, -1)
-        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=device)
-        mask = None if len(counts) == 1 and are_alike(before) else masks.tree_mask(before, seen)
-        positions = positions_from(before, 1, device)
-        root = Fed(positions, rotary(positions, x.dtype), before, seen, mask)
-        if is_alone:
-            return x, root
         # The last layer computes only the features of the root.
+        seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
+        root = self._fed(rotary, x.dtype, 0, seen)
+        if last is None and len(counts) == 1 and are_alike(counts):
+            append = partial(last_slots.append, counts=counts)
+            return last_block.attend_last(x, rotation, append), root
+        keys, values = last_slots.append(*last_block.keys_values(x, rotation), counts)
         x = (
             x[:, -1:]
             if are_alike(counts)
-            else at_queries(x, to_device(counts, device)[:, None] - 1)
+            else at_queries(x, to_device(counts, x.device)[:, None] - 1)
         )
-        return (last or block)(x, root.rotation, keys, values, mask), root
+        return (last or last_block)(x, root.rotation, keys, values, root.mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
         """Count the nodes of one level as fed. The caller then appends their keys and values."""
-        n_nodes = level.tokens.shape[1]
+        self.n_fed += level.tokens.shape[1]
+        return self._fed(rotary, level.parent_features.dtype, level.depth, level.seen)
+
+    def _fed(self, rotary: Rotary, dtype: torch.dtype, depth: int, seen: Tensor) -> Fed:
         before = added(self.n_true, -1)
-        self.n_fed += n_nodes
         # All nodes of a level have the same position in the sequence.
-        positions = to_device(added(before, level.depth), level.tokens.device)[:, None].expand(
-            -1, n_nodes
-        )
-        is_chain_alone = len(before) == 1 and self.n_fed == level.depth + 1 and are_alike(before)
-        mask = None if is_chain_alone else masks.tree_mask(before, level.seen)
-        return Fed(
-            positions, rotary(positions, level.parent_features.dtype), before, level.seen, mask
-        )
+        positions = positions_from(added(before, depth), 1, seen.device)
+        is_chain_alone = len(before) == 1 and self.n_fed == depth + 1 and are_alike(before)
+        mask = None if is_chain_alone else masks.tree_mask(before, seen)
+        return Fed(positions, rotary(positions, dtype), before, seen, mask)
 
     def feed_level(
         self, blocks: Sequence[DecoderBlock], rotary: Rotary, x: Tensor, level: DraftLevel

@@ -26,20 +26,22 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from ...errors import DrafterError
+from ..nn import masks
+from ..nn.kv import write_slots
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from . import training
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, stacked
-from .sizes import DrafterSizes, LayerSizes
+from .sizes import LayerSizes
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
@@ -54,25 +56,27 @@ class FeatureState(LayerState):
         self.last: list[Tensor | None] = [None] * n_rows
 
     @override
-    def fresh_rows(self, committed: Sequence[list[int]]) -> tuple[list[list[int]], Tensor | None]:
-        fresh = []
-        for row, (parts, last) in enumerate(zip(self.fresh, self.last, strict=True)):
+    def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
+        fresh_states: list[Tensor] = []
+        fresh_tokens: list[list[int]] = []
+        for row, tokens in enumerate(committed):
+            parts = self.fresh[row]
             # If there are no new target states, feed the root again with the newest state.
             if not parts:
-                if last is None:
+                if (last := self.last[row]) is None:
                     raise DrafterError(
                         "the drafter has no states of the target; pass them to `observe` before "
                         "drafting."
                     )
                 self.n_true[row] -= 1
                 parts = (last,)
-            fresh.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-        self.fresh = [()] * len(fresh)
-        self.last = [states[-1:] for states in fresh]
-        fresh_tokens: list[list[int]] = []
-        for tokens, start, states in zip(committed, self.n_true, fresh, strict=True):
-            fresh_tokens.append(tokens[start + 1 : start + 1 + len(states)])
-        return fresh_tokens, stacked(fresh)
+            states = parts[0] if len(parts) == 1 else torch.cat(parts)
+            start = self.n_true[row] + 1
+            fresh_states.append(states)
+            fresh_tokens.append(tokens[start : start + len(states)])
+            self.last[row] = states[-1:]
+        self.fresh = [()] * len(committed)
+        return fresh_tokens, stacked(fresh_states)
 
 
 class FeatureDrafter(Drafter):
@@ -100,6 +104,17 @@ class FeatureDrafter(Drafter):
         """Convert :meth:`target_states` to features [..., E]; by default return them unchanged."""
         return states
 
+    def true_inputs(self, frozen: FrozenTarget, inputs: TrainingInputs) -> tuple[Tensor, Tensor]:
+        """Compute the layers' input that is made from target states.
+
+        Returns:
+            Embeddings of the tokens t + 1 of the slots t, and the input of the slots, both [B, S,
+            ...].
+        """
+        embeddings = frozen.embed(inputs.tokens[:, 1:])
+        hidden = self.target_states(inputs)[:, :-1].to(embeddings.dtype)
+        return embeddings, self.combine(embeddings, self.true_features(hidden))
+
     def fed_back(self, outputs: Tensor) -> Tensor:
         """Convert outputs of the layers [..., E] to the next features; by default unchanged."""
         return outputs
@@ -113,23 +128,22 @@ class FeatureDrafter(Drafter):
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         # [B, S]. The draft round of a slot sees the slots made from target states up to this index.
         context = context[:, 1:]
-        slots = torch.arange(context.shape[1], device=context.device)
+        slots = masks.positions_of(context)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
         # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
-        embeddings = frozen.embed(inputs.tokens[:, 1:])
-        combined = self.combine(
-            embeddings, self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
-        )
-        true_keys_values = []
-        features = combined
+        embeddings, features = self.true_inputs(frozen, inputs)
+        # The keys and values of each layer, [B, H_kv, 2S, d]. The first S slots are made from target
+        # states, the other S slots from features of the drafter.
+        keys_values = []
         rotation = self.rotary(slots[None, :])
-        causal = (slots[None, :] <= slots[:, None])[None]
+        causal = masks.causal_mask(slots[None, :], len(slots))
         for block in self.blocks:
-            true_keys_values.append(block.keys_values(features, rotation))
-            features = block(features, rotation, *true_keys_values[-1], causal)
+            keys, values = block.keys_values(features, rotation)
+            features = block(features, rotation, keys, values, causal)
+            own_slots = (0, 0, 0, len(slots))
+            keys_values.append((F.pad(keys, own_slots), F.pad(values, own_slots)))
         features = self.fed_back(features)
-        own_keys_values = [(torch.zeros_like(k), torch.zeros_like(v)) for k, v in true_keys_values]
         rows = torch.arange(len(step), device=step.device)[:, None]
         for index in range(1, int(step.max()) + 1):
             queries, valid = training.loss_queries(step == index)
@@ -142,16 +156,12 @@ class FeatureDrafter(Drafter):
                 training.at_queries(embeddings, queries),
                 training.at_queries(features, (queries - 1).clamp(min=0)),
             )
-            cells = rows.expand_as(queries)[valid], queries[valid]
             rotation = self.rotary(queries)
-            for block, true_kv, own_kv in zip(
-                self.blocks, true_keys_values, own_keys_values, strict=True
-            ):
-                for buffer, new in zip(own_kv, block.keys_values(x, rotation), strict=True):
-                    buffer[cells[0], :, cells[1]] = new.transpose(1, 2)[valid].to(buffer.dtype)
-                keys = torch.cat((true_kv[0], own_kv[0]), dim=2)
-                values = torch.cat((true_kv[1], own_kv[1]), dim=2)
-                x = block(x, rotation, keys, values, seen)
+            for block, view in zip(self.blocks, keys_values, strict=True):
+                # Padding writes to the first of the drafter's slots, which no query sees.
+                write_slots(view, *block.keys_values(x, rotation), len(slots) + queries)
+                x = block(x, rotation, *view, seen)
+            cells = rows.expand_as(queries)[valid], queries[valid]
             features[cells] = self.fed_back(x)[valid].to(features.dtype)
         queries, valid = training.loss_queries(drafted)
         return DraftedFeatures(
@@ -171,7 +181,7 @@ class FeatureDrafter(Drafter):
         self,
         state: FeatureState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         # The slots up to the root are computed from target states. The slots of accepted drafts are
@@ -193,7 +203,7 @@ class FeatureDrafter(Drafter):
 class EagleSizes(LayerSizes):
     """The sizes of an EAGLE drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "eagle"
+    kind = "eagle"
 
     eagle_layers: int = 1  # number of decoder layers
     eagle_input_norm: bool = True
@@ -218,7 +228,7 @@ class EagleSizes(LayerSizes):
 class EagleDrafter(FeatureDrafter):
     """The trained weights: a linear layer for token and hidden state, and decoder layers."""
 
-    config_class: ClassVar[type[DrafterSizes]] = EagleSizes
+    config_class = EagleSizes
     config: EagleSizes
     drafts_remotely = True
 
@@ -227,9 +237,9 @@ class EagleDrafter(FeatureDrafter):
         self.context_width = config.hidden_size
         first = replace(config.layer, input_norm=config.eagle_input_norm)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.eagle_fc_bias)
-        self.layers = nn.ModuleList()
-        for index in range(config.eagle_layers):
-            self.layers.append(DecoderBlock(first if index == 0 else config.layer))
+        self.layers = nn.ModuleList([DecoderBlock(first)])
+        for _ in range(1, config.eagle_layers):
+            self.layers.append(DecoderBlock(config.layer))
         self.rotary = config.rotary()
 
     @override

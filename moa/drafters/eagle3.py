@@ -37,7 +37,7 @@ teacher's probabilities of tokens outside the draft vocabulary are left out.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,12 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from ...errors import DrafterError
-from ..nn import losses
-from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm
+from ..nn import losses, masks
+from ..nn.layers import DecoderBlock, DecoderBlockSizes, KeysValues, RMSNorm
 from ..targets.bundle import FrozenTarget
 from ..targets.facts import TargetFacts
 from .eagle import FeatureDrafter
-from .sizes import DrafterSizes, LayerSizes, check_target_layers
+from .sizes import LayerSizes, check_default_layers, check_target_layers
 from .training import (
     LossTerms,
     Reads,
@@ -60,7 +60,7 @@ from .training import (
     loss_queries,
     true_indices,
 )
-from .vocabulary import most_frequent, over_all_tokens
+from .vocabulary import most_frequent
 
 # Ratio of the loss weights of a draft step and the previous one (``traineagle3/main.py`` of the
 # EAGLE authors).
@@ -79,8 +79,8 @@ larger, the computation is split by rows of the batch, and then by queries."""
 class Eagle3Sizes(LayerSizes):
     """The sizes of an EAGLE-3 drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "eagle3"
-    without_weights: ClassVar[tuple[str, ...]] = ()
+    kind = "eagle3"
+    without_weights = ()
 
     fused_layers: tuple[int, ...]
     """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
@@ -129,12 +129,7 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
     SpecForge, SGLang and vLLM use the same layers.
     """
     layers = (1, n_layers // 2 - 1, n_layers - 4)
-    if not layers[0] < layers[1] < layers[2]:
-        raise DrafterError(
-            "EAGLE-3 reads three layers of the target. Only a target with 7 or more layers has "
-            f"defaults, and this target has {n_layers}. Choose the layers yourself: "
-            f"--fused-layers {','.join(map(str, sorted({0, n_layers // 2, n_layers - 1})))}."
-        )
+    check_default_layers(layers, n_layers)
     return layers
 
 
@@ -168,7 +163,7 @@ class Eagle3Drafter(FeatureDrafter):
     The weights have the names that other projects use.
     """
 
-    config_class: ClassVar[type[DrafterSizes]] = Eagle3Sizes
+    config_class = Eagle3Sizes
     config: Eagle3Sizes
     uses_target_head = False
     d2t: Tensor  # [V_d] int64. d2t[i] + i is the token with index i in the draft vocabulary.
@@ -204,13 +199,12 @@ class Eagle3Drafter(FeatureDrafter):
         return self.lm_head.weight
 
     @property
+    @override
     def draft_tokens(self) -> Tensor | None:
-        """Ids of the tokens of the draft vocabulary, [V_d] int64, ascending.
+        is_reduced = self.config.draft_vocabulary < self.config.vocab_size
+        return self._mapped_tokens() if is_reduced else None
 
-        None if all tokens can be drafted.
-        """
-        if self.config.draft_vocabulary == self.config.vocab_size:
-            return None
+    def _mapped_tokens(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @classmethod
@@ -242,7 +236,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def check_weights(self) -> None:
-        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        ids = self._mapped_tokens()
         marked = self.t2d
         if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
             raise DrafterError(
@@ -292,9 +286,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.normed(features))
-        tokens = self.draft_tokens
-        return logits if tokens is None else over_all_tokens(logits, tokens, self.config.vocab_size)
+        return self.over_all_tokens(self.lm_head(self.normed(features)))
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
@@ -382,16 +374,13 @@ class Eagle3Drafter(FeatureDrafter):
             to the round whose root is j - 1 tokens before it. And [J, B, Q] bool, true if this
             round reaches the query without leaving the response.
         """
-        # [B, S, E]. Slot t has the embedding of token t + 1.
-        embeddings = frozen.embed(inputs.tokens[:, 1:])
-        hidden = self.true_features(self.target_states(inputs)[:, :-1].to(embeddings.dtype))
+        embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
-        slots = torch.arange(embeddings.shape[1], device=queries.device)
+        slots = masks.positions_of(embeddings)
         first = (queries - 1).clamp(min=0)  # the slot at which each round starts
-        combined = self.combine(embeddings, hidden)
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
         seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
-        own_kv: list[tuple[Tensor, Tensor]] = []
+        own_kv: list[KeysValues] = []
         features: list[Tensor] = []
         reached: list[Tensor] = []
         outputs = x
@@ -408,7 +397,7 @@ class Eagle3Drafter(FeatureDrafter):
             # A round that starts at one query reaches the query ``step`` places further right if
             # their positions differ by ``step``, so that all positions between them are queries.
             features.append(outputs.roll(step, dims=1))
-            has_root = torch.arange(queries.shape[1], device=queries.device) >= step
+            has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
         return torch.stack(features), torch.stack(reached)
 
@@ -422,7 +411,7 @@ def _shifted(steps: Sequence[Tensor], direction: int) -> list[Tensor]:
 
 
 def attend_with_own_steps(
-    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[tuple[Tensor, Tensor]]
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[KeysValues]
 ) -> Tensor:
     """Let each query attend to slots that all rounds share and to the slots of its own round.
 

@@ -33,21 +33,21 @@ starts after position 0, and position 0 itself has no loss.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from ..nn import masks
-from ..nn.layers import Attention, DecoderBlock, Rotation
+from ..nn.layers import Attention, DecoderBlock, KeysValues, Rotation
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
 from . import training
-from .base import DraftedFeatures, Drafter, DraftLevel
-from .caches import KeysValues, LayerState, lengths_mask
-from .sizes import DrafterSizes, LayerSizes
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
+from .caches import LayerState, lengths_mask
+from .sizes import LayerSizes
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 
@@ -55,8 +55,8 @@ from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 class GlideSizes(LayerSizes):
     """The sizes of a GLIDE drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "glide"
-    left_out: ClassVar[tuple[str, ...]] = ("draft_", "target_")
+    kind = "glide"
+    left_out = ("draft_", "target_")
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
@@ -108,7 +108,7 @@ class GlideSizes(LayerSizes):
 class GlideDrafter(Drafter):
     """The trained weights: a decoder layer, and cross-attention without K and V projections."""
 
-    config_class: ClassVar[type[DrafterSizes]] = GlideSizes
+    config_class = GlideSizes
     config: GlideSizes
     by_graph = True
 
@@ -186,7 +186,7 @@ class GlideDrafter(Drafter):
                 or float values that are added to the attention scores.
             queries: [B, Q], positions.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T]
         embeddings = frozen.embed(tokens)
         own_kv = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])
@@ -211,12 +211,12 @@ class GlideDrafter(Drafter):
     def _layer(
         self,
         target: KeysValues,
-        target_mask: masks.Mask | Tensor | None,
+        target_mask: masks.AnyMask,
         x: Tensor,
         rotation: Rotation,
         keys: Tensor,
         values: Tensor,
-        mask: masks.Mask | Tensor | None,
+        mask: masks.AnyMask,
     ) -> Tensor:
         """Run the layer on x [B, Q, E]. It attends to the drafter's KV and to the target's KV."""
         block = self.self_attention
@@ -233,7 +233,7 @@ class GlideDrafter(Drafter):
         self,
         state: LayerState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)

@@ -14,22 +14,21 @@ target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL
 the width W and cannot be used in place of the target's hidden states.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ...errors import DrafterError
 from ..nn import losses
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, RMSNorm, Rotary
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features
-from .sizes import DrafterSizes, multiple_of_32
+from .sizes import DrafterSizes, largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -46,18 +45,16 @@ from .training import (
 class IndependentSizes(DrafterSizes):
     """The sizes of an independent drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "independent"
+    kind = "independent"
 
     independent_width: int  # W, the drafter's width
     independent_mlp_width: int  # MLP width of each layer
     independent_layers: int = 2  # number of decoder layers
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @override
+    def problems(self) -> Iterator[str]:
         if self.independent_width % 2:
-            raise DrafterError(
-                f"independent_width must be an even number >= 2, got {self.independent_width}."
-            )
+            yield f"independent_width must be an even number >= 2, got {self.independent_width}"
 
     @classmethod
     @override
@@ -69,12 +66,8 @@ class IndependentSizes(DrafterSizes):
     @property
     def own_head_dim(self) -> int:
         """Head dim: the largest even divisor of W that exceeds neither W / 4 nor the target's."""
-        width = self.independent_width
-        return next(
-            d
-            for d in range(max(2, min(self.head_dim, width // 4)), 1, -1)
-            if width % d == 0 and d % 2 == 0
-        )
+        limit = max(2, min(self.head_dim, self.independent_width // 4))
+        return 2 * largest_divisor(self.independent_width // 2, limit // 2)
 
     @property
     def own_block(self) -> DecoderBlockSizes:
@@ -93,7 +86,7 @@ class IndependentSizes(DrafterSizes):
 class IndependentDrafter(Drafter):
     """The trained model: embeddings, decoder layers and final norm."""
 
-    config_class: ClassVar[type[DrafterSizes]] = IndependentSizes
+    config_class = IndependentSizes
     config: IndependentSizes
     by_graph = drafts_remotely = True
     context_width = 0
@@ -163,7 +156,7 @@ class IndependentDrafter(Drafter):
         self,
         state: LayerState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         tokens, _, counts = state.take_round(committed, self.embed_tokens.weight.device)

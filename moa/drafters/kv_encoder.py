@@ -22,7 +22,7 @@ settings can differ from the Mixture of Attentions paper (arXiv 2410.03804):
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ...errors import DrafterError
 from ..nn.kv import positions_from, rotate_packed_keys
 from ..nn.layers import DecoderBlock, DecoderBlockSizes, Rotary
-from ..nn.masks import added
+from ..nn.masks import added, positions_of
 from ..targets.cache import KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from .sizes import DrafterSizes, largest_divisor, multiple_of_32
@@ -45,7 +45,7 @@ _MAX_POSITIONS = 1 << 13
 class KVEncoderSizes(DrafterSizes):
     """The sizes of a KV encoder. All sizes are 0 in a drafter without a KV encoder."""
 
-    left_out: ClassVar[tuple[str, ...]] = ("draft_", "kv_group")
+    left_out = ("draft_", "kv_group")
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
@@ -168,11 +168,8 @@ def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
-    return next(
-        h
-        for h in range(min(n_heads, kv_width), 0, -1)
-        if kv_width % h == 0 and (kv_width // h) % 2 == 0
-    )
+    # RoPE needs an even head dim, so the number of heads must divide half of the width.
+    return largest_divisor(kv_width // 2, min(n_heads, kv_width))
 
 
 class KVEncoder(nn.Module):
@@ -233,7 +230,7 @@ class KVEncoder(nn.Module):
         if not self.config.layer_attention:
             kv = kv[:, :, -1:]
         if positions is None:
-            positions = torch.arange(kv.shape[1], device=kv.device)[None, :]
+            positions = positions_of(kv)[None, :]
         # The attention over layers is bidirectional, and the position of a layer is its index.
         rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
         summaries = []  # one tensor [n, G * D] per chunk of positions

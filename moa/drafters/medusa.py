@@ -20,9 +20,9 @@ forms compute the same function at the start of training. Here the heads learn t
 distribution; in the authors' code they learn the tokens of the training text.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from ..nn import losses
 from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import RowState
 from .sizes import DrafterSizes
 from .training import (
@@ -55,7 +55,7 @@ HEAD_DECAY = 0.8
 class MedusaSizes(DrafterSizes):
     """The sizes of a Medusa drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "medusa"
+    kind = "medusa"
 
     medusa_heads: int = 6  # K, number of heads and maximum number of draft levels
     medusa_layers: int = 1  # number of residual layers of each head
@@ -87,30 +87,24 @@ class ResidualLayer(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class MedusaHead(nn.Module):
-    """Residual layers, followed by a linear layer before the target's LM head."""
-
-    def __init__(self, width: int, n_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(ResidualLayer(width) for _ in range(n_layers)))
-        self.projection = nn.Linear(width, width, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Turn hidden states [..., E] into features [..., E]."""
-        features: Tensor = self.projection(self.layers(hidden))
-        return features
+def medusa_head(width: int, n_layers: int) -> nn.Sequential:
+    """Make the residual layers of a head, and the linear layer before the target's LM head."""
+    layers = nn.Sequential(*(ResidualLayer(width) for _ in range(n_layers)))
+    projection = nn.Linear(width, width, bias=False)
+    return nn.Sequential(OrderedDict(layers=layers, projection=projection))
 
 
 class MedusaDrafter(Drafter):
     """The trained weights: the heads."""
 
-    config_class: ClassVar[type[DrafterSizes]] = MedusaSizes
+    config_class = MedusaSizes
     config: MedusaSizes
 
     def __init__(self, config: MedusaSizes) -> None:
         super().__init__(config)
         self.heads = nn.ModuleList(
-            MedusaHead(config.hidden_size, config.medusa_layers) for _ in range(config.medusa_heads)
+            medusa_head(config.hidden_size, config.medusa_layers)
+            for _ in range(config.medusa_heads)
         )
 
     @override
@@ -134,8 +128,6 @@ class MedusaDrafter(Drafter):
         # divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
-        features = []
-        shares = []
         # One mask [B, T] per head: the positions at which the head is trained.
         reached = [self.loss_positions(inputs.response_mask, step.draws)]
         for _ in self.heads[1:]:
@@ -146,22 +138,19 @@ class MedusaDrafter(Drafter):
         counts = every.sum(dim=(1, 2)).tolist()
         n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
-        # Head k is trained at no position before k, so ``head_positions - k`` is never negative.
-        _, rows, positions = true_indices(every)
-        of_heads = zip(self.heads, rows.split(counts), positions.split(counts), strict=True)
-        for k, (head, head_rows, head_positions) in enumerate(of_heads, start=1):
-            # [P_k, E], computed from the hidden states k positions earlier.
-            features.append(head(hidden[head_rows, head_positions - k]))
-            shares.append(
-                torch.full(
-                    (len(head_positions),), HEAD_DECAY**k / total_share, device=hidden.device
-                )
-            )
+        shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
+        indices, rows, positions = true_indices(every)  # [P] for the loss positions of all heads
+        # Head k reads hidden states k positions earlier. It is trained at no position before k.
+        read = hidden[rows, positions - (indices + 1)].split(counts)
+        features = [head(states) for head, states in zip(self.heads, read, strict=True)]
         kl, _ = losses.chunked_losses(
-            torch.cat(features)[:, None], hidden[rows, positions], frozen.lm_head_weight,
-            torch.cat(shares)[:, None, None], divergence=step.weights.divergence,
+            torch.cat(features)[:, None],
+            hidden[rows, positions],
+            frozen.lm_head_weight,
+            to_device(shares, hidden.device)[indices, None, None],
+            divergence=step.weights.divergence,
             cap=frozen.logit_cap,
-        )  # fmt: skip
+        )
         mean = kl * step.scale(n_positions)
         return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
 
@@ -201,7 +190,7 @@ class MedusaDrafter(Drafter):
         self,
         state: MedusaState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         features: Tensor = self.heads[0](state.hidden)[:, None]

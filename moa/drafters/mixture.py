@@ -33,7 +33,7 @@ with the target.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +45,10 @@ from ..nn.layers import DecoderBlock
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from ..targets.facts import TargetFacts
-from .base import DraftedFeatures, Drafter, DraftLevel
+from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import DrafterSizes, largest_divisor, multiple_of_32
+from .sizes import largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -66,7 +66,7 @@ from .training import (
 class MoASizes(KVEncoderSizes):
     """The sizes of a Mixture of Attentions drafter, and the hashes that identify its target."""
 
-    kind: ClassVar[str] = "moa"
+    kind = "moa"
 
     self_attention_kv_heads: int  # number of KV heads of the causal self-attention
     self_attention_mlp_width: int  # MLP width of the causal self-attention
@@ -111,7 +111,7 @@ class MoADraftState(LayerState):
     followed by the drafts of the current round if ``has_drafts`` is true.
     """
 
-    def __init__(self, n_rows: int = 1, has_drafts: bool = False) -> None:
+    def __init__(self, n_rows: int, has_drafts: bool) -> None:
         super().__init__(n_rows, 1)
         self.encoded = KVBuffer(n_rows)
         self.has_drafts = has_drafts
@@ -126,7 +126,7 @@ class MoADraftState(LayerState):
 class MoADrafter(KVEncoder, Drafter):
     """The trained weights: layer self-attention, linear layer, self-attention, cross-attention."""
 
-    config_class: ClassVar[type[DrafterSizes]] = MoASizes
+    config_class = MoASizes
     config: MoASizes
     by_graph = drafts_remotely = context_needs_kv = True
 
@@ -185,7 +185,7 @@ class MoADrafter(KVEncoder, Drafter):
             same tensor if N is 0.
         """
         n_tokens = tokens.shape[1]
-        positions = torch.arange(n_tokens, device=tokens.device)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T]
         queries = rounds.queries
         context = rounds.context
 
@@ -278,14 +278,13 @@ class MoADrafter(KVEncoder, Drafter):
         self,
         state: MoADraftState,
         frozen: FrozenTarget,
-        committed: Sequence[list[int]],
+        committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
         state.forget_drafts()
         tokens, _, counts = state.take_round(committed, frozen.lm_head_weight.device)
-        n_new = masks.added(
-            masks.added(masks.added(state.n_true, counts), -1), state.encoded.lengths, sign=-1
-        )
+        n_before = masks.added(masks.added(state.n_true, counts), -1)
+        n_new = masks.added(n_before, state.encoded.lengths, sign=-1)
         if max(n_new):
             self.append_encoded(
                 state, self.encode_cached(cache, state.encoded.lengths, n_new), n_new
@@ -329,7 +328,7 @@ class MoADrafter(KVEncoder, Drafter):
         state.forget_drafts()
         kv_width = self.config.kv_width
         n_layers = self.config.target_layer_inference
-        layers = context[:, context.shape[1] - n_layers * kv_width :]
+        layers = context[:, self.sent_width :]
         self.append_encoded(state, self.encoded_of(context[None, :, : self.sent_width]))
         n_kv_heads = kv_width // (2 * self.config.head_dim)
         cache.extend(

@@ -144,19 +144,18 @@ class DrafterSizes:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Create sizes from the result of :meth:`to_dict`; raise DrafterError if not valid."""
-        kind = values.get("kind", cls.kind)
+        sizes = dict(values)
+        kind = sizes.pop("kind", cls.kind)
         if kind != cls.kind:
             raise DrafterError(
                 f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}."
             )
         known = {item.name for item in fields(cls)}
-        if unknown := sorted(set(values) - known - {"kind"}):
+        if unknown := sorted(set(sizes) - known):
             raise DrafterError(
                 f"drafter.json has unknown keys {', '.join(unknown)}. It was probably written by "
                 "a newer release of moa-data; install that release, or restore the file."
             )
-        sizes = dict(values)
-        sizes.pop("kind", None)
         try:
             return cls(**sizes)
         except TypeError as error:
@@ -257,6 +256,16 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
         )
 
 
+def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
+    """Check that default layers ascend, which they do not if the target has too few layers."""
+    if list(layers) != sorted(set(layers)):
+        raise DrafterError(
+            f"the drafter reads {len(layers)} layers of the target, and a target with {n_layers} "
+            "layers has too few for the default choice. Choose the layers yourself: --fused-layers "
+            f"{','.join(map(str, range(min(len(layers), n_layers))))}."
+        )
+
+
 def check_target_fits(
     config: DrafterSizes, sizes: Mapping[str, Any], identity: Mapping[str, str] = {}
 ) -> None:
@@ -271,8 +280,8 @@ def check_target_fits(
     wrong: list[str] = []
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
         # A size of 0 means that a checkpoint of another project does not state the size.
-        if getattr(config, name, sizes[name]) not in (sizes[name], 0):
-            size = getattr(config, name)
+        size = getattr(config, name, 0)
+        if size not in (0, sizes[name]):
             wrong.append(f"its {name} is {size}, but this target has {sizes[name]}")
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
         wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")

@@ -160,7 +160,7 @@ class Draws:
             # because no position precedes it.
             drafted = response_mask.bool().clone()
             drafted[:, :1] = False
-            before = (torch.arange(drafted.shape[1], device=drafted.device) - 1).clamp(min=0)
+            before = (masks.positions_of(drafted) - 1).clamp(min=0)
             passes.append((self.teacher_forced_weight, drafted, before.expand_as(drafted)))
         return passes
 
@@ -291,26 +291,16 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     if blocks.anchors is not None:
         valid = blocks.anchors >= 0
         return torch.where(valid, blocks.anchors, 0), valid
-    response = response_mask.bool()
-    candidates = response[:, :-1] & response[:, 1:]
-    rows = []
-    for row, row_candidates in enumerate(candidates.cpu().unbind()):
-        row_anchors = row_candidates.nonzero()[:, 0]
-        if blocks.max_anchors is not None and len(row_anchors) > blocks.max_anchors:
+    response = response_mask.bool().cpu()
+    trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))  # [B, T]
+    if blocks.max_anchors is not None:
+        for row, anchors in enumerate(trained):
+            candidates = anchors.nonzero()[:, 0]
             generator = torch.Generator().manual_seed(draws.seeds[row] if draws.seeds else row)
-            row_anchors = (
-                row_anchors[
-                    torch.randperm(len(row_anchors), generator=generator)[: blocks.max_anchors]
-                ]
-                .sort()
-                .values
-            )
-        rows.append(row_anchors)
-    anchors = torch.nn.utils.rnn.pad_sequence([*rows, torch.zeros(1, dtype=torch.int64)], True, -1)[
-        :-1
-    ]
-    anchors = anchors.to(response.device)
-    return anchors.clamp(min=0), anchors >= 0
+            order = torch.randperm(len(candidates), generator=generator)
+            anchors[candidates[order[blocks.max_anchors :]]] = False
+    queries, valid = loss_queries(trained)
+    return queries.to(response_mask.device), valid.to(response_mask.device)
 
 
 def draft_positions(anchors: Tensor, n_drafts: int) -> Tensor:
@@ -347,22 +337,19 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
     A slot sees the context before its anchor, and the slots of its own block. The keys of the
     context come first, followed by the keys of the blocks.
     """
-    # Blocks that are padding see only themselves. So no query is left without keys.
-    first = torch.where(valid, anchors, 0)
+    # [B, N * G], the anchor of each slot. Blocks that are padding see only themselves. So no query
+    # is left without keys.
+    first = torch.where(valid, anchors, 0).repeat_interleave(n_slots, dim=1)
 
     def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key < first[row, query // n_slots]
+        return key < first[row, query]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # ``row < 0`` is always false. It only broadcasts the result to the shape of all three
         # indices.
         return (query // n_slots == key // n_slots) | (row < 0)
 
-    n_rows, n_blocks = anchors.shape
-    n_queries = n_blocks * n_slots
-    return masks.Mask(
-        n_rows, n_queries, ((n_context, context), (n_queries, own_block)), anchors.device
-    )
+    return masks.Mask(first, ((n_context, context), (first.shape[1], own_block)))
 
 
 # Losses

@@ -45,15 +45,6 @@ def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
     return order[:n_tokens].sort().values
 
 
-def over_all_tokens(logits: Tensor, tokens: Tensor, n_tokens: int) -> Tensor:
-    """Convert logits [..., V_d] of the tokens [V_d] to logits [..., V] of the whole vocabulary.
-
-    All other tokens get -inf.
-    """
-    spread = logits.new_full((*logits.shape[:-1], n_tokens), -torch.inf)
-    return spread.index_copy(-1, tokens, logits)
-
-
 def may_be_reduced(vocab_size: int) -> bool:
     """Return whether a vocabulary is large enough for a smaller draft vocabulary to pay off."""
     return vocab_size >= _FEWEST_TOKENS
@@ -81,6 +72,8 @@ def choose_draft_vocabulary(
 ) -> DraftVocabulary:
     """Choose the draft vocabulary size that commits the most tokens per weight read in a round.
 
+    Call it only if :func:`may_be_reduced`.
+
     Args:
         halves: [2, V] int64, token counts of two halves of the training responses.
         width: width of the LM head.
@@ -88,8 +81,7 @@ def choose_draft_vocabulary(
         target_weights: number of weights that the target reads to verify a round.
         most_tokens: maximum size of the draft vocabulary. None for V.
     """
-    vocab_size = halves.shape[1]
-    upper_bound = vocab_size if most_tokens is None else most_tokens
+    upper_bound = halves.shape[1] if most_tokens is None else most_tokens
 
     def weights_read(n_tokens: int) -> int:
         return target_weights + N_DRAFTS * (drafter_weights + n_tokens * width)
@@ -98,16 +90,13 @@ def choose_draft_vocabulary(
         accepted = _ACCEPTED * coverage(halves, n_tokens)
         return sum(accepted**n for n in range(N_DRAFTS + 1))
 
-    if not may_be_reduced(vocab_size):
-        return DraftVocabulary(
-            0,
-            f"the LM head with its {vocab_size:,} rows is only a small part of the cost of a draft",
-        )
+    def efficiency(n_tokens: int) -> float:
+        return committed(n_tokens) / weights_read(n_tokens)
+
     gains: dict[int, float] = {}
-    size = 1 << (_SMALLEST_CHOICE.bit_length() - 1)
+    size = _SMALLEST_CHOICE
     while size < upper_bound:
-        gain = committed(size) / weights_read(size)
-        gains[size] = gain / (committed(upper_bound) / weights_read(upper_bound))
+        gains[size] = efficiency(size) / efficiency(upper_bound)
         size *= 2
     best = max(gains, key=lambda n: gains[n], default=upper_bound)
     if gains.get(best, 1.0) < _LEAST_GAIN:

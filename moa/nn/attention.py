@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from ...text import first_line
-from .masks import Mask
+from .masks import AnyMask, Mask
 
 _MIN_FLEX_QUERIES = 128  # Number of queries in a block of FlexAttention
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -36,7 +36,7 @@ too few gives an error of 0.3.
 """
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
     """Compute scaled dot-product attention, with scores scaled by 1/sqrt(d).
 
     Args:
@@ -54,9 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tenso
     if mask is None and q.device.type == "cpu" and q.shape[0] > q.shape[2] * k.shape[2]:
         return attend_many_short(q, k, v)
     if isinstance(mask, Mask):
-        if _takes_flex(q, mask) and _flex_works(
-            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]
-        ):
+        if _takes_flex(q) and _flex_works(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]):
             return attend_blocks(q, k, v, mask)
         mask = mask.dense
     is_grouped = q.shape[1] != k.shape[1]
@@ -173,7 +171,7 @@ def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
     return torch.compile(function_copy, dynamic=True, fullgraph=True)
 
 
-def _takes_flex(q: Tensor, mask: Mask) -> bool:
+def _takes_flex(q: Tensor) -> bool:
     # FlexAttention is not used for float32: the rounding of its products depends on a global
     # setting.
     is_half = q.dtype in (torch.bfloat16, torch.float16)
@@ -203,15 +201,15 @@ def _flex_works(
                 q = drawn(n_heads, n_queries)
                 k = drawn(n_kv_heads, n_keys)
                 v = drawn(n_kv_heads, n_keys)
-                flex_result = attend_blocks(q, k, v, mask)
                 wide_k, wide_v = expand_heads(k.float(), n_heads), expand_heads(v.float(), n_heads)
                 plain = F.scaled_dot_product_attention(
                     q.float(), wide_k, wide_v, mask.dense.unsqueeze(1)
                 )
-                flex_gradients = torch.autograd.grad(flex_result.float().square().sum(), (q, k, v))
-                plain_gradients = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
-                gradients = zip(flex_gradients, plain_gradients, strict=True)
-                for got, expected in [(flex_result, plain), *gradients]:
+                results: list[list[Tensor]] = []
+                for attended in (attend_blocks(q, k, v, mask), plain):
+                    loss = attended.float().square().sum()
+                    results.append([attended, *torch.autograd.grad(loss, (q, k, v))])
+                for got, expected in zip(*results, strict=True):
                     error = float(
                         (got.float() - expected.float()).detach().norm() / expected.detach().norm()
                     )

@@ -114,8 +114,9 @@ def fuse_weights(layer: Any, is_exact: bool = True) -> FusedWeights | None:
     fused_heads = _fused(heads, is_exact)
     fused_gates = _fused(gates, is_exact)
     layers = [*heads, *gates, o, down]
-    weights = [module.weight for module in (*layers, *norms)]
-    weights += [module.bias for module in layers if module.bias is not None]
+    weights: list[Tensor] = []
+    for module in (*layers, *norms):
+        weights.extend(module.parameters())
     states = [state_of(weight) for weight in weights]
     held = [weight.detach() for weight in weights]
     return FusedWeights(

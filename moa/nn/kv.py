@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from ...errors import DrafterError
-from .layers import Rotation, rotate
+from .layers import KeysValues, Rotation, rotate
 from .masks import DeviceLengths, added, are_alike, to_device
 
 
@@ -32,7 +31,7 @@ def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # [B, T, L, D]
 
 
-def unpack_kv(packed: Tensor, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
     """Split the packed KV [B, T, D] of one layer into keys and values, the inverse of packing.
 
     Returns:
@@ -99,7 +98,7 @@ class KVBuffer:
         self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
         # Views of the buffer, [B, H_kv, S, d] per layer. They are made only once, because the time
         # of a draft step is proportional to its number of tensor operations.
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._layers: list[KeysValues] = []
 
     @property
     def buffer(self) -> Tensor:
@@ -115,7 +114,7 @@ class KVBuffer:
 
     def append(
         self, keys: Tensor, values: Tensor, counts: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> KeysValues:
         """Append keys and values to each row of a cache with a single layer.
 
         Args:
@@ -133,7 +132,7 @@ class KVBuffer:
         self.lengths = added(self.lengths, counts or n_tokens)
         return self.layer_view(0, max(self.lengths))
 
-    def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
+    def layer_view(self, layer: int, n_slots: int) -> KeysValues:
         """View the keys and values [B, H_kv, n_slots, d] of a layer.
 
         The caller may write to slots at or beyond a row's length.
@@ -200,18 +199,10 @@ class KVBuffer:
         """Append the rows of another cache with the same number and size of heads."""
         full = other._buffer if self._buffer is None else self._buffer
         if full is not None:
-            heads, _, head_dim = full.shape[3:]
             n_slots = max(self.capacity, other.capacity)
-            parts = []
-            for side in (self, other):
-                buffer = side._buffer
-                # This cache has no keys yet, so all of its slots are padding.
-                if buffer is None:
-                    buffer = full.new_zeros(
-                        2, self._n_layers, len(side.lengths), heads, 0, head_dim
-                    )
-                parts.append(F.pad(buffer, (0, 0, 0, n_slots - buffer.shape[4])))
-            self._set_buffer(torch.cat(parts, dim=2))
+            self.resize(n_slots, full[0, 0])
+            other.resize(n_slots, full[0, 0])
+            self._set_buffer(torch.cat((self.buffer, other.buffer), dim=2))
         self.lengths = self.lengths + other.lengths
 
     def reserve(self, n_slots: int, like: Tensor) -> None:
@@ -240,12 +231,6 @@ class KVBuffer:
             grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer[:, :, :, :, :n_slots]
         self._set_buffer(grown)
 
-    def clear(self) -> None:
-        """Drop all tokens and free the buffer."""
-        self.lengths = [0] * len(self.lengths)
-        self._buffer = None
-        self._layers = []
-
     # Subclasses whose buffer is used by CUDA graphs override the next two methods, because the
     # address of the buffer must not change.
 
@@ -267,9 +252,7 @@ def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> 
     return lengths[0] if are_alike(lengths) else positions_from(lengths, n_tokens, device)
 
 
-def write_slots(
-    view: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: int | Tensor
-) -> None:
+def write_slots(view: KeysValues, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
     """Write keys and values [B, H_kv, n, d] into slots of a layer's ``view``.
 
     ``view`` is the layer's keys and values, each [B, H_kv, S, d]. ``slots`` have the form that

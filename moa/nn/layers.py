@@ -23,12 +23,15 @@ from ...errors import DrafterError
 from ...files import parsing
 from .attention import attend
 from .fused import FusedWeights, fuse_weights, group_means
-from .masks import Mask
+from .masks import AnyMask
 
 Rotation = tuple[Tensor, Tensor]
 """cos and signed sin (negative in the first half), each [..., d], float32."""
 
-AppendKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values, each [B, H_kv, S, d]."""
+
+AppendKV = Callable[[Tensor, Tensor], KeysValues]
 """A function that appends keys and values of new tokens, each [B, H_kv, Q, d], to a cache.
 
 The function returns the keys and values of all tokens in the cache, each [B, H_kv, S, d].
@@ -234,15 +237,6 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _project(layer: nn.Linear, x: Tensor, scale: Tensor | None) -> Tensor:
-    """Apply a linear layer to ``x * scale``.
-
-    The scale [E] is multiplied into the columns of the weight. Use this only for an x that needs no
-    gradient.
-    """
-    return layer(x) if scale is None else F.linear(x, layer.weight * scale, layer.bias)
-
-
 class Attention(nn.Module):
     """Grouped-query attention, with scores scaled by 1/sqrt(d).
 
@@ -268,11 +262,16 @@ class Attention(nn.Module):
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
         """Project [B, T, E] to heads without rotating them: [B, H or H_kv, T, d].
 
-        ``name`` is ``"q"``, ``"k"`` or ``"v"``.
+        ``name`` is ``"q"``, ``"k"`` or ``"v"``. Pass a ``scale`` only if ``normed`` needs no
+        gradient.
         """
-        heads = _project(getattr(self, f"{name}_proj"), normed, scale).unflatten(
-            -1, (-1, self.head_dim)
-        )
+        layer: nn.Linear = getattr(self, f"{name}_proj")
+        if scale is None:
+            projected = layer(normed)
+        else:
+            # The scale [E] of the input is multiplied into the columns of the weight.
+            projected = F.linear(normed, layer.weight * scale, layer.bias)
+        heads = projected.unflatten(-1, (-1, self.head_dim))
         norm = getattr(self, f"{name}_norm", None)
         normed_heads: Tensor = heads if norm is None else norm(heads)
         return normed_heads.transpose(1, 2)
@@ -292,7 +291,7 @@ class Attention(nn.Module):
 
     def keys_values(
         self, normed: Tensor, rotation: Rotation, scale: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> KeysValues:
         """Project [B, S, E] to rotated keys and to values, each [B, H_kv, S, d].
 
         ``scale`` are factors [E] of the input; None for no scaling.
@@ -311,7 +310,7 @@ class Attention(nn.Module):
         q, k = rotate(torch.cat((q, k), dim=1), rotation).split((q.shape[1], k.shape[1]), dim=1)
         return q, k, v
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
         """Attend, and apply the output projection.
 
         Args:
@@ -368,7 +367,7 @@ class DecoderBlock(nn.Module):
         """Normalise x [B, Q, E] and project it to rotated queries [B, H, Q, d]."""
         return self.self_attn.queries(self.normed(x), rotation)
 
-    def keys_values(self, source: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def keys_values(self, source: Tensor, rotation: Rotation) -> KeysValues:
         """Normalise a source [B, S, E] and project it to rotated keys and to values.
 
         Keys and values have the shape [B, H_kv, S, d].
@@ -381,7 +380,7 @@ class DecoderBlock(nn.Module):
         rotation: Rotation,
         keys: Tensor,
         values: Tensor,
-        mask: Mask | Tensor | None,
+        mask: AnyMask,
     ) -> Tensor:
         """Run the block on x [B, Q, E], whose queries attend to the given keys and values.
 
@@ -395,7 +394,7 @@ class DecoderBlock(nn.Module):
         return self.finish(x, self.self_attn(self.queries(x, rotation), keys, values, mask))
 
     def attend_cached(
-        self, x: Tensor, rotation: Rotation, append: AppendKV, mask: Mask | Tensor | None
+        self, x: Tensor, rotation: Rotation, append: AppendKV, mask: AnyMask
     ) -> Tensor:
         """Run :meth:`forward` on x [B, Q, E], which attends to the KV cache and to itself.
 
@@ -447,7 +446,7 @@ class DecoderBlock(nn.Module):
         x: Tensor,
         rotation: Rotation,
         append: AppendKV,
-        mask: Mask | Tensor | None,
+        mask: AnyMask,
         n_groups: int = 0,
         # Number of last tokens to compute; 0 computes all tokens.
         n_last: int = 0,
@@ -467,7 +466,7 @@ class DecoderBlock(nn.Module):
         """Return the state without the fused products, because they cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "fused"}
 
-    def attend_self(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
+    def attend_self(self, x: Tensor, rotation: Rotation, mask: AnyMask) -> Tensor:
         """Let x [B, T, E] attend to itself.
 
         The result equals that of :meth:`forward` with the keys and values of x. This method
@@ -503,7 +502,7 @@ class DecoderBlock(nn.Module):
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
-    def _self_attention(self, x: Tensor, rotation: Rotation, mask: Mask | Tensor | None) -> Tensor:
+    def _self_attention(self, x: Tensor, rotation: Rotation, mask: AnyMask) -> Tensor:
         norm = self.input_layernorm
         scale = None
         reads_data = (

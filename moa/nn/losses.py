@@ -161,7 +161,7 @@ def _terms_and_error(
     """Compute the loss terms, and the gradient of their weighted sum with respect to the logits.
 
     Args:
-        kl: [n, J], the forward KL of each draft.
+        kl: [n, J, 1], the forward KL of each draft.
         log_draft: [n, J, V], log probabilities of the drafter. This tensor is overwritten.
         probability: [n, 1, V], probabilities of the target.
         weights: [n, J, K], weights of the loss terms.
@@ -176,21 +176,14 @@ def _terms_and_error(
     label_loss = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
     if label_loss is None and divergence.kind == "kl":
-        return (
-            kl[..., None],
-            (draft if mass is None else draft.mul_(mass)).sub_(probability),
-            weights,
-        )
+        return kl, (draft if mass is None else draft.mul_(mass)).sub_(probability), weights
     difference = draft - probability
-    l1 = difference.abs().sum(dim=-1)
+    l1 = difference.abs().sum(dim=-1, keepdim=True)
     sign = difference.sign_()
     # Gradient of the L1 distance through the softmax: ``q * (sign - mean of sign under q)``.
     l1_gradient = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
     total_mass: Tensor | float = 1.0 if mass is None else mass
-    terms, kl_weight, l1_weight = divergence.of(kl, l1, 1.0 if mass is None else mass[..., 0])
-    terms = terms[..., None]
-    kl_weight = kl_weight[..., None]
-    l1_weight = l1_weight[..., None]
+    terms, kl_weight, l1_weight = divergence.of(kl, l1, total_mass)
     factor: Tensor | None = weights
     label_weight = torch.zeros_like(kl_weight)
     if label_loss is not None:
@@ -198,7 +191,7 @@ def _terms_and_error(
         divergence_weight, distance_weight, label_weight = weights.split(1, dim=-1)
         kl_weight = divergence_weight * kl_weight
         l1_weight = distance_weight + divergence_weight * l1_weight
-        terms = torch.cat((terms, l1[..., None], label_loss), dim=-1)
+        terms = torch.cat((terms, l1, label_loss), dim=-1)
     error = draft.mul_(kl_weight * total_mass + label_weight)
     error.addcmul_(probability, kl_weight, value=-1).addcmul_(l1_gradient, l1_weight)
     if labels is not None:
@@ -249,11 +242,11 @@ class _ChunkedLosses(torch.autograd.Function):
             if tokens is not None or dtype == torch.float16:
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
-                kl = -(probability * log_draft).sum(dim=-1)
+                kl = -(probability * log_draft).sum(dim=-1, keepdim=True)
             # If the drafter has its own head, compute this sum over the vocabulary by a matrix
             # product. It needs no additional buffer for the logits of all draft steps.
             else:
-                kl = -(log_draft @ probability.mT).squeeze(-1)
+                kl = -(log_draft @ probability.mT)
             terms[part], error, factor = _terms_and_error(
                 kl,
                 log_draft,

@@ -21,6 +21,8 @@ Shapes: E width, V vocabulary, r rank, M size of a head's memory, K slots of a b
 shape.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -112,12 +114,10 @@ class RecurrentMarkovHead(MarkovHead):
         super().__init__(vocab_size, rank, width)
         self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
-    def _joint(self, memory: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _joint(self, memory: Tensor, hidden: Tensor) -> Sequence[Tensor]:
         embedded, state = memory.split(self.rank, dim=-1)
-        gate, candidate, output = self.joint_proj(
-            torch.cat((state, embedded, hidden), dim=-1)
-        ).chunk(3, dim=-1)
-        return gate, candidate, output
+        joint: Tensor = self.joint_proj(torch.cat((state, embedded, hidden), dim=-1))
+        return joint.chunk(3, dim=-1)
 
     @override
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:

@@ -70,20 +70,21 @@ def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> l
 
     ``more`` is one number for all rows, or a list with a number per row.
     """
-    if isinstance(lengths, DeviceLengths):
-        upper_bound, real = (
-            (more, more)
-            if isinstance(more, int)
-            else (more[0], to_device(more, lengths.real.device))
-        )
-        return DeviceLengths(lengths[0] + sign * upper_bound, lengths.real + sign * real)
     every = [more] * len(lengths) if isinstance(more, int) else more
+    if isinstance(lengths, DeviceLengths):
+        real = more if isinstance(more, int) else to_device(more, lengths.real.device)
+        return DeviceLengths(lengths[0] + sign * every[0], lengths.real + sign * real)
     return [length + sign * other for length, other in zip(lengths, every, strict=True)]
 
 
 def are_alike(lengths: Sequence[int]) -> bool:
     """Whether the host knows that all lengths are the same."""
     return not isinstance(lengths, DeviceLengths) and len(set(lengths)) == 1
+
+
+def positions_of(x: Tensor) -> Tensor:
+    """List the positions 0 to T - 1 of the tokens of x [B, T, ...]: [T] int64."""
+    return torch.arange(x.shape[1], device=x.device)
 
 
 def drafted_positions(
@@ -102,7 +103,7 @@ def drafted_positions(
     drafted = response_mask.bool()
     if step_bound is None:
         return drafted
-    index = torch.arange(drafted.shape[1], device=drafted.device)[None, :]
+    index = positions_of(drafted)[None, :]
     if offset is not None:
         index = index - offset[:, None]
     return drafted & (index % step_bound[:, None] != 0)
@@ -114,7 +115,7 @@ def last_context(drafted: Tensor) -> Tensor:
     The result is 0 if no such position exists (lines 157-162 of ``train/moa_spec.py`` in the MoA
     authors' code).
     """
-    index = torch.arange(drafted.shape[1], device=drafted.device).expand_as(drafted)
+    index = positions_of(drafted).expand_as(drafted)
     return torch.where(drafted, 0, index).cummax(dim=1).values
 
 
@@ -128,11 +129,9 @@ class Mask:
     the mask block by block.
     """
 
-    n_rows: int
-    n_queries: int
+    queries: Tensor  # [B or 1, Q], one value per query. Only its shape and device are used.
     # For each part, its number of keys and its rule.
     parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
-    device: torch.device
     block_mask: Any = None  # FlexAttention's block mask. It is created when it is first needed.
 
     @classmethod
@@ -143,17 +142,17 @@ class Mask:
             last_seen: [B or 1, Q] int64, the last key that each query sees.
             n_keys: Number of keys.
         """
-        n_rows, n_queries = last_seen.shape
 
         def rule(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return key <= last_seen[row, query]
 
-        return cls(n_rows, n_queries, ((n_keys, rule),), last_seen.device)
+        return cls(last_seen, ((n_keys, rule),))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The numbers of rows, queries and keys."""
-        return self.n_rows, self.n_queries, sum(n_keys for n_keys, _ in self.parts)
+        n_rows, n_queries = self.queries.shape
+        return n_rows, n_queries, sum(n_keys for n_keys, _ in self.parts)
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether a query sees a key. The index of the key counts over all parts."""
@@ -168,13 +167,17 @@ class Mask:
     @cached_property
     def dense(self) -> Tensor:
         """The mask as a tensor, [B or 1, Q, S] bool."""
-        row = torch.arange(self.n_rows, device=self.device)[:, None, None]
-        query = torch.arange(self.n_queries, device=self.device)[:, None]
+        device = self.queries.device
+        row = torch.arange(len(self.queries), device=device)[:, None, None]
+        query = positions_of(self.queries)[:, None]
         parts = [
-            rule(row, query, torch.arange(n_keys, device=self.device))
-            for n_keys, rule in self.parts
+            rule(row, query, torch.arange(n_keys, device=device)) for n_keys, rule in self.parts
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+AnyMask = Mask | Tensor | None
+"""Which keys each query may attend to: rules, a bool tensor [B or 1, Q, S], or None for all keys."""
 
 
 def self_attention_mask(
@@ -192,8 +195,7 @@ def self_attention_mask(
         block = (key > last_context_of_query[row, query]) | (key == position)
         return (key <= position) & (block | ~staircase[row, query])
 
-    n_rows, n_queries = queries.shape
-    return Mask(n_rows, n_queries, ((n_keys, rule),), queries.device)
+    return Mask(queries, ((n_keys, rule),))
 
 
 def round_mask(
@@ -239,8 +241,7 @@ def round_mask(
         seen = seen | (query == key)
         return seen if window is None else seen & _reaches(position, other, window)
 
-    n_rows, n_queries = queries.shape
-    return Mask(n_rows, n_queries, ((n_keys, verified), (n_queries, drafted)), queries.device)
+    return Mask(queries, ((n_keys, verified), (queries.shape[1], drafted)))
 
 
 def staircase_drop_probability(progress: float) -> float:

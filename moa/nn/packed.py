@@ -173,7 +173,11 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Laid:
     """Pack a weight [out, in] and its bias. ``is_exact`` is as in :func:`pack`."""
     bias = None if bias is None else bias.contiguous()
-    is_held = weight.dtype == torch.float32 and _halves_work() and _holds(weight, is_exact)
+    is_held = (
+        weight.dtype == torch.float32
+        and _works(torch.float32, in_halves=True)
+        and _holds(weight, is_exact)
+    )
     return Laid(_blocked(weight), bias, _halves(weight, bias) if is_held else None)
 
 
@@ -224,25 +228,13 @@ def product(x: Tensor, laid: Laid) -> Tensor:
     return many[:n_rows].view(shape + many.shape[-1:]) if n_rows > most_rows else many
 
 
-# Both packed formats are internal to PyTorch and may change between versions. So the next functions
-# test whether the formats work.
-
-
 @functools.cache
-def _works(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's layout is fast on this CPU and gives correct results with this PyTorch."""
-    return _is_right(lambda weight, bias: Laid(_blocked(weight), bias, None), dtype)
+def _works(dtype: torch.dtype, in_halves: bool = False) -> bool:
+    """Whether oneDNN's layout is fast on this CPU and gives correct results with this PyTorch.
 
-
-@functools.cache
-def _halves_work() -> bool:
-    """Whether this PyTorch has FBGEMM's products and they give correct results."""
-    return _is_right(
-        lambda weight, bias: Laid(_blocked(weight), bias, _halves(weight, bias)), torch.float32
-    )
-
-
-def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> bool:
+    If ``in_halves`` is true, FBGEMM's layout is tested instead. Both layouts are internal to
+    PyTorch and may change between versions.
+    """
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -252,7 +244,8 @@ def _is_right(lay_out: Callable[[Tensor, Tensor], Laid], dtype: torch.dtype) -> 
     )
     try:
         with torch.inference_mode():
-            result = product(x, lay_out(weight, bias))
+            halves = _halves(weight, bias) if in_halves else None
+            result = product(x, Laid(_blocked(weight), bias, halves))
             if torch.allclose(result, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2):
                 return True
         problem = "its products are wrong"

@@ -31,7 +31,9 @@ def products(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if not packed._works(given.get("dtype", torch.float32)):  # bfloat16 needs more CPU features
         pytest.skip("this machine gains nothing by the layout")
-    packed._halves_work()  # Its answer is kept. A first call would be counted as a product.
+    packed._works(
+        torch.float32, in_halves=True
+    )  # Its answer is kept. A first call would be counted as a product.
     monkeypatch.setattr(packed, "product", counted)
     return found
 
@@ -92,7 +94,7 @@ def test_calls_of_any_sizes_have_few_kernels() -> None:
 
 @pytest.fixture
 def halves() -> None:
-    if not packed._halves_work():
+    if not packed._works(torch.float32, in_halves=True):
         pytest.skip("this machine has no products of float16 weights")
 
 
@@ -255,10 +257,11 @@ def test_weights_that_cannot_be_packed_are_logged(
     monkeypatch.setattr(packed, "free_memory", lambda: 0)
     pack(linear())
 
-    def fail(weight: Tensor, bias: Tensor) -> Laid:
+    def fail(weight: Tensor) -> Tensor:
         raise RuntimeError("no such operation")
 
-    assert not packed._is_right(fail, torch.float32)
+    monkeypatch.setattr(packed, "_blocked", fail)
+    assert not packed._works.__wrapped__(torch.float32)
     texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.split(":")[0] for text in texts] == ["decoding is slower than it could be"] * 2
     assert "0 B are free" in texts[0]
