@@ -5,7 +5,6 @@ The card contains no times and no machine names, so that equal inputs give equal
 
 import json
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,11 @@ from ..storage.paths import AnyPath, StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec, below
 
-# Boundaries between the Hub's size categories: 1K, 10K, ...
-_SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+# The Hub's size categories. Each but the first and the last covers one power of ten.
+_SIZE_CATEGORIES = (
+    "n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B",
+    "10B<n<100B", "100B<n<1T", "n>1T",
+)  # fmt: skip
 Licences = tuple[
     str | None, str | None
 ]  # Licences of the target and the dataset, as the Hub names them. None if not given.
@@ -189,12 +191,8 @@ def public_name(path_or_id: str) -> str:
 def size_category(n_sequences: int) -> str:
     """Return the Hub's size category for a number of sequences, e.g. ``"1K<n<10K"``."""
     # Index of the category: 1 for thousands, 2 for tens of thousands, and so on.
-    power = len(str(n_sequences)) - 3
-    names = [f"n<{_SIZES[0]}"]
-    for low, high in pairwise(_SIZES):
-        names.append(f"{low}<n<{high}")
-    names.append(f"n>{_SIZES[-1]}")
-    return names[min(max(power, 0), len(names) - 1)]
+    power = max(len(str(n_sequences)) - 3, 0)
+    return _SIZE_CATEGORIES[min(power, len(_SIZE_CATEGORIES) - 1)]
 
 
 def _licence(one: str | None, other: str | None) -> str:
