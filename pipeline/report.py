@@ -188,8 +188,8 @@ class PartProgress:
             np.int64
         )
         self._parts = store.committed_parts()
-        self._n_parts = self._n_before_parts = len(self._parts)
-        self.n_before_tokens = self._n_done = int(self._tokens[self._parts].sum())
+        self._n_before_parts = len(self._parts)
+        self.n_before_tokens = int(self._tokens[self._parts].sum())
         self._looked_s = time.monotonic()
 
     def tell(self, timings: Timings, workers: str = "", looks: bool = False) -> None:
@@ -209,10 +209,6 @@ class PartProgress:
             self._looked_s = time.monotonic()
         committed = int(self._tokens[self._parts].sum())
         total = int(self._tokens.sum())
-        self._n_done = max(
-            self._n_done, committed, min(self.n_before_tokens + timings.n_computed_tokens, total)
-        )
-        self._n_parts = max(self._n_parts, len(self._parts), self._n_before_parts + timings.n_parts)
-        self._progress(
-            self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}"
-        )
+        n_done = max(committed, min(self.n_before_tokens + timings.n_computed_tokens, total))
+        n_parts = max(len(self._parts), self._n_before_parts + timings.n_parts)
+        self._progress(n_done, total, f"extract {n_parts}/{self._store.n_parts} parts{workers}")
