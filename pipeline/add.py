@@ -43,6 +43,7 @@ from .config import (
     parse_fields,
     resolve_encode_threads,
 )
+from .differences import Difference
 from .estimate import ForwardPlan, WritePlan, field_specs
 from .forwards.capture import capture
 from .forwards.parts import batches, run_parts, save_bundle
@@ -252,14 +253,11 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
     ).fields[HIDDEN_LAST]
-    unpadded: list[np.ndarray] = []
-    for values, text in zip(live.float().cpu(), tokens, strict=True):
-        unpadded.append(values[: len(text)].numpy())
-    computed = np.concatenate(unpadded)
-    stored = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), dtype) for row in rows])
-    relative = float(np.linalg.norm(stored - computed)) / max(
-        float(np.linalg.norm(computed)), 1e-15
-    )
+    difference = Difference()
+    for row, computed in zip(rows, live.float().cpu(), strict=True):
+        stored = torch.from_numpy(to_float32(reader.read(row, HIDDEN_LAST), dtype))
+        difference.add(computed[: len(stored)], stored)
+    relative = difference.relative
     if not relative <= stored_tolerance(reader, dtype):
         raise OptionInvalid(
             f"The last hidden states (hidden/last) that {plan.config.model} computes differ by "
