@@ -48,7 +48,7 @@ from ..storage.schema import (
     tokens_field,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, activation_name, first_line, format_bytes, format_hours, format_range
+from ..text import Progress, first_line, format_bytes, format_hours, format_range
 from .config import ActivationSpec
 from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
 from .forwards.capture import capture
@@ -90,23 +90,20 @@ def field_specs(
         facts: facts about the target.
         dtype: dtype of the stored activations.
     """
-    is_rotated = all(group.is_rotated for group in facts.kv_groups)
-    kv = (
-        [kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim, dtype, is_rotated)]
-        if spec.kv
-        else []
-    )
-    if spec.kv and spec.kv_fields != (KV,):
-        kv = []
-        for group in facts.kv_groups:
-            if group.field in spec.kv_fields:
-                kv.append(kv_group_field(group.field, group.layers, *group.shape, dtype))
-    hidden: list[FieldSpec] = []
+    groups = {group.field: group for group in facts.kv_groups}
+    specs = [tokens_field(), response_mask_field()]
     for name in spec.fields:
-        if activation_name(name) != KV:
-            state = name.removeprefix("hidden/")
-            hidden.append(hidden_field(state, facts.hidden_size, dtype))
-    return (tokens_field(), response_mask_field(), *kv, *hidden)
+        if name == KV:
+            is_rotated = all(group.is_rotated for group in facts.kv_groups)
+            specs.append(
+                kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim, dtype, is_rotated)
+            )
+        elif name in groups:
+            group = groups[name]
+            specs.append(kv_group_field(name, group.layers, *group.shape, dtype))
+        else:
+            specs.append(hidden_field(name.removeprefix("hidden/"), facts.hidden_size, dtype))
+    return tuple(specs)
 
 
 def has_device(device: str) -> bool:
