@@ -18,7 +18,7 @@ workers.py schedules the pending parts, in this process or in several.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -247,18 +247,31 @@ def _work(
     counter: PartProgress,
     share: tuple[int, int],
 ) -> tuple[Timings, list[str]]:
-    """Write the pending parts, in this process or in workers.
+    """Write and commit the target's bundle and all pending parts, in this process or in workers.
+
+    Args:
+        plan: the plan of the extraction.
+        store: the store.
+        forwards: runs the target over batches in this process; None if workers run it.
+        counter: reports progress.
+        share: (k, n) if this process is worker k of n workers.
 
     Returns:
         The timings, and one text for each worker that was lost.
     """
     timings = Timings()
     try:
-        if forwards is not None:
-            forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
-            work_until_done(store, forwards, plan.forward.folder, timings, counter.tell, share)
-        elif not is_done(store):
-            return _run_workers(plan, store, counter)
+        if forwards is None:
+            return (timings, []) if is_done(store) else _run_workers(plan, store, counter)
+        forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
+        bundle = (store, forwards.target, plan.forward.folder, plan.config.target_layers)
+        # The first worker writes the bundle before its parts. If the first worker was killed,
+        # another worker writes the bundle after its own parts.
+        if share[0] == 0 and not store.has_target:
+            save_bundle(*bundle)
+        run_parts(forwards, store, pending_in_turn(store, *share), timings, counter.tell)
+        if not store.has_target:
+            save_bundle(*bundle)
         return timings, []
     except KeyboardInterrupt as error:
         n_done = len(store.committed_parts())
@@ -268,33 +281,6 @@ def _work(
             f"{store.n_parts} parts are finished in {store.path}. Run the same command again to "
             "continue."
         ) from error
-
-
-def work_until_done(
-    store: StoreWriter,
-    forwards: Forwards,
-    folder: Path,
-    timings: Timings,
-    tell: Callable[[Timings], None],
-    share: tuple[int, int],
-) -> None:
-    """Write and commit the target's bundle and all pending parts.
-
-    Args:
-        forwards: runs the target over batches.
-        folder: the target's folder.
-        timings: times and counts of this run, which are updated.
-        tell: called with the timings to report progress.
-        share: (k, n) if this process is worker k of n workers.
-    """
-    n_layers = int(store.manifest.extraction["target_layers"])
-    # The first worker writes the bundle before its parts. If the first worker was killed, another
-    # worker writes the bundle after its own parts.
-    if share[0] == 0 and not store.has_target:
-        save_bundle(store, forwards.target, folder, n_layers)
-    run_parts(forwards, store, pending_in_turn(store, *share), timings, tell)
-    if not store.has_target:
-        save_bundle(store, forwards.target, folder, n_layers)
 
 
 def _run_workers(
