@@ -530,14 +530,11 @@ def sources_record(
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN
         current["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
-    if before is None:
-        return {"sources": current} if current else {}
-    entries: dict[str, dict[str, str]] = {}
-    for kind, entry in before.items():
-        entries[kind] = dict(entry)
-        if kind in current and current[kind]["commit"] != entry["commit"]:
-            entries[kind] = current[kind]
-    return {"sources": entries} if entries else {}
+    recorded: dict[str, Mapping[str, str]] = dict(current if before is None else before)
+    for kind, entry in current.items():
+        if kind in recorded and recorded[kind]["commit"] != entry["commit"]:
+            recorded[kind] = entry
+    return {"sources": recorded} if recorded else {}
 
 
 def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:
