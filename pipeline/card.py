@@ -21,15 +21,6 @@ _SIZE_CATEGORIES = (
 Licences = tuple[
     str | None, str | None
 ]  # Licences of the target and the dataset, as the Hub names them. None if not given.
-_TAGS = (
-    "activations",
-    "hidden-states",
-    "kv-cache",
-    "speculative-decoding",
-    "distillation",
-    "zarr",
-    "moa-data",
-)
 _CODES = (
     " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how "
     "to decode them."
@@ -41,7 +32,13 @@ pretty_name: {pretty_name}
 task_categories:
 - text-generation
 tags:
-{tags}
+- activations
+- hidden-states
+- kv-cache
+- speculative-decoding
+- distillation
+- zarr
+- moa-data
 size_categories:
 - {size}
 configs:
@@ -162,7 +159,6 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         summary=summary,
         licence=_licence(*licences),
         pretty_name=json.dumps(f"Activations of {model} on {dataset}", ensure_ascii=False),
-        tags="\n".join(f"- {tag}" for tag in _TAGS),
         size=size_category(summary.n_sequences),
         architecture=target.get("architecture", "transformer"),
         sizes=", ".join(_sizes_of(target)),
