@@ -490,14 +490,15 @@ def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, n
         table: rows of the plan.
         n_tokens: size of the vocabulary.
     """
-    lengths = numbers(table, "n_tokens")
-    ends = np.cumsum(lengths) % (n_tokens - int(lengths.max()) + 1) + lengths
     texts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for key, length, end in zip(
-        table["sequence_id"].to_pylist(), lengths.tolist(), ends.tolist(), strict=True
-    ):
-        tokens = np.arange(end - length, end, dtype=np.int32)
-        texts[key] = tokens, np.zeros(length, np.uint8)
+    start = 0
+    for row in table.to_pylist():
+        length = row["n_tokens"]
+        if start + length > n_tokens:
+            start = 0
+        tokens = np.arange(start, start + length, dtype=np.int32)
+        texts[row["sequence_id"]] = tokens, np.zeros(length, np.uint8)
+        start += length
     return texts
 
 
