@@ -50,12 +50,10 @@ from .forwards.parts import batches, run_parts, save_bundle
 from .plan import (
     ExtractPlan,
     check_identities,
-    find_target,
+    find_same_target,
     interruptible,
     recorded_config,
-    recorded_sources,
     tokenizer_identities,
-    weight_identities,
 )
 from .report import Timings, WriteReport
 
@@ -430,12 +428,12 @@ def _find_same_target(
         StoreMismatch: the target, tokenizer, chat template or kind of device is not the one that
             the store was made with.
     """
-    folder = find_target(config.model, recorded_sources(stored.extraction))
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted
     if (kind := torch.device(pick_device(device)).type) != wanted:
         advice = "Give a --device of the kind (CPU or GPU) that the store was extracted with."
         raise StoreMismatch(str(path), {"extraction.device": (wanted, kind)}, advice)
-    tokens = tokenizer_identities(folder, load_target_tokenizer(folder))
-    check_identities(path, stored.identities, tokens | weight_identities(folder, progress))
+    folder = find_same_target(config.model, path, stored, progress)
+    tokenizer = tokenizer_identities(folder, load_target_tokenizer(folder))
+    check_identities(path, stored.identities, tokenizer)
     return folder, device

@@ -255,8 +255,7 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     Raises:
         OptionInvalid: the stored keys and values do not make up the entire cache of the target.
     """
-    folder = plan.find_target(model, plan.recorded_sources(exact.manifest.extraction))
-    plan.check_identities(exact.path, exact.manifest.identities, plan.weight_identities(folder))
+    folder = plan.find_same_target(model, exact.path, exact.manifest)
     target = Target.load(str(folder), device=device)
     lacking_layers = set[int]()
     for group in target.facts.kv_groups:

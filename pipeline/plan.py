@@ -201,19 +201,18 @@ def build_plan(
             "'moa-data[ray]'."
         )
     out = open_path(config.out)
-    sources = stored_sources(out)
+    stored = _stored_extraction(out)
+    # A store without parts may still be created from other inputs.
+    sources = recorded_sources(stored) if stored and has_parts(out) else None
     folder = find_target(config.model, sources, config.revision, with_weights=False)
-    config, forward, engine = _plan_forwards(
-        config, folder, with_weights, _stored_extraction(out) or {}
-    )
+    config, forward, engine = _plan_forwards(config, folder, with_weights, stored)
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
         check_vocabulary(folder)
     tokenizer = load_target_tokenizer(folder)
     template = ChatTemplate(tokenizer, texts["template_kwargs"], config.model)
-    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
-    source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
+    source = open_dataset(config, sources)
     identities = tokenizer_identities(folder, tokenizer)
     origin = texts_origin(source, identities, config, texts, forward.facts)
     stored_sequences = read_texts(out, origin)
@@ -222,7 +221,6 @@ def build_plan(
     )
     check_counts(sequences, source, config)
     table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
-    counts = plan_counts(table)
     if with_weights:
         identities |= weight_identities(folder, progress)
     extraction = _extraction(config, forward, engine)
@@ -238,10 +236,7 @@ def build_plan(
         conventions=_conventions(forward.facts),
         extraction=extraction | sources_record(config, folder, source, sources),
         codec=forward.codec.describe(),
-        alignment_tokens=ALIGNMENT_TOKENS,
-        n_sequences=counts["n_sequences"],
-        n_parts=counts["n_parts"],
-        n_tokens=counts["n_tokens"],
+        **plan_counts(table),
     )
     return ExtractPlan(
         store=out,
@@ -445,24 +440,14 @@ def _names_commit(entry: Mapping[str, Any]) -> bool:
     return all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
 
 
-def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
-    """Return the entry ``extraction`` of a store's manifest; None if the manifest is unreadable."""
+def _stored_extraction(store: StorePath) -> Mapping[str, Any]:
+    """Return the entry ``extraction`` of a store's manifest; empty if no manifest can be read."""
     try:
         return read_manifest(store).extraction
     except StorageUnavailable:
         raise
     except (StoreError, OSError):
-        return None
-
-
-def stored_sources(store: StorePath) -> Sources | None:
-    """Return the Hub ids and commits that a store records for its model and dataset.
-
-    The result is None for a store without parts, because such a store may still be created from
-    other inputs.
-    """
-    extraction = _stored_extraction(store) if has_parts(store) else None
-    return None if extraction is None else recorded_sources(extraction)
+        return {}
 
 
 def pinned_revision(
@@ -506,6 +491,31 @@ def find_target(
     if with_weights:
         weight_files(folder)  # This call raises if the folder has no weights.
     return folder
+
+
+def find_same_target(
+    model: str, store: StorePath, stored: StoreManifest, progress: Progress | None = None
+) -> Path:
+    """Return the folder of the target that a store was made with.
+
+    Args:
+        model: a folder, a GGUF file or a hub id.
+        store: the store, for error messages.
+        stored: the store's manifest.
+        progress: called while the weights are hashed.
+
+    Raises:
+        StoreMismatch: the target has other weights or another config.
+    """
+    folder = find_target(model, recorded_sources(stored.extraction))
+    check_identities(store, stored.identities, weight_identities(folder, progress))
+    return folder
+
+
+def open_dataset(config: ExtractConfig, sources: Sources | None) -> ChatSource:
+    """Open the dataset of an extraction. A Hub dataset is read at the commit that sources record."""
+    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
+    return ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
 
 
 def sources_record(
