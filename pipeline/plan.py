@@ -68,6 +68,7 @@ from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolv
 from .dataset import ChatSource, Columns
 from .estimate import ForwardPlan, WritePlan, field_specs, has_device
 from .forwards.vllm_source import check_vllm
+from .report import reason_lines
 from .sequences import Sequences, check_counts, read_sequences, read_texts, texts_origin
 
 TOKENIZER_FILES = (
@@ -102,7 +103,7 @@ class ExtractPlan(WritePlan):
             f"dataset      {self.dataset}: {rows} read",
             f"rejected     {counts.n_rejected:,} of {rows}, "
             f"{counted(counts.n_duplicates, 'duplicate')} left out",
-            *counts.rejection_lines(),
+            *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
         if not self.ends_last_turn:

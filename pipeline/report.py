@@ -4,6 +4,7 @@ A store is written in parts. A part is a group of sequences that is committed as
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -143,25 +144,23 @@ class WriteReport:
 
     def describe(self) -> str:
         """Return the report as text."""
-        did = f"wrote {self.restored}" if self.restored else "wrote no part"
-        has_all_parts = not self.timings.n_parts and not self.timings.n_late
         lines = [
             f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, "
             f"{self.n_tokens:,} tokens, {counted(self.n_parts, 'part')}",
             f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
-            *(
-                [
-                    "replaced     a store in this folder that was made from other inputs and had "
-                    "no parts"
-                ]
-                if self.has_begun_anew
-                else []
-            ),
-            "this run     "
-            f"{f'{did}, every part existed already' if has_all_parts else self.timings.describe()}",
         ]
+        if self.has_begun_anew:
+            lines.append(
+                "replaced     a store in this folder that was made from other inputs and had no "
+                "parts"
+            )
+        if self.timings.n_parts or self.timings.n_late:
+            lines.append(f"this run     {self.timings.describe()}")
+        else:
+            did = f"wrote {self.restored}" if self.restored else "wrote no part"
+            lines.append(f"this run     {did}, every part existed already")
         return "\n".join(lines)
 
     def record(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -175,6 +174,20 @@ class WriteReport:
             "n_parts_late": self.timings.n_late,
             "timings": self.timings.record(),
         }
+
+
+def reason_lines(counts: Counter[str], examples: Mapping[str, str], start: str = "") -> list[str]:
+    """Return a line of text for each reason, most frequent first. It names a row as an example.
+
+    Args:
+        counts: reason -> number of rows.
+        examples: reason -> text about the first row with this reason.
+        start: text at the start of each line.
+    """
+    lines: list[str] = []
+    for reason, n in counts.most_common():
+        lines.append(f"{start}{n:,}  {reason} (first: {examples[reason]})")
+    return lines
 
 
 class PartProgress:

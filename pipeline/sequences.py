@@ -46,6 +46,7 @@ from ..storage.schema import TEXTS_NAME
 from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
+from .report import reason_lines
 
 # Minimum number of rows for which processes are forked. Forking takes longer than tokenising fewer
 # rows in one process.
@@ -157,13 +158,6 @@ class Sequences:
         n_more = len(self.beside) - len(names)
         more = f" and {n_more} more" if n_more else ""
         return [f"besides      {', '.join(names)}{more}: not part of the tokens"]
-
-    def rejection_lines(self) -> list[str]:
-        """Return a line with an example row for each rejection reason, most frequent first."""
-        lines: list[str] = []
-        for reason, count in self.rejections.most_common():
-            lines.append(f"               {count:,}  {reason} (first: {self.examples[reason]})")
-        return lines
 
     def table(self) -> pa.Table:
         """Return a table with one row per sequence, from which the parts of a store are planned.
@@ -433,10 +427,7 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
             f"Dataset {source.name} has no rows. Point --dataset at a file or folder with chats."
         )
     rejections = sequences.rejections
-    counted_reasons: list[str] = []
-    for reason, n in rejections.most_common():
-        counted_reasons.append(f"{n:,} x {reason} ({sequences.examples[reason]})")
-    reasons = "; ".join(counted_reasons)
+    reasons = "; ".join(reason_lines(rejections, sequences.examples))
     if len(sequences) == 0:
         hint = "Choose another --dataset, or correct this one."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:
