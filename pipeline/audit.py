@@ -5,7 +5,6 @@
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.chat_tokens import TokenizedChat
 from ..moa.targets.live import Target
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
-from ..storage.paths import StorePath
+from ..storage.paths import StoreLike, StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import HIDDEN_LAST, FieldSpec, to_float32
 from ..text import Progress, counted
@@ -109,7 +108,7 @@ class AuditReport:
 
 
 def audit(
-    store: str | os.PathLike[str] | StorePath,
+    store: StoreLike,
     model: str,
     samples: int = 8,
     seed: int = 0,

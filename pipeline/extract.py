@@ -16,7 +16,6 @@ A part is a group of sequences that is committed as a whole. A chat passes throu
 workers.py schedules the pending parts, in this process or in several.
 """
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -35,7 +34,7 @@ from ..moa.targets.loading import check_weights
 from ..storage.backend import open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
-from ..storage.paths import StorePath
+from ..storage.paths import StoreLike
 from ..storage.plan import numbers
 from ..storage.schema import ANSWERS_BY, CODEC_NAME, TARGET_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
@@ -369,7 +368,7 @@ def _report(
 
 
 def repair(
-    store: str | os.PathLike[str] | StorePath,
+    store: StoreLike,
     model: str,
     dataset: str | None = None,
     device: str | None = None,

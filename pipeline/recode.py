@@ -21,7 +21,7 @@ from ..moa.targets.facts import load_facts
 from ..storage.backend import backend_of, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
-from ..storage.paths import StorePath
+from ..storage.paths import StoreLike, StorePath
 from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
@@ -58,9 +58,9 @@ class KVMetrics(Protocol):
 
 
 def recode(
-    store: str | os.PathLike[str] | StorePath,
+    store: StoreLike,
     codec: str,
-    out: str | os.PathLike[str] | StorePath,
+    out: StoreLike,
     progress: Progress | None = None,
     provenance: Mapping[str, Any] | None = None,
     kv_metrics: KVMetrics | None = None,
