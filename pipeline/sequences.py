@@ -128,16 +128,14 @@ class Sequences:
 
     def add(self, row: int, chat: TokenizedChat) -> None:
         """Add the sequence of a row. If an equal sequence exists, count a duplicate instead."""
-        tokens = np.ascontiguousarray(chat.tokens, np.int32)
-        mask = np.ascontiguousarray(chat.response_mask, np.uint8)
-        sequence_id = content_id(tokens, mask)
+        sequence_id = content_id(chat.tokens, chat.response_mask)
         if sequence_id in self.ids:
             self.n_duplicates += 1
             return
         self.ids[sequence_id] = len(self)
         self.source_rows.append(row)
-        self._tokens.frombytes(tokens.tobytes())
-        self._mask += mask.tobytes()
+        self._tokens.frombytes(chat.tokens.tobytes())
+        self._mask += chat.response_mask.tobytes()
         self.offsets.append(len(self._mask))
         self.n_truncated += chat.truncated
         self.beside.update(chat.beside)
