@@ -143,16 +143,8 @@ def pull(
     with _one_line(repo):
         # Look up the commit first, so that all files are of the same commit even if somebody pushes
         # in the meantime.
-        try:
-            repo_type, commit = (
-                "dataset",
-                str(api.repo_info(repo, repo_type="dataset", revision=revision).sha),
-            )
-        except RepositoryNotFoundError:
-            repo_type, commit = (
-                "model",
-                str(api.repo_info(repo, repo_type="model", revision=revision).sha),
-            )
+        repo_type = "dataset" if api.repo_exists(repo, repo_type="dataset") else "model"
+        commit = str(api.repo_info(repo, repo_type=repo_type, revision=revision).sha)
         files = _remote_files(api, repo, repo_type, commit)
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
