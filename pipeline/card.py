@@ -141,7 +141,13 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
     """Return the text of a store's dataset card."""
     summary = summarize_store(store)
     target = summary.manifest.target
-    plain = _smallest(_uncoded(summary.fields))
+    # The example of reading with plain Zarr needs a field that is stored uncoded, as one array with
+    # the field's name. A lossy codec stores codes, in arrays with other names.
+    uncoded: list[FieldSummary] = []
+    for field in summary.fields:
+        if [array.name for array in field.arrays] == [field.spec.name]:
+            uncoded.append(field)
+    plain = _smallest(uncoded)
     is_bfloat16 = plain is not None and plain.dtype == "bfloat16"
     target_licence, dataset_licence = licences
     licence_rows = (
@@ -197,20 +203,6 @@ def _licence(one: str | None, other: str | None) -> str:
     if one == other:
         return f"license: {json.dumps(one)}"
     return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"
-
-
-def _uncoded(fields: Iterable[FieldSummary]) -> list[FieldSummary]:
-    """Return the fields that are stored uncoded, as one array with the field's name.
-
-    The card's example of reading with plain Zarr needs such a field. A lossy codec stores codes, in
-    arrays with other names.
-    """
-    uncoded: list[FieldSummary] = []
-    for field in fields:
-        array_names = [array.name for array in field.arrays]
-        if array_names == [field.spec.name]:
-            uncoded.append(field)
-    return uncoded
 
 
 def _sizes_of(target: Mapping[str, Any]) -> list[str]:
