@@ -292,18 +292,15 @@ def _plan_forwards(
             "states (--activations hidden:last)."
         )
     n_positions = facts.max_position_embeddings
-    if config.data.max_length is None:
-        # Leave room for one more token, because vLLM appends a sampled token to each sequence.
-        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))
-    longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
+    # Leave room for one more token, because vLLM appends a sampled token to each sequence.
+    max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm)
+    config = config.replaced(max_length=max_length)
+    longest = min(max_length, n_positions)
     engine = check_vllm(facts, longest) if uses_vllm else None
     # If vLLM runs the target, transformers only loads the weights for the store's bundle, and does
     # so on the CPU.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
-    compute_dtype: str = config.forward.compute_dtype
-    if compute_dtype == "auto":
-        compute_dtype = _choose_compute_dtype(config, facts, device, stored)
     try:
         codec = StoreCodec(config.storage.codec, field_specs(spec, facts, config.storage.dtype))
     except CodecUnknown as error:
@@ -321,7 +318,7 @@ def _plan_forwards(
         codec=codec,
         device=device,
         dtype=config.storage.dtype,
-        compute_dtype=compute_dtype,
+        compute_dtype=_choose_compute_dtype(config, facts, device, stored),
         batch_tokens=config.forward.batch_tokens
         or (65_536 if uses_vllm else 2048 if is_cpu else 16_384),
         longest_tokens=longest,
@@ -339,7 +336,9 @@ def _plan_forwards(
 def _choose_compute_dtype(
     config: ExtractConfig, facts: TargetFacts, device: str, stored: Mapping[str, Any]
 ) -> str:
-    """Choose the dtype in which the target computes, if ``compute_dtype`` is auto."""
+    """Return the dtype in which the target computes."""
+    if config.forward.compute_dtype != "auto":
+        return config.forward.compute_dtype
     kind = torch.device(device).type
     dtype = config.storage.dtype
     # If a store exists, keep the dtype recorded in the store. The choice below depends on the CPU,
