@@ -55,7 +55,7 @@ from .plan import (
     recorded_config,
     tokenizer_identities,
 )
-from .report import Timings, WriteReport
+from .report import Provenance, Timings, WriteReport
 
 _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
 
@@ -108,7 +108,7 @@ class AddPlan(WritePlan):
 
 
 def add(
-    config: AddConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+    config: AddConfig, progress: Progress | None = None, provenance: Provenance | None = None
 ) -> WriteReport:
     """Add activations to every committed part of a store, or resume an earlier addition.
 

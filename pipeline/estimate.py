@@ -54,6 +54,7 @@ from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
 from .forwards.capture import capture
 from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
+from .sequences import TokensAndMask
 
 _N_BATCHES = 3
 # Lower and upper bound of a store's size, as multiples of the size that the codec is expected to
@@ -253,7 +254,7 @@ class ForwardPlan:
         self,
         target: Target,
         codec: StoreCodec,
-        text: Callable[[str], tuple[np.ndarray, np.ndarray]],
+        text: Callable[[str], TokensAndMask],
     ) -> Forwards:
         """Return an object that runs the loaded target over batches.
 
@@ -481,7 +482,7 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, TokensAndMask]:
     """Generate token ids and response masks for sequences of the planned lengths.
 
     No token occurs twice in a batch, unless the vocabulary is too small.
@@ -490,7 +491,7 @@ def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, n
         table: rows of the plan.
         n_tokens: size of the vocabulary.
     """
-    texts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    texts: dict[str, TokensAndMask] = {}
     start = 0
     for row in table.to_pylist():
         length = row["n_tokens"]

@@ -48,9 +48,9 @@ from .forwards.calibrate import learned_before
 from .forwards.parts import Forwards, run_parts, save_bundle, sequence_name
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible, recorded_config
-from .report import PartProgress, Timings, WriteReport
+from .report import PartProgress, Provenance, Timings, WriteReport
 from .sequences import keep_texts
-from .workers import Worker, is_done, pending_in_turn, run_on_ray, run_processes
+from .workers import Total, Worker, is_done, pending_in_turn, run_on_ray, run_processes
 
 # Number of tokens in the test forward that runs before the store is created.
 _N_PROVEN_TOKENS = 16
@@ -59,7 +59,7 @@ _N_PROVEN_TOKENS = 16
 def extract(
     config: ExtractConfig,
     progress: Progress | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
     repairs: bool = False,
     share: tuple[int, int] | None = None,
 ) -> WriteReport:
@@ -245,7 +245,7 @@ def _work(
     forwards: Forwards | None,
     counter: PartProgress,
     share: tuple[int, int],
-) -> tuple[Timings, list[str]]:
+) -> Total:
     """Write and commit the target's bundle and all pending parts, in this process or in workers.
 
     Args:
@@ -282,9 +282,7 @@ def _work(
         ) from error
 
 
-def _run_workers(
-    plan: ExtractPlan, store: StoreWriter, counter: PartProgress
-) -> tuple[Timings, list[str]]:
+def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> Total:
     """Run this extraction in several worker processes until all parts are done.
 
     Raises:
@@ -373,7 +371,7 @@ def repair(
     dataset: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
 ) -> WriteReport:
     """Extract the damaged and missing parts of a store, with the settings of its last extraction.
 

@@ -29,7 +29,7 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress
 from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
-from .report import Timings, WriteReport
+from .report import Provenance, Timings, WriteReport
 
 # Approximate number of tokens on which it is measured how much errors in keys and values matter to
 # a drafter.
@@ -62,7 +62,7 @@ def recode(
     codec: str,
     out: StoreLike,
     progress: Progress | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
     kv_metrics: KVMetrics | None = None,
 ) -> WriteReport:
     """Write the content of a lossless store with another codec, or resume an earlier run.

@@ -19,6 +19,8 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 
 _LOOK_EVERY_S = 1.0
+# Entries for the JSON file of a run that say where it came from, such as the command line.
+Provenance = Mapping[str, Any]
 
 
 @dataclass
@@ -85,20 +87,16 @@ class Timings:
         """Return a text about the parts that the run wrote and how long that took."""
         text = (
             f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in "
-            f"{format_hours(self.extract_s)}"
+            f"{format_hours(self.extract_s)} ({self.tokens_per_s:,.0f} tokens/s)"
         )
-        text += f" ({self.tokens_per_s:,.0f} tokens/s)"
         if self.n_padded_tokens:
             text += (
                 f"; forwards {format_hours(self.forward_s)}, waiting for the writer "
-                f"{format_hours(self.wait_s)}"
+                f"{format_hours(self.wait_s)}, padding {self.padding_fraction:.1%}"
             )
-            text += f", padding {self.padding_fraction:.1%}"
-        return text + (
-            f", {counted(self.n_late, 'part')} that another process had already written"
-            if self.n_late
-            else ""
-        )
+        if self.n_late:
+            text += f", {counted(self.n_late, 'part')} that another process had already written"
+        return text
 
 
 @dataclass
@@ -163,7 +161,7 @@ class WriteReport:
             lines.append(f"this run     {did}, every part existed already")
         return "\n".join(lines)
 
-    def record(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+    def record(self, provenance: Provenance | None) -> dict[str, Any]:
         """Return the content of the run's JSON file in runs/.
 
         Its values may differ between runs that write equal data.

@@ -62,6 +62,8 @@ Tokenised = tuple[TokenizedChat | Rejection, bool]
 The flag says whether the chat template has asked for the time in any row of the process so far.
 """
 Tokenise = Callable[[Any], Tokenised]
+# Token ids (int32) and response mask (uint8) of a sequence, [n_tokens] each.
+TokensAndMask = tuple[np.ndarray, np.ndarray]
 _REPORT_ROWS = 64
 _COUNTS = (
     "n_rows",
@@ -116,15 +118,15 @@ class Sequences:
     @property
     def n_rejected(self) -> int:
         """The number of rejected rows. Duplicates do not count as rejected."""
-        return sum(self.rejections.values())
+        return self.rejections.total()
 
-    def text(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return a sequence's token ids (int32) and response mask (uint8), [n_tokens] each."""
+    def text(self, sequence_id: str) -> TokensAndMask:
+        """Return the token ids and the response mask of a sequence."""
         index = self.ids[sequence_id]
         span = slice(self.offsets[index], self.offsets[index + 1])
-        return np.frombuffer(self._tokens, np.int32)[span], np.frombuffer(self._mask, np.uint8)[
-            span
-        ]
+        tokens = np.frombuffer(self._tokens, np.int32)
+        mask = np.frombuffer(self._mask, np.uint8)
+        return tokens[span], mask[span]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
         """Add the sequence of a row. If an equal sequence exists, count a duplicate instead."""
