@@ -265,7 +265,6 @@ def read_sequences(
             break
     if progress:
         progress(total, total, "tokenise")
-    sequences.asked_the_time |= template.asked_the_time
     sequences.dataset_sha256 = source.identity()
     return sequences
 
