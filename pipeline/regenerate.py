@@ -514,10 +514,7 @@ class ChatFile:
             f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
             f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; "
             f"{counts.n_at_limit:,} of the answers were cut at their token limit",
-        ]
-        for reason, n in counts.dropped.most_common():
-            lines.append(f"  dropped    {n:,}  {reason}")
-        lines += [
+            *reason_lines(counts.dropped, counts.examples, "  dropped    "),
             *reason_lines(counts.rejected, counts.examples, "  rejected   "),
             *reason_lines(counts.cut, counts.examples, "  cut short  "),
             f"chats        {self.path}",
@@ -611,7 +608,7 @@ class LocalTarget:
         questions: dict[str, list[Message]] = {}  # question as one line -> the turn that asks it
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
-                reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
+                reasons = "; ".join(reason_lines(dropped, {}))
                 raise DatasetError(
                     f"The target wrote {dropped.total():,} unusable questions and only "
                     f"{n_answered:,} usable ones. Reasons: {reasons}. Choose another --out and "

@@ -175,16 +175,17 @@ class WriteReport:
 
 
 def reason_lines(counts: Counter[str], examples: Mapping[str, str], start: str = "") -> list[str]:
-    """Return a line of text for each reason, most frequent first. It names a row as an example.
+    """Return a line of text for each reason, most frequent first.
 
     Args:
         counts: reason -> number of rows.
-        examples: reason -> text about the first row with this reason.
+        examples: reason -> text about the first row with this reason, as far as it is known.
         start: text at the start of each line.
     """
     lines: list[str] = []
     for reason, n in counts.most_common():
-        lines.append(f"{start}{n:,}  {reason} (first: {examples[reason]})")
+        example = f" (first: {examples[reason]})" if reason in examples else ""
+        lines.append(f"{start}{n:,}  {reason}{example}")
     return lines
 
 
