@@ -140,6 +140,11 @@ class ForwardPlan:
     n_workers: int = 1  # number of worker processes that run in parallel on this machine
 
     @property
+    def device_type(self) -> str:
+        """Type of the device that runs the target, such as cpu or cuda."""
+        return torch.device(self.device).type
+
+    @property
     def weight_bytes(self) -> int:
         """Size of the target's weights without biases, in bytes."""
         facts = self.facts
@@ -172,7 +177,7 @@ class ForwardPlan:
         # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0
-        if torch.device(self.device).type == "cuda":
+        if self.device_type == "cuda":
             host_bytes = max(self.weight_bytes, waiting_bytes)
             # The activations of the previous batch stay on the device until they have been copied.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
@@ -438,10 +443,12 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
     # On a GPU, encoding and writing overlap with the next forwards, so the lower estimate counts
     # only the slower of the two.
-    is_parallel = torch.device(forward.device).type == "cuda"
+    is_parallel = forward.device_type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
-        table = _cut(batched[index], facts, forward.device)
+        table = batched[index]
+        if forward.device_type == "cpu":
+            table = _cut(table, facts)
         texts = _made_texts(table, facts.vocab_size)
         timed = _run(timed_forward.forwards(target, codec, texts.__getitem__), table, plan.disk)
         scale = n_padded / timed.n_padded_tokens * forward.facts.n_layers / facts.n_layers
@@ -565,7 +572,7 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     config = copy.deepcopy(facts.config)
     config.vocab_size = n_tokens
     config.pad_token_id = 0
-    if torch.device(forward.device).type == "cpu":
+    if forward.device_type == "cpu":
         config.num_hidden_layers = max(
             1, min(facts.n_layers, _MAX_WEIGHTS // _layer_weights(facts))
         )
@@ -600,13 +607,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     return model
 
 
-def _cut(batch: pa.Table, facts: TargetFacts, device: str) -> pa.Table:
-    """Shorten a batch so that its forward takes about two seconds on a CPU.
-
-    For a GPU, the batch is not changed.
-    """
-    if torch.device(device).type != "cpu":
-        return batch
+def _cut(batch: pa.Table, facts: TargetFacts) -> pa.Table:
+    """Shorten a batch so that its forward takes about two seconds on a CPU."""
     max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(facts) * facts.n_layers)))
     lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, max_tokens // int(lengths.max())))

@@ -168,9 +168,7 @@ class ExtractPlan(WritePlan):
     def advice(self) -> list[Advice]:
         """Return advice on the drafters and settings that suit the target and the chats."""
         width = self.forward.facts.cache_width
-        is_on_cpu = (
-            torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm"
-        )
+        is_on_cpu = self.forward.device_type == "cpu" and self.config.forward.source != "vllm"
         return advise(
             self.n_tokens, is_on_cpu, width > 0, 1 + width / self.manifest.target["hidden_size"]
         )
@@ -389,7 +387,7 @@ def _extraction(
         "batch_tokens": forward.batch_tokens,
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
         "compute_dtype": forward.compute_dtype,
-        "device": torch.device(forward.device).type,
+        "device": forward.device_type,
         "dtype": forward.dtype,
         "max_length": config.data.max_length,
         "max_sequences": config.data.max_sequences,
