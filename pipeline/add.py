@@ -43,20 +43,19 @@ from .config import (
     parse_fields,
     resolve_encode_threads,
 )
+from .differences import Difference
 from .estimate import ForwardPlan, WritePlan, field_specs
 from .forwards.capture import capture
 from .forwards.parts import batches, run_parts, save_bundle
 from .plan import (
     ExtractPlan,
     check_identities,
-    find_target,
+    find_same_target,
     interruptible,
     recorded_config,
-    recorded_sources,
     tokenizer_identities,
-    weight_identities,
 )
-from .report import Timings, WriteReport
+from .report import Provenance, Timings, WriteReport
 
 _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", "target_layers")
 
@@ -70,8 +69,8 @@ class AddPlan(WritePlan):
 
     config: AddConfig
     stored: StoreManifest  # the store's manifest before the addition
-    # The store's manifest after the addition. A codec that has to be fitted to data is not yet
-    # fitted to the new fields.
+    # The store's manifest after the addition, but with the codec before it. The new codec may still
+    # have to be fitted to data.
     manifest: StoreManifest
     codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
     n_stored_tokens: int  # number of tokens in committed parts
@@ -109,7 +108,7 @@ class AddPlan(WritePlan):
 
 
 def add(
-    config: AddConfig, progress: Progress | None = None, provenance: Mapping[str, Any] | None = None
+    config: AddConfig, progress: Progress | None = None, provenance: Provenance | None = None
 ) -> WriteReport:
     """Add activations to every committed part of a store, or resume an earlier addition.
 
@@ -252,14 +251,11 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
     ).fields[HIDDEN_LAST]
-    unpadded: list[np.ndarray] = []
-    for values, text in zip(live.float().cpu(), tokens, strict=True):
-        unpadded.append(values[: len(text)].numpy())
-    computed = np.concatenate(unpadded)
-    stored = np.concatenate([to_float32(reader.read(row, HIDDEN_LAST), dtype) for row in rows])
-    relative = float(np.linalg.norm(stored - computed)) / max(
-        float(np.linalg.norm(computed)), 1e-15
-    )
+    difference = Difference()
+    for row, computed in zip(rows, live.float().cpu(), strict=True):
+        stored = torch.from_numpy(to_float32(reader.read(row, HIDDEN_LAST), dtype))
+        difference.add(computed[: len(stored)], stored)
+    relative = difference.relative
     if not relative <= stored_tolerance(reader, dtype):
         raise OptionInvalid(
             f"The last hidden states (hidden/last) that {plan.config.model} computes differ by "
@@ -307,7 +303,8 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
         commits = reader.commits.values()
         codec = reader.codec
         lengths = reader.lengths
-    settings = _check_settings(path, stored)
+    _check_settings(path, stored)
+    settings: Mapping[str, Any] = stored.extraction
     folder, device = _find_same_target(config, path, stored, progress)
     facts = load_facts(folder)
     n_layers = max(settings["target_layers"], config.target_layers)
@@ -341,7 +338,6 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
     lacking = [commit.part for commit in commits if lacking_fields(commit, new.fields)]
     if lacking:
         forward.check_memory()
-    is_described = bool(new.fields) and not forward.codec.learned
     return AddPlan(
         store=path,
         forward=forward,
@@ -354,7 +350,6 @@ def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPla
             stored,
             fields=specs,
             extraction={**settings, "activations": list(full.fields), "target_layers": n_layers},
-            codec=codec.describe() if is_described else stored.codec,
         ),
         codec=codec,
         n_stored_tokens=int(lengths.sum()),
@@ -378,49 +373,47 @@ def refuse_addition(plan: ExtractPlan) -> None:
     except StoreError:
         return  # The store is damaged. It is repaired or refused later, when opened for writing.
     n_old = old.extraction.get("target_layers", -1)
-    n_new = new.extraction.get("target_layers", -1)
+    n_new = new.extraction["target_layers"]
+    n_added = n_new if n_old < n_new else 0
     lacking = [spec.name for spec in new.fields if spec not in old.fields]
-    if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_old < n_new):
+    if not set(old.fields) <= set(new.fields) or n_old > n_new or not (lacking or n_added):
         return
     settings = dict(new.extraction)
     for key in ("activations", "target_layers"):
         settings[key] = old.extraction.get(key)
     # Compare only the identities that the plan has. A dry run does not hash the target's weights.
-    has_same_inputs = new.identities.items() <= old.identities.items()
+    identities = {**old.identities, **new.identities}
     same = replace(
-        new, fields=old.fields, extraction=settings, codec=old.codec, identities=old.identities
+        new, fields=old.fields, extraction=settings, codec=old.codec, identities=identities
     )
-    if same != old or not has_same_inputs or old.codec["name"] != new.codec["name"]:
+    if same != old or old.codec["name"] != new.codec["name"]:
         return
-    missing = [*lacking, *([f"{n_new} decoder layers in target/"] if n_old < n_new else [])]
-    command = add_command(str(plan.store), lacking, n_new if n_old < n_new else 0)
+    missing = list(lacking)
+    if n_added:
+        missing.append(f"{n_added} decoder layers in target/")
+    command = add_command(str(plan.store), lacking, n_added)
     raise OptionInvalid(
         f"{plan.store} lacks {', '.join(missing)}, and `extract` does not process finished parts "
         f"again. Add what is missing with {command}."
     )
 
 
-def _check_settings(path: StorePath, stored: StoreManifest) -> dict[str, Any]:
-    """Return the settings with which the store was extracted.
-
-    Raises:
-        OptionInvalid: the store's record does not allow the target to be run in the same way again.
-    """
-    missing = [name for name in _SETTINGS if name not in stored.extraction]
-    origin: Any = stored.extraction.get("imported_from")
-    engine: Any = stored.extraction.get("engine")
-    if missing or engine:
-        how = (
-            f"does not record the setting {missing[0]}"
-            if missing
-            else f"was extracted with {engine['name']}"
-        )
-        how = f"was imported from files of {origin}" if origin else how
-        raise OptionInvalid(
-            f"{path} {how}, so the target cannot be run again as it was for this store, and no "
-            "activations can be added. Extract to a new store, with all activations that you need."
-        )
-    return dict(stored.extraction)
+def _check_settings(path: StorePath, stored: StoreManifest) -> None:
+    """Refuse a store whose record does not allow the target to be run in the same way again."""
+    extraction: Mapping[str, Any] = stored.extraction
+    missing = [name for name in _SETTINGS if name not in extraction]
+    if "imported_from" in extraction:
+        how = f"was imported from files of {extraction['imported_from']}"
+    elif missing:
+        how = f"does not record the setting {missing[0]}"
+    elif "engine" in extraction:
+        how = f"was extracted with {extraction['engine']['name']}"
+    else:
+        return
+    raise OptionInvalid(
+        f"{path} {how}, so the target cannot be run again as it was for this store, and no "
+        "activations can be added. Extract to a new store, with all activations that you need."
+    )
 
 
 def _find_same_target(
@@ -432,12 +425,12 @@ def _find_same_target(
         StoreMismatch: the target, tokenizer, chat template or kind of device is not the one that
             the store was made with.
     """
-    folder = find_target(config.model, recorded_sources(stored.extraction))
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted
     if (kind := torch.device(pick_device(device)).type) != wanted:
         advice = "Give a --device of the kind (CPU or GPU) that the store was extracted with."
         raise StoreMismatch(str(path), {"extraction.device": (wanted, kind)}, advice)
-    tokens = tokenizer_identities(folder, load_target_tokenizer(folder))
-    check_identities(path, stored.identities, tokens | weight_identities(folder, progress))
+    folder = find_same_target(config.model, path, stored, progress)
+    tokenizer = tokenizer_identities(folder, load_target_tokenizer(folder))
+    check_identities(path, stored.identities, tokenizer)
     return folder, device

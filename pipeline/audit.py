@@ -5,7 +5,6 @@
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +18,13 @@ from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.chat_tokens import TokenizedChat
 from ..moa.targets.live import Target
 from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
-from ..storage.paths import StorePath
+from ..storage.paths import StoreLike, StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import HIDDEN_LAST, FieldSpec, to_float32
 from ..text import Progress, counted
 from . import plan
 from .config import TEXT_FIELDS, parse_fields
-from .dataset import ChatSource, Columns
+from .dataset import Columns
 from .differences import Difference, Divergence, LayerDifferences
 from .forwards.capture import capture
 from .sequences import content_id, tokenize_row
@@ -109,7 +108,7 @@ class AuditReport:
 
 
 def audit(
-    store: str | os.PathLike[str] | StorePath,
+    store: StoreLike,
     model: str,
     samples: int = 8,
     seed: int = 0,
@@ -138,10 +137,7 @@ def audit(
                 "extract first."
             )
         extraction = stored.manifest.extraction
-        folder = plan.find_target(model, plan.recorded_sources(extraction))
-        plan.check_identities(
-            stored.path, stored.manifest.identities, plan.weight_identities(folder)
-        )
+        folder = plan.find_same_target(model, stored.path, stored.manifest)
         compute_dtype = str(extraction.get("compute_dtype", "float32"))
         target = Target.load(str(folder), getattr(torch, compute_dtype), device)
         frozen = FrozenTarget.load(
@@ -175,23 +171,17 @@ def _tokenize_again(
     chats: dict[int, TokenizedChat] = {}
     try:
         data = plan.recorded_config(stored.path)
-        revision = plan.pinned_revision(
-            plan.recorded_sources(extraction), "dataset", data.dataset, data.data.dataset_revision
-        )
-        source = ChatSource(data.dataset, data.data.split, data.data.dataset_config, revision)
+        source = plan.open_dataset(data, plan.recorded_sources(extraction))
         arguments = extraction.get("template_kwargs")
         template = ChatTemplate(
             tokenizer, arguments if isinstance(arguments, dict) else {}, str(stored.path)
         )
         columns = Columns.parse(data.data.columns)
         for row, content in itertools.islice(source.rows(), max(wanted) + 1):
-            chat = (
-                tokenize_row(template, content, int(extraction["max_length"]), columns)
-                if row in wanted
-                else None
-            )
-            if isinstance(chat, TokenizedChat):
-                chats[row] = chat
+            if row in wanted:
+                chat = tokenize_row(template, content, int(extraction["max_length"]), columns)
+                if isinstance(chat, TokenizedChat):
+                    chats[row] = chat
     except (DatasetError, OptionInvalid, WorkerError) as error:
         return {}, f"{only}, because the chats could not be tokenised again: {error}"
     recorded = extraction.get("template_time")

@@ -5,7 +5,6 @@ The card contains no times and no machine names, so that equal inputs give equal
 
 import json
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,14 @@ from ..storage.paths import AnyPath, StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec, below
 
-# Boundaries between the Hub's size categories: 1K, 10K, ...
-_SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+# The Hub's size categories. Each but the first and the last covers one power of ten.
+_SIZE_CATEGORIES = (
+    "n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B",
+    "10B<n<100B", "100B<n<1T", "n>1T",
+)  # fmt: skip
 Licences = tuple[
     str | None, str | None
 ]  # Licences of the target and the dataset, as the Hub names them. None if not given.
-_TAGS = (
-    "activations",
-    "hidden-states",
-    "kv-cache",
-    "speculative-decoding",
-    "distillation",
-    "zarr",
-    "moa-data",
-)
 _CODES = (
     " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how "
     "to decode them."
@@ -39,7 +32,13 @@ pretty_name: {pretty_name}
 task_categories:
 - text-generation
 tags:
-{tags}
+- activations
+- hidden-states
+- kv-cache
+- speculative-decoding
+- distillation
+- zarr
+- moa-data
 size_categories:
 - {size}
 configs:
@@ -142,7 +141,13 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
     """Return the text of a store's dataset card."""
     summary = summarize_store(store)
     target = summary.manifest.target
-    plain = _smallest(_uncoded(summary.fields))
+    # The example of reading with plain Zarr needs a field that is stored uncoded, as one array with
+    # the field's name. A lossy codec stores codes, in arrays with other names.
+    uncoded: list[FieldSummary] = []
+    for field in summary.fields:
+        if [array.name for array in field.arrays] == [field.spec.name]:
+            uncoded.append(field)
+    plain = _smallest(uncoded)
     is_bfloat16 = plain is not None and plain.dtype == "bfloat16"
     target_licence, dataset_licence = licences
     licence_rows = (
@@ -160,7 +165,6 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         summary=summary,
         licence=_licence(*licences),
         pretty_name=json.dumps(f"Activations of {model} on {dataset}", ensure_ascii=False),
-        tags="\n".join(f"- {tag}" for tag in _TAGS),
         size=size_category(summary.n_sequences),
         architecture=target.get("architecture", "transformer"),
         sizes=", ".join(_sizes_of(target)),
@@ -189,12 +193,8 @@ def public_name(path_or_id: str) -> str:
 def size_category(n_sequences: int) -> str:
     """Return the Hub's size category for a number of sequences, e.g. ``"1K<n<10K"``."""
     # Index of the category: 1 for thousands, 2 for tens of thousands, and so on.
-    power = len(str(n_sequences)) - 3
-    names = [f"n<{_SIZES[0]}"]
-    for low, high in pairwise(_SIZES):
-        names.append(f"{low}<n<{high}")
-    names.append(f"n>{_SIZES[-1]}")
-    return names[min(max(power, 0), len(names) - 1)]
+    power = max(len(str(n_sequences)) - 3, 0)
+    return _SIZE_CATEGORIES[min(power, len(_SIZE_CATEGORIES) - 1)]
 
 
 def _licence(one: str | None, other: str | None) -> str:
@@ -203,20 +203,6 @@ def _licence(one: str | None, other: str | None) -> str:
     if one == other:
         return f"license: {json.dumps(one)}"
     return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"
-
-
-def _uncoded(fields: Iterable[FieldSummary]) -> list[FieldSummary]:
-    """Return the fields that are stored uncoded, as one array with the field's name.
-
-    The card's example of reading with plain Zarr needs such a field. A lossy codec stores codes, in
-    arrays with other names.
-    """
-    uncoded: list[FieldSummary] = []
-    for field in fields:
-        array_names = [array.name for array in field.arrays]
-        if array_names == [field.spec.name]:
-            uncoded.append(field)
-    return uncoded
 
 
 def _sizes_of(target: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ KV caches are usually judged in this second way.
 Shapes: T tokens, L layers, H KV heads, d head dim, V vocabulary.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ..moa.nn.kv import new_cache
 from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.live import Target
 from ..storage.backend import backend_of
-from ..storage.paths import StorePath
+from ..storage.paths import StoreLike, StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.read.verify import summarize_store
 from ..storage.schema import HIDDEN_LAST, TARGET_NAME, TOKENS, FieldSpec, to_float32
@@ -98,8 +97,8 @@ class Comparison:
 
 
 def compare(
-    reference: str | os.PathLike[str] | StorePath,
-    store: str | os.PathLike[str] | StorePath,
+    reference: StoreLike,
+    store: StoreLike,
     model: str | None = None,
     samples: int = 16,
     seed: int = 0,
@@ -255,8 +254,7 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     Raises:
         OptionInvalid: the stored keys and values do not make up the entire cache of the target.
     """
-    folder = plan.find_target(model, plan.recorded_sources(exact.manifest.extraction))
-    plan.check_identities(exact.path, exact.manifest.identities, plan.weight_identities(folder))
+    folder = plan.find_same_target(model, exact.path, exact.manifest)
     target = Target.load(str(folder), device=device)
     lacking_layers = set[int]()
     for group in target.facts.kv_groups:

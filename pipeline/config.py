@@ -441,18 +441,21 @@ def parse_activations(
     names = tuple(name.strip() for name in names)
     layers = set[int]()
     for name in names:
+        if name in ("kv", "hidden:last"):
+            continue
         number = re.fullmatch(r"hidden:layer:(-?\d+)", name)
-        if not number and name not in ("kv", "hidden:last"):
+        if number is None:
             raise OptionInvalid(
                 f"Unknown activation {name!r}: expected kv, hidden:last or hidden:layer:K. Change "
                 "--activations."
             )
-        if number and not -n_layers <= int(number[1]) < n_layers:
+        layer = int(number[1])
+        if not -n_layers <= layer < n_layers:
             raise OptionInvalid(
                 f"Activation {name!r} does not exist: the target has only the decoder layers 0 to "
                 f"{n_layers - 1}. Change --activations."
             )
-        layers |= {int(number[1]) % n_layers} if number else set()
+        layers.add(layer % n_layers)
     if target_layers > n_layers:
         raise OptionInvalid(
             f"--target-layers is {target_layers}, but the target has only {n_layers} decoder "

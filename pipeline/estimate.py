@@ -48,12 +48,13 @@ from ..storage.schema import (
     tokens_field,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, activation_name, first_line, format_bytes, format_hours, format_range
+from ..text import Progress, first_line, format_bytes, format_hours, format_range
 from .config import ActivationSpec
 from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
 from .forwards.capture import capture
 from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
 from .report import Timings
+from .sequences import TokensAndMask
 
 _N_BATCHES = 3
 # Lower and upper bound of a store's size, as multiples of the size that the codec is expected to
@@ -90,23 +91,20 @@ def field_specs(
         facts: facts about the target.
         dtype: dtype of the stored activations.
     """
-    is_rotated = all(group.is_rotated for group in facts.kv_groups)
-    kv = (
-        [kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim, dtype, is_rotated)]
-        if spec.kv
-        else []
-    )
-    if spec.kv and spec.kv_fields != (KV,):
-        kv = []
-        for group in facts.kv_groups:
-            if group.field in spec.kv_fields:
-                kv.append(kv_group_field(group.field, group.layers, *group.shape, dtype))
-    hidden: list[FieldSpec] = []
+    groups = {group.field: group for group in facts.kv_groups}
+    specs = [tokens_field(), response_mask_field()]
     for name in spec.fields:
-        if activation_name(name) != KV:
-            state = name.removeprefix("hidden/")
-            hidden.append(hidden_field(state, facts.hidden_size, dtype))
-    return (tokens_field(), response_mask_field(), *kv, *hidden)
+        if name == KV:
+            is_rotated = all(group.is_rotated for group in facts.kv_groups)
+            specs.append(
+                kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim, dtype, is_rotated)
+            )
+        elif name in groups:
+            group = groups[name]
+            specs.append(kv_group_field(name, group.layers, *group.shape, dtype))
+        else:
+            specs.append(hidden_field(name.removeprefix("hidden/"), facts.hidden_size, dtype))
+    return tuple(specs)
 
 
 def has_device(device: str) -> bool:
@@ -142,6 +140,11 @@ class ForwardPlan:
     n_workers: int = 1  # number of worker processes that run in parallel on this machine
 
     @property
+    def device_type(self) -> str:
+        """Type of the device that runs the target, such as cpu or cuda."""
+        return torch.device(self.device).type
+
+    @property
     def weight_bytes(self) -> int:
         """Size of the target's weights without biases, in bytes."""
         facts = self.facts
@@ -174,7 +177,7 @@ class ForwardPlan:
         # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0
-        if torch.device(self.device).type == "cuda":
+        if self.device_type == "cuda":
             host_bytes = max(self.weight_bytes, waiting_bytes)
             # The activations of the previous batch stay on the device until they have been copied.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
@@ -256,7 +259,7 @@ class ForwardPlan:
         self,
         target: Target,
         codec: StoreCodec,
-        text: Callable[[str], tuple[np.ndarray, np.ndarray]],
+        text: Callable[[str], TokensAndMask],
     ) -> Forwards:
         """Return an object that runs the loaded target over batches.
 
@@ -440,10 +443,12 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
     # On a GPU, encoding and writing overlap with the next forwards, so the lower estimate counts
     # only the slower of the two.
-    is_parallel = torch.device(forward.device).type == "cuda"
+    is_parallel = forward.device_type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
-        table = _cut(batched[index], facts, forward.device)
+        table = batched[index]
+        if forward.device_type == "cpu":
+            table = _cut(table, facts)
         texts = _made_texts(table, facts.vocab_size)
         timed = _run(timed_forward.forwards(target, codec, texts.__getitem__), table, plan.disk)
         scale = n_padded / timed.n_padded_tokens * forward.facts.n_layers / facts.n_layers
@@ -484,7 +489,7 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, TokensAndMask]:
     """Generate token ids and response masks for sequences of the planned lengths.
 
     No token occurs twice in a batch, unless the vocabulary is too small.
@@ -493,14 +498,15 @@ def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, tuple[np.ndarray, n
         table: rows of the plan.
         n_tokens: size of the vocabulary.
     """
-    lengths = numbers(table, "n_tokens")
-    ends = np.cumsum(lengths) % (n_tokens - int(lengths.max()) + 1) + lengths
-    texts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for key, length, end in zip(
-        table["sequence_id"].to_pylist(), lengths.tolist(), ends.tolist(), strict=True
-    ):
-        tokens = np.arange(end - length, end, dtype=np.int32)
-        texts[key] = tokens, np.zeros(length, np.uint8)
+    texts: dict[str, TokensAndMask] = {}
+    start = 0
+    for row in table.to_pylist():
+        length = row["n_tokens"]
+        if start + length > n_tokens:
+            start = 0
+        tokens = np.arange(start, start + length, dtype=np.int32)
+        texts[row["sequence_id"]] = tokens, np.zeros(length, np.uint8)
+        start += length
     return texts
 
 
@@ -566,7 +572,7 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     config = copy.deepcopy(facts.config)
     config.vocab_size = n_tokens
     config.pad_token_id = 0
-    if torch.device(forward.device).type == "cpu":
+    if forward.device_type == "cpu":
         config.num_hidden_layers = max(
             1, min(facts.n_layers, _MAX_WEIGHTS // _layer_weights(facts))
         )
@@ -601,13 +607,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
     return model
 
 
-def _cut(batch: pa.Table, facts: TargetFacts, device: str) -> pa.Table:
-    """Shorten a batch so that its forward takes about two seconds on a CPU.
-
-    For a GPU, the batch is not changed.
-    """
-    if torch.device(device).type != "cpu":
-        return batch
+def _cut(batch: pa.Table, facts: TargetFacts) -> pa.Table:
+    """Shorten a batch so that its forward takes about two seconds on a CPU."""
     max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(facts) * facts.n_layers)))
     lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, max_tokens // int(lengths.max())))

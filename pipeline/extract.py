@@ -16,9 +16,8 @@ A part is a group of sequences that is committed as a whole. A chat passes throu
 workers.py schedules the pending parts, in this process or in several.
 """
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -35,7 +34,7 @@ from ..moa.targets.loading import check_weights
 from ..storage.backend import open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
-from ..storage.paths import StorePath
+from ..storage.paths import StoreLike
 from ..storage.plan import numbers
 from ..storage.schema import ANSWERS_BY, CODEC_NAME, TARGET_NAME
 from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
@@ -49,9 +48,9 @@ from .forwards.calibrate import learned_before
 from .forwards.parts import Forwards, run_parts, save_bundle, sequence_name
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible, recorded_config
-from .report import PartProgress, Timings, WriteReport
+from .report import PartProgress, Provenance, Timings, WriteReport
 from .sequences import keep_texts
-from .workers import Worker, is_done, pending_in_turn, run_on_ray, run_processes
+from .workers import Total, Worker, is_done, pending_in_turn, run_on_ray, run_processes
 
 # Number of tokens in the test forward that runs before the store is created.
 _N_PROVEN_TOKENS = 16
@@ -60,7 +59,7 @@ _N_PROVEN_TOKENS = 16
 def extract(
     config: ExtractConfig,
     progress: Progress | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
     repairs: bool = False,
     share: tuple[int, int] | None = None,
 ) -> WriteReport:
@@ -246,19 +245,32 @@ def _work(
     forwards: Forwards | None,
     counter: PartProgress,
     share: tuple[int, int],
-) -> tuple[Timings, list[str]]:
-    """Write the pending parts, in this process or in workers.
+) -> Total:
+    """Write and commit the target's bundle and all pending parts, in this process or in workers.
+
+    Args:
+        plan: the plan of the extraction.
+        store: the store.
+        forwards: runs the target over batches in this process; None if workers run it.
+        counter: reports progress.
+        share: (k, n) if this process is worker k of n workers.
 
     Returns:
         The timings, and one text for each worker that was lost.
     """
     timings = Timings()
     try:
-        if forwards is not None:
-            forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
-            work_until_done(store, forwards, plan.forward.folder, timings, counter.tell, share)
-        elif not is_done(store):
-            return _run_workers(plan, store, counter)
+        if forwards is None:
+            return (timings, []) if is_done(store) else _run_workers(plan, store, counter)
+        forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
+        bundle = (store, forwards.target, plan.forward.folder, plan.config.target_layers)
+        # The first worker writes the bundle before its parts. If the first worker was killed,
+        # another worker writes the bundle after its own parts.
+        if share[0] == 0 and not store.has_target:
+            save_bundle(*bundle)
+        run_parts(forwards, store, pending_in_turn(store, *share), timings, counter.tell)
+        if not store.has_target:
+            save_bundle(*bundle)
         return timings, []
     except KeyboardInterrupt as error:
         n_done = len(store.committed_parts())
@@ -270,36 +282,7 @@ def _work(
         ) from error
 
 
-def work_until_done(
-    store: StoreWriter,
-    forwards: Forwards,
-    folder: Path,
-    timings: Timings,
-    tell: Callable[[Timings], None],
-    share: tuple[int, int],
-) -> None:
-    """Write and commit the target's bundle and all pending parts.
-
-    Args:
-        forwards: runs the target over batches.
-        folder: the target's folder.
-        timings: times and counts of this run, which are updated.
-        tell: called with the timings to report progress.
-        share: (k, n) if this process is worker k of n workers.
-    """
-    n_layers = int(store.manifest.extraction["target_layers"])
-    # The first worker writes the bundle before its parts. If the first worker was killed, another
-    # worker writes the bundle after its own parts.
-    if share[0] == 0 and not store.has_target:
-        save_bundle(store, forwards.target, folder, n_layers)
-    run_parts(forwards, store, pending_in_turn(store, *share), timings, tell)
-    if not store.has_target:
-        save_bundle(store, forwards.target, folder, n_layers)
-
-
-def _run_workers(
-    plan: ExtractPlan, store: StoreWriter, counter: PartProgress
-) -> tuple[Timings, list[str]]:
+def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> Total:
     """Run this extraction in several worker processes until all parts are done.
 
     Raises:
@@ -383,12 +366,12 @@ def _report(
 
 
 def repair(
-    store: str | os.PathLike[str] | StorePath,
+    store: StoreLike,
     model: str,
     dataset: str | None = None,
     device: str | None = None,
     progress: Progress | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
 ) -> WriteReport:
     """Extract the damaged and missing parts of a store, with the settings of its last extraction.
 

@@ -31,6 +31,33 @@ DRAFTER_FILE = "drafter.json"
 _PUSHED = KNOWN_NAMES - {LOCK_NAME, PUBLISH_NAME, RUNS_NAME}
 _NOT_OURS = [".gitattributes", ".gitignore"]
 _CACHE = ".cache"  # subfolder in which the Hub's client keeps unfinished downloads
+_DRAFTER_CARD = """---
+library_name: moa-data
+pipeline_tag: text-generation
+tags:
+- speculative-decoding
+- drafter
+- moa-data
+---
+
+# A drafter of kind {kind}
+
+It proposes tokens to one target, which verifies them; it cannot write text alone. Use it with \
+moa-data:
+
+```bash
+moa-data pull REPO drafter
+moa-data generate --model TARGET --drafter drafter --prompt "Hi"
+```
+
+## Target
+
+{target}
+
+## Sizes
+
+{sizes}
+"""
 _AGAIN = "Finished files are kept: run the same command again to continue."
 
 
@@ -116,16 +143,8 @@ def pull(
     with _one_line(repo):
         # Look up the commit first, so that all files are of the same commit even if somebody pushes
         # in the meantime.
-        try:
-            repo_type, commit = (
-                "dataset",
-                str(api.repo_info(repo, repo_type="dataset", revision=revision).sha),
-            )
-        except RepositoryNotFoundError:
-            repo_type, commit = (
-                "model",
-                str(api.repo_info(repo, repo_type="model", revision=revision).sha),
-            )
+        repo_type = "dataset" if api.repo_exists(repo, repo_type="dataset") else "model"
+        commit = str(api.repo_info(repo, repo_type=repo_type, revision=revision).sha)
         files = _remote_files(api, repo, repo_type, commit)
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
@@ -165,15 +184,11 @@ def drafter_card(facts: dict[str, Any]) -> str:
     for key, value in facts.items():
         if key != "target" and isinstance(value, int | float | str):
             size_lines.append(f"- {key}: {value}")
-    lines = [
-        "---", "library_name: moa-data", "pipeline_tag: text-generation", "tags:", "- speculative-decoding",
-        "- drafter", "- moa-data", "---", "", f"# A drafter of kind {facts.get('kind', 'unknown')}", "",
-        "It proposes tokens to one target, which verifies them; it cannot write text alone. Use it "
-        "with moa-data:", "",
-        "```bash", "moa-data pull REPO drafter", 'moa-data generate --model TARGET --drafter drafter --prompt "Hi"',
-        "```", "", "## Target", "", *target_lines, "", "## Sizes", "", *size_lines, "",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    return _DRAFTER_CARD.format(
+        kind=facts.get("kind", "unknown"),
+        target="\n".join(target_lines),
+        sizes="\n".join(size_lines),
+    )
 
 
 def _damaged(message: str) -> DatasetError:

@@ -68,6 +68,7 @@ from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolv
 from .dataset import ChatSource, Columns
 from .estimate import ForwardPlan, WritePlan, field_specs, has_device
 from .forwards.vllm_source import check_vllm
+from .report import reason_lines
 from .sequences import Sequences, check_counts, read_sequences, read_texts, texts_origin
 
 TOKENIZER_FILES = (
@@ -102,7 +103,7 @@ class ExtractPlan(WritePlan):
             f"dataset      {self.dataset}: {rows} read",
             f"rejected     {counts.n_rejected:,} of {rows}, "
             f"{counted(counts.n_duplicates, 'duplicate')} left out",
-            *counts.rejection_lines(),
+            *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
         if not self.ends_last_turn:
@@ -167,9 +168,7 @@ class ExtractPlan(WritePlan):
     def advice(self) -> list[Advice]:
         """Return advice on the drafters and settings that suit the target and the chats."""
         width = self.forward.facts.cache_width
-        is_on_cpu = (
-            torch.device(self.forward.device).type == "cpu" and self.config.forward.source != "vllm"
-        )
+        is_on_cpu = self.forward.device_type == "cpu" and self.config.forward.source != "vllm"
         return advise(
             self.n_tokens, is_on_cpu, width > 0, 1 + width / self.manifest.target["hidden_size"]
         )
@@ -201,19 +200,18 @@ def build_plan(
             "'moa-data[ray]'."
         )
     out = open_path(config.out)
-    sources = stored_sources(out)
+    stored = _stored_extraction(out)
+    # A store without parts may still be created from other inputs.
+    sources = recorded_sources(stored) if stored and has_parts(out) else None
     folder = find_target(config.model, sources, config.revision, with_weights=False)
-    config, forward, engine = _plan_forwards(
-        config, folder, with_weights, _stored_extraction(out) or {}
-    )
+    config, forward, engine = _plan_forwards(config, folder, with_weights, stored)
     if with_weights:
         folder = find_target(config.model, sources, config.revision)
         forward = replace(forward, folder=folder)
         check_vocabulary(folder)
     tokenizer = load_target_tokenizer(folder)
     template = ChatTemplate(tokenizer, texts["template_kwargs"], config.model)
-    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
-    source = ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
+    source = open_dataset(config, sources)
     identities = tokenizer_identities(folder, tokenizer)
     origin = texts_origin(source, identities, config, texts, forward.facts)
     stored_sequences = read_texts(out, origin)
@@ -222,7 +220,6 @@ def build_plan(
     )
     check_counts(sequences, source, config)
     table = plan_parts(sequences.table(), config.storage.part_tokens, ALIGNMENT_TOKENS)
-    counts = plan_counts(table)
     if with_weights:
         identities |= weight_identities(folder, progress)
     extraction = _extraction(config, forward, engine)
@@ -238,10 +235,7 @@ def build_plan(
         conventions=_conventions(forward.facts),
         extraction=extraction | sources_record(config, folder, source, sources),
         codec=forward.codec.describe(),
-        alignment_tokens=ALIGNMENT_TOKENS,
-        n_sequences=counts["n_sequences"],
-        n_parts=counts["n_parts"],
-        n_tokens=counts["n_tokens"],
+        **plan_counts(table),
     )
     return ExtractPlan(
         store=out,
@@ -296,18 +290,15 @@ def _plan_forwards(
             "states (--activations hidden:last)."
         )
     n_positions = facts.max_position_embeddings
-    if config.data.max_length is None:
-        # Leave room for one more token, because vLLM appends a sampled token to each sequence.
-        config = config.replaced(max_length=min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm))
-    longest = min(config.data.max_length or DEFAULT_MAX_LENGTH, n_positions)
+    # Leave room for one more token, because vLLM appends a sampled token to each sequence.
+    max_length = config.data.max_length or min(DEFAULT_MAX_LENGTH, n_positions - uses_vllm)
+    config = config.replaced(max_length=max_length)
+    longest = min(max_length, n_positions)
     engine = check_vllm(facts, longest) if uses_vllm else None
     # If vLLM runs the target, transformers only loads the weights for the store's bundle, and does
     # so on the CPU.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
-    compute_dtype: str = config.forward.compute_dtype
-    if compute_dtype == "auto":
-        compute_dtype = _choose_compute_dtype(config, facts, device, stored)
     try:
         codec = StoreCodec(config.storage.codec, field_specs(spec, facts, config.storage.dtype))
     except CodecUnknown as error:
@@ -325,7 +316,7 @@ def _plan_forwards(
         codec=codec,
         device=device,
         dtype=config.storage.dtype,
-        compute_dtype=compute_dtype,
+        compute_dtype=_choose_compute_dtype(config, facts, device, stored),
         batch_tokens=config.forward.batch_tokens
         or (65_536 if uses_vllm else 2048 if is_cpu else 16_384),
         longest_tokens=longest,
@@ -343,7 +334,9 @@ def _plan_forwards(
 def _choose_compute_dtype(
     config: ExtractConfig, facts: TargetFacts, device: str, stored: Mapping[str, Any]
 ) -> str:
-    """Choose the dtype in which the target computes, if ``compute_dtype`` is auto."""
+    """Return the dtype in which the target computes."""
+    if config.forward.compute_dtype != "auto":
+        return config.forward.compute_dtype
     kind = torch.device(device).type
     dtype = config.storage.dtype
     # If a store exists, keep the dtype recorded in the store. The choice below depends on the CPU,
@@ -394,7 +387,7 @@ def _extraction(
         "batch_tokens": forward.batch_tokens,
         "bos": "one BOS where the model has one, as the chat template or the tokenizer sets it",
         "compute_dtype": forward.compute_dtype,
-        "device": torch.device(forward.device).type,
+        "device": forward.device_type,
         "dtype": forward.dtype,
         "max_length": config.data.max_length,
         "max_sequences": config.data.max_sequences,
@@ -445,24 +438,14 @@ def _names_commit(entry: Mapping[str, Any]) -> bool:
     return all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
 
 
-def _stored_extraction(store: StorePath) -> Mapping[str, Any] | None:
-    """Return the entry ``extraction`` of a store's manifest; None if the manifest is unreadable."""
+def _stored_extraction(store: StorePath) -> Mapping[str, Any]:
+    """Return the entry ``extraction`` of a store's manifest; empty if no manifest can be read."""
     try:
         return read_manifest(store).extraction
     except StorageUnavailable:
         raise
     except (StoreError, OSError):
-        return None
-
-
-def stored_sources(store: StorePath) -> Sources | None:
-    """Return the Hub ids and commits that a store records for its model and dataset.
-
-    The result is None for a store without parts, because such a store may still be created from
-    other inputs.
-    """
-    extraction = _stored_extraction(store) if has_parts(store) else None
-    return None if extraction is None else recorded_sources(extraction)
+        return {}
 
 
 def pinned_revision(
@@ -508,6 +491,31 @@ def find_target(
     return folder
 
 
+def find_same_target(
+    model: str, store: StorePath, stored: StoreManifest, progress: Progress | None = None
+) -> Path:
+    """Return the folder of the target that a store was made with.
+
+    Args:
+        model: a folder, a GGUF file or a hub id.
+        store: the store, for error messages.
+        stored: the store's manifest.
+        progress: called while the weights are hashed.
+
+    Raises:
+        StoreMismatch: the target has other weights or another config.
+    """
+    folder = find_target(model, recorded_sources(stored.extraction))
+    check_identities(store, stored.identities, weight_identities(folder, progress))
+    return folder
+
+
+def open_dataset(config: ExtractConfig, sources: Sources | None) -> ChatSource:
+    """Open the dataset of an extraction. A Hub dataset is read at the commit that sources record."""
+    revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
+    return ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
+
+
 def sources_record(
     config: ExtractConfig, folder: Path, dataset: ChatSource, before: Sources | None
 ) -> dict[str, Any]:
@@ -530,14 +538,11 @@ def sources_record(
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN
         current["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
-    if before is None:
-        return {"sources": current} if current else {}
-    entries: dict[str, dict[str, str]] = {}
-    for kind, entry in before.items():
-        entries[kind] = dict(entry)
-        if kind in current and current[kind]["commit"] != entry["commit"]:
-            entries[kind] = current[kind]
-    return {"sources": entries} if entries else {}
+    recorded: dict[str, Mapping[str, str]] = dict(current if before is None else before)
+    for kind, entry in current.items():
+        if kind in recorded and recorded[kind]["commit"] != entry["commit"]:
+            recorded[kind] = entry
+    return {"sources": recorded} if recorded else {}
 
 
 def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:

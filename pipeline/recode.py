@@ -21,7 +21,7 @@ from ..moa.targets.facts import load_facts
 from ..storage.backend import backend_of, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
-from ..storage.paths import StorePath
+from ..storage.paths import StoreLike, StorePath
 from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
@@ -29,7 +29,7 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress
 from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
-from .report import Timings, WriteReport
+from .report import Provenance, Timings, WriteReport
 
 # Approximate number of tokens on which it is measured how much errors in keys and values matter to
 # a drafter.
@@ -58,11 +58,11 @@ class KVMetrics(Protocol):
 
 
 def recode(
-    store: str | os.PathLike[str] | StorePath,
+    store: StoreLike,
     codec: str,
-    out: str | os.PathLike[str] | StorePath,
+    out: StoreLike,
     progress: Progress | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Provenance | None = None,
     kv_metrics: KVMetrics | None = None,
 ) -> WriteReport:
     """Write the content of a lossless store with another codec, or resume an earlier run.

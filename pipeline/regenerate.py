@@ -50,6 +50,7 @@ from ..moa.targets.template import parse_template_arguments
 from ..text import Progress, counted, first_line, format_hours, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
+from .report import reason_lines
 
 _FILE = "chats.jsonl"  # name of the output file if the output is a folder
 # Number of prompt tokens, and of new tokens, per sequence when the speed is measured.
@@ -224,18 +225,6 @@ class RowCounts(BaseModel):
             self.examples.setdefault(
                 row.reason, f"row {row.row}" + (f": {row.detail}" if row.detail else "")
             )
-
-    def lines(self, counts: Counter[str], start: str = "") -> list[str]:
-        """Return a line of text for each reason, most frequent first. It names a row as an example.
-
-        Args:
-            counts: reason -> number of rows.
-            start: text at the start of each line.
-        """
-        lines: list[str] = []
-        for reason, n in counts.most_common():
-            lines.append(f"{start}{n:,}  {reason} (first: {self.examples[reason]})")
-        return lines
 
 
 class Work(NamedTuple):
@@ -502,10 +491,11 @@ class ChatFile:
         # expect to lose these rows.
         n_rejected = counts.rejected.total() - counts.rejected[LossReason.NO_END]
         if n_rejected > self.max_rejected_fraction * self.n_rows:
+            reasons = "; ".join(reason_lines(counts.rejected, counts.examples))
             raise DatasetError(
                 f"{n_rejected:,} of the first {counts.n_rows:,} rows were rejected, which is more "
                 f"than --max-rejected-fraction {self.max_rejected_fraction} allows for all "
-                f"{self.n_rows:,} rows. Reasons: {'; '.join(counts.lines(counts.rejected))}. Raise "
+                f"{self.n_rows:,} rows. Reasons: {reasons}. Raise "
                 "this fraction and run the same command again, which keeps the answers so far, or "
                 "correct the data."
             )
@@ -524,12 +514,9 @@ class ChatFile:
             f"answered     {counts.n_chats:,} of {counted(counts.n_rows, 'row')}, "
             f"{counted(counts.n_answers, 'answer')}, {counts.n_tokens:,} tokens; "
             f"{counts.n_at_limit:,} of the answers were cut at their token limit",
-        ]
-        for reason, n in counts.dropped.most_common():
-            lines.append(f"  dropped    {n:,}  {reason}")
-        lines += [
-            *counts.lines(counts.rejected, "  rejected   "),
-            *counts.lines(counts.cut, "  cut short  "),
+            *reason_lines(counts.dropped, counts.examples, "  dropped    "),
+            *reason_lines(counts.rejected, counts.examples, "  rejected   "),
+            *reason_lines(counts.cut, counts.examples, "  cut short  "),
             f"chats        {self.path}",
             f"record       {self.record}",
             f"next         {command}",
@@ -621,7 +608,7 @@ class LocalTarget:
         questions: dict[str, list[Message]] = {}  # question as one line -> the turn that asks it
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
-                reasons = "; ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
+                reasons = "; ".join(reason_lines(dropped, {}))
                 raise DatasetError(
                     f"The target wrote {dropped.total():,} unusable questions and only "
                     f"{n_answered:,} usable ones. Reasons: {reasons}. Choose another --out and "

@@ -4,6 +4,7 @@ A store is written in parts. A part is a group of sequences that is committed as
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 
 _LOOK_EVERY_S = 1.0
+# Entries for the JSON file of a run that say where it came from, such as the command line.
+Provenance = Mapping[str, Any]
 
 
 @dataclass
@@ -84,20 +87,16 @@ class Timings:
         """Return a text about the parts that the run wrote and how long that took."""
         text = (
             f"{counted(self.n_parts, 'part')}, {self.n_tokens:,} tokens in "
-            f"{format_hours(self.extract_s)}"
+            f"{format_hours(self.extract_s)} ({self.tokens_per_s:,.0f} tokens/s)"
         )
-        text += f" ({self.tokens_per_s:,.0f} tokens/s)"
         if self.n_padded_tokens:
             text += (
                 f"; forwards {format_hours(self.forward_s)}, waiting for the writer "
-                f"{format_hours(self.wait_s)}"
+                f"{format_hours(self.wait_s)}, padding {self.padding_fraction:.1%}"
             )
-            text += f", padding {self.padding_fraction:.1%}"
-        return text + (
-            f", {counted(self.n_late, 'part')} that another process had already written"
-            if self.n_late
-            else ""
-        )
+        if self.n_late:
+            text += f", {counted(self.n_late, 'part')} that another process had already written"
+        return text
 
 
 @dataclass
@@ -143,28 +142,26 @@ class WriteReport:
 
     def describe(self) -> str:
         """Return the report as text."""
-        did = f"wrote {self.restored}" if self.restored else "wrote no part"
-        has_all_parts = not self.timings.n_parts and not self.timings.n_late
         lines = [
             f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, "
             f"{self.n_tokens:,} tokens, {counted(self.n_parts, 'part')}",
             f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
-            *(
-                [
-                    "replaced     a store in this folder that was made from other inputs and had "
-                    "no parts"
-                ]
-                if self.has_begun_anew
-                else []
-            ),
-            "this run     "
-            f"{f'{did}, every part existed already' if has_all_parts else self.timings.describe()}",
         ]
+        if self.has_begun_anew:
+            lines.append(
+                "replaced     a store in this folder that was made from other inputs and had no "
+                "parts"
+            )
+        if self.timings.n_parts or self.timings.n_late:
+            lines.append(f"this run     {self.timings.describe()}")
+        else:
+            did = f"wrote {self.restored}" if self.restored else "wrote no part"
+            lines.append(f"this run     {did}, every part existed already")
         return "\n".join(lines)
 
-    def record(self, provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+    def record(self, provenance: Provenance | None) -> dict[str, Any]:
         """Return the content of the run's JSON file in runs/.
 
         Its values may differ between runs that write equal data.
@@ -175,6 +172,21 @@ class WriteReport:
             "n_parts_late": self.timings.n_late,
             "timings": self.timings.record(),
         }
+
+
+def reason_lines(counts: Counter[str], examples: Mapping[str, str], start: str = "") -> list[str]:
+    """Return a line of text for each reason, most frequent first.
+
+    Args:
+        counts: reason -> number of rows.
+        examples: reason -> text about the first row with this reason, as far as it is known.
+        start: text at the start of each line.
+    """
+    lines: list[str] = []
+    for reason, n in counts.most_common():
+        example = f" (first: {examples[reason]})" if reason in examples else ""
+        lines.append(f"{start}{n:,}  {reason}{example}")
+    return lines
 
 
 class PartProgress:
@@ -188,8 +200,8 @@ class PartProgress:
             np.int64
         )
         self._parts = store.committed_parts()
-        self._n_parts = self._n_before_parts = len(self._parts)
-        self.n_before_tokens = self._n_done = int(self._tokens[self._parts].sum())
+        self._n_before_parts = len(self._parts)
+        self.n_before_tokens = int(self._tokens[self._parts].sum())
         self._looked_s = time.monotonic()
 
     def tell(self, timings: Timings, workers: str = "", looks: bool = False) -> None:
@@ -209,10 +221,6 @@ class PartProgress:
             self._looked_s = time.monotonic()
         committed = int(self._tokens[self._parts].sum())
         total = int(self._tokens.sum())
-        self._n_done = max(
-            self._n_done, committed, min(self.n_before_tokens + timings.n_computed_tokens, total)
-        )
-        self._n_parts = max(self._n_parts, len(self._parts), self._n_before_parts + timings.n_parts)
-        self._progress(
-            self._n_done, total, f"extract {self._n_parts}/{self._store.n_parts} parts{workers}"
-        )
+        n_done = max(committed, min(self.n_before_tokens + timings.n_computed_tokens, total))
+        n_parts = max(len(self._parts), self._n_before_parts + timings.n_parts)
+        self._progress(n_done, total, f"extract {n_parts}/{self._store.n_parts} parts{workers}")

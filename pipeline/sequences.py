@@ -46,6 +46,7 @@ from ..storage.schema import TEXTS_NAME
 from ..text import Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
+from .report import reason_lines
 
 # Minimum number of rows for which processes are forked. Forking takes longer than tokenising fewer
 # rows in one process.
@@ -61,6 +62,8 @@ Tokenised = tuple[TokenizedChat | Rejection, bool]
 The flag says whether the chat template has asked for the time in any row of the process so far.
 """
 Tokenise = Callable[[Any], Tokenised]
+# Token ids (int32) and response mask (uint8) of a sequence, [n_tokens] each.
+TokensAndMask = tuple[np.ndarray, np.ndarray]
 _REPORT_ROWS = 64
 _COUNTS = (
     "n_rows",
@@ -115,28 +118,26 @@ class Sequences:
     @property
     def n_rejected(self) -> int:
         """The number of rejected rows. Duplicates do not count as rejected."""
-        return sum(self.rejections.values())
+        return self.rejections.total()
 
-    def text(self, sequence_id: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return a sequence's token ids (int32) and response mask (uint8), [n_tokens] each."""
+    def text(self, sequence_id: str) -> TokensAndMask:
+        """Return the token ids and the response mask of a sequence."""
         index = self.ids[sequence_id]
         span = slice(self.offsets[index], self.offsets[index + 1])
-        return np.frombuffer(self._tokens, np.int32)[span], np.frombuffer(self._mask, np.uint8)[
-            span
-        ]
+        tokens = np.frombuffer(self._tokens, np.int32)
+        mask = np.frombuffer(self._mask, np.uint8)
+        return tokens[span], mask[span]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
         """Add the sequence of a row. If an equal sequence exists, count a duplicate instead."""
-        tokens = np.ascontiguousarray(chat.tokens, np.int32)
-        mask = np.ascontiguousarray(chat.response_mask, np.uint8)
-        sequence_id = content_id(tokens, mask)
+        sequence_id = content_id(chat.tokens, chat.response_mask)
         if sequence_id in self.ids:
             self.n_duplicates += 1
             return
         self.ids[sequence_id] = len(self)
         self.source_rows.append(row)
-        self._tokens.frombytes(tokens.tobytes())
-        self._mask += mask.tobytes()
+        self._tokens.frombytes(chat.tokens.tobytes())
+        self._mask += chat.response_mask.tobytes()
         self.offsets.append(len(self._mask))
         self.n_truncated += chat.truncated
         self.beside.update(chat.beside)
@@ -157,13 +158,6 @@ class Sequences:
         n_more = len(self.beside) - len(names)
         more = f" and {n_more} more" if n_more else ""
         return [f"besides      {', '.join(names)}{more}: not part of the tokens"]
-
-    def rejection_lines(self) -> list[str]:
-        """Return a line with an example row for each rejection reason, most frequent first."""
-        lines: list[str] = []
-        for reason, count in self.rejections.most_common():
-            lines.append(f"               {count:,}  {reason} (first: {self.examples[reason]})")
-        return lines
 
     def table(self) -> pa.Table:
         """Return a table with one row per sequence, from which the parts of a store are planned.
@@ -271,7 +265,6 @@ def read_sequences(
             break
     if progress:
         progress(total, total, "tokenise")
-    sequences.asked_the_time |= template.asked_the_time
     sequences.dataset_sha256 = source.identity()
     return sequences
 
@@ -433,10 +426,7 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
             f"Dataset {source.name} has no rows. Point --dataset at a file or folder with chats."
         )
     rejections = sequences.rejections
-    counted_reasons: list[str] = []
-    for reason, n in rejections.most_common():
-        counted_reasons.append(f"{n:,} x {reason} ({sequences.examples[reason]})")
-    reasons = "; ".join(counted_reasons)
+    reasons = "; ".join(reason_lines(rejections, sequences.examples))
     if len(sequences) == 0:
         hint = "Choose another --dataset, or correct this one."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:

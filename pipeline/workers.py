@@ -61,6 +61,8 @@ _QUIET = {
 
 # The timings of a worker that finished, or a text that says how the worker was lost.
 Outcome = Timings | str
+# The sum of the workers' timings, and one text for each lost worker.
+Total = tuple[Timings, list[str]]
 # Function that polls a worker. The function returns None while the worker is running or queued, and
 # then the worker's outcome. If the worker has failed, the function raises the worker's error.
 Poll = Callable[[], Outcome | None]
@@ -133,11 +135,13 @@ def start_command(worker: Worker, folder: Path, n_threads: int) -> "subprocess.P
         "extract",
         "--config",
         str(folder / SETTINGS_NAME),
+        "--worker",
+        str(worker.index),
+        str(worker.n_workers),
     ]
-    share = ["--worker", str(worker.index), str(worker.n_workers)]
     with (folder / TIMINGS_NAME).open("wb") as timings, (folder / LOG_NAME).open("wb") as log:
         return subprocess.Popen(
-            [*command, *share], stdin=subprocess.PIPE, stdout=timings, stderr=log, env=environment
+            command, stdin=subprocess.PIPE, stdout=timings, stderr=log, env=environment
         )
 
 
@@ -224,7 +228,7 @@ def direct(
     store: StoreWriter,
     progress: PartProgress,
     restarts: bool,
-) -> tuple[Timings, list[str]]:
+) -> Total:
     """Run workers until all parts are done.
 
     Args:
@@ -285,7 +289,7 @@ def run_processes(
     store: StoreWriter,
     progress: PartProgress,
     start: Callable[..., Any] = start_command,
-) -> tuple[Timings, list[str]]:
+) -> Total:
     """Run workers as processes on this machine until all parts are done.
 
     Arguments and results are described in :func:`direct`.
@@ -320,7 +324,7 @@ def _end(workers: Sequence[WorkerProcess]) -> None:
 
 def run_on_ray(
     workers: Sequence[Worker], store: StoreWriter, scale: ScaleSettings, progress: PartProgress
-) -> tuple[Timings, list[str]]:
+) -> Total:
     """Run workers with Ray until all parts are done; see :func:`direct`.
 
     Each worker is a Ray task, which is queued until the cluster has room for it. While the workers

@@ -211,6 +211,8 @@ class RemotePath:
 
 
 StorePath = Path | RemotePath  # The path of a store, or of a file or folder in a store.
+# What functions accept as the path or URL of a store; see ``open_path``.
+StoreLike = str | os.PathLike[str] | StorePath
 # Type variable of functions that return a path of the same type as their argument.
 AnyPath = TypeVar("AnyPath", bound=StorePath)
 
