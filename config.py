@@ -177,32 +177,25 @@ class Config(BaseModel):
 
     @classmethod
     def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by field. Values given by a setting's name are moved into its group."""
-        values_by_field: dict[str, Any] = {}
-        values_by_name: dict[str, Any] = {}
+        """Return the values by field. Values given by name or by key are moved into their groups."""
+        keys = {setting.name: setting.key for setting in cls.settings()}
+        grouped = {name: value for name, value in values.items() if name in cls.model_fields}
         for name, value in values.items():
             if name in cls.model_fields:
-                values_by_field[name] = value
-            else:
-                values_by_name[name] = value
-        if values_by_name:
-            keys = {setting.name: setting.key for setting in cls.settings()}
-            values_by_key: dict[str, Any] = {}
-            for name, value in values_by_name.items():
-                values_by_key[keys.get(name, name)] = value
-            for key, value in values_by_key.items():
-                group, _, name_in_group = key.partition(".")
-                group_values = values_by_field.get(group)
-                if (
-                    isinstance(group_values, Mapping)
-                    and group_values.get(name_in_group, value) != value
-                ):
-                    raise OptionInvalid(
-                        f"{name_in_group} is given twice with different values, {value!r} and "
-                        f"{group_values[name_in_group]!r}. Leave out one of the two."
-                    )
-            values_by_field = _merge(values_by_field, nested(values_by_key))
-        return values_by_field
+                continue
+            key = keys.get(name, name)
+            group, _, name_in_group = key.partition(".")
+            group_values = grouped.get(group)
+            if (
+                isinstance(group_values, Mapping)
+                and group_values.get(name_in_group, value) != value
+            ):
+                raise OptionInvalid(
+                    f"{name_in_group} is given twice with different values, {value!r} and "
+                    f"{group_values[name_in_group]!r}. Leave out one of the two."
+                )
+            grouped = _merge(grouped, _nested(key, value))
+        return grouped
 
     @classmethod
     def of(cls, **named: Any) -> Self:
@@ -356,14 +349,11 @@ def plain_types(annotation: Any) -> list[Any]:
     return types
 
 
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted keys into groups: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``."""
-    groups: dict[str, Any] = {}
-    for key, value in keys.items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        groups = _merge(groups, value)
-    return groups
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Turn a dotted key into groups: ``a.b`` becomes ``{"a": {"b": value}}``."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
 
 
 def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,7 +401,7 @@ def _with_underscores(values: Any) -> Any:
 
 
 def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Read ``group.key=value`` texts; ``none`` means no value."""
+    """Read ``group.key=value`` texts into a dict by name or key; ``none`` means no value."""
     keys: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -423,7 +413,7 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
         keys[key.strip().replace("-", "_")] = (
             None if value.strip().lower() in ("none", "null") else value.strip()
         )
-    return nested(keys)
+    return keys
 
 
 def resolve(
@@ -444,7 +434,7 @@ def resolve(
     layers = [
         (f"--config {config_path}", read_config_file(config_path) if config_path else {}),
         ("--set", read_assignments(assignments)),
-        ("", nested(flags)),
+        ("", flags),
     ]
     layers = [(source, config_class.grouped(layer)) for source, layer in layers]
     if presets:
