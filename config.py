@@ -226,26 +226,6 @@ class Config(BaseModel):
         """Return the settings as YAML that ``--config`` can read."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
-    @classmethod
-    def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]], spell: Spell = str) -> Self:
-        """Create the settings from several sources, from weak to strong.
-
-        Args:
-            layers: pairs of a source's name, for messages, and the source's nested values.
-            spell: maps the name of a setting to the name that messages use.
-
-        Raises:
-            OptionInvalid: naming each setting that cannot be used, and its source.
-        """
-        layers = list(layers)
-        values: dict[str, Any] = {}
-        for _, layer in layers:
-            values = _merge(values, layer)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise OptionInvalid(_message(cls, error, layers, spell)) from error
-
 
 class TargetSettings(Config):
     """Which target is loaded for decoding, and how."""
@@ -416,6 +396,11 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
     return keys
 
 
+def option_name(name: str) -> str:
+    """Return the flag of a setting: ``max_length`` becomes ``--max-length``."""
+    return "--" + name.replace("_", "-")
+
+
 def resolve(
     config_class: type[Config],
     flags: Mapping[str, Any],  # Name or key of each setting that was given -> value.
@@ -424,7 +409,7 @@ def resolve(
     # Name of each preset -> nested values. The key ``preset`` in any source selects a preset.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
-    spell: Spell | None = None,
+    spell: Spell = option_name,
 ) -> Any:
     """Merge defaults, earlier settings, preset, file, assignments and flags, from weak to strong.
 
@@ -448,17 +433,16 @@ def resolve(
                     f"unknown preset {preset!r} ({_hint(str(preset), presets, 'presets')})."
                 )
             layers.insert(0, (f"preset {preset}", dict(presets[preset])))
+    values: dict[str, Any] = {}
+    for _, layer in layers:
+        values = _merge(values, layer)
     if earlier:
-        values: dict[str, Any] = {}
-        for _, layer in layers:
-            values = _merge(values, layer)
         layers.insert(0, earlier(values))
-    return config_class.merged(layers, spell or option_name)
-
-
-def option_name(name: str) -> str:
-    """Return the flag of a setting: ``max_length`` becomes ``--max-length``."""
-    return "--" + name.replace("_", "-")
+        values = _merge(layers[0][1], values)
+    try:
+        return config_class.model_validate(values)
+    except ValidationError as error:
+        raise OptionInvalid(_message(config_class, error, layers, spell)) from error
 
 
 def _message(
