@@ -87,6 +87,9 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]
         return open_path(value)
 
 
+store_argument = click.argument("store", type=StoreArgument())
+
+
 def stage_command(
     config_class: type[Config],
     arguments: Sequence[str] = (),

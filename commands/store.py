@@ -8,14 +8,14 @@ import click
 
 from ..text import counted
 from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, out, tell
-from .options import StoreArgument
+from .options import store_argument
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
 
 
 @click.command()
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--sequence",
     type=int,
@@ -68,7 +68,7 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 
 
 @click.command()
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--checksums-only",
     is_flag=True,
