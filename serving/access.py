@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 
 import h11
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -162,10 +163,10 @@ class Guard:
         await serve(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        names = {name for name, _ in scope["headers"]}
+        headers = Headers(scope=scope)
         # If a request has both of these headers, a proxy and this server could disagree about the
         # end of the request (request smuggling).
-        if {b"transfer-encoding", b"content-length"} <= names:
+        if "transfer-encoding" in headers and "content-length" in headers:
             message = "the request has both content-length and transfer-encoding; send only one."
             return ApiError(400, message, None, "invalid_request")
         if scope["path"] == "/health":
@@ -174,18 +175,10 @@ class Guard:
             return ApiError(
                 503, "too many connections are open; try again later.", None, "overloaded", 1
             )
-        return (
-            self._refusal_of_page(scope["method"], scope["headers"]) if self._checks_pages else None
-        )
+        return self._refusal_of_page(scope["method"], headers) if self._checks_pages else None
 
-    def _refusal_of_page(self, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
-        hosts: list[str] = []
-        origins: list[str] = []
-        types: list[str] = []
-        values_by_name = {b"host": hosts, b"origin": origins, b"content-type": types}
-        for name, value in headers:
-            if name in values_by_name:
-                values_by_name[name].append(value.decode("latin-1").lower())
+    def _refusal_of_page(self, method: str, headers: Headers) -> ApiError | None:
+        hosts = list(map(str.lower, headers.getlist("host")))
         for host in hosts:
             if self._checks_hosts and not self._is_own(host):
                 message = (
@@ -194,7 +187,7 @@ class Guard:
                     "--token-file FILE."
                 )
                 return ApiError(403, message, None, "foreign_host")
-        for origin in origins:
+        for origin in map(str.lower, headers.getlist("origin")):
             authority = origin.partition("://")[2]
             is_allowed = bool(authority) and _name_of(authority) in self._names
             if authority not in hosts and not is_allowed:
@@ -203,7 +196,8 @@ class Guard:
                     "the server with --allowed-host NAME or --token-file FILE."
                 )
                 return ApiError(403, message, None, "foreign_origin")
-        media_types = [value.partition(";")[0].strip() for value in types]
+        types = headers.getlist("content-type")
+        media_types = [value.lower().partition(";")[0].strip() for value in types]
         if method == "POST" and media_types != ["application/json"]:
             return ApiError(
                 415,
