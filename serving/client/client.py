@@ -235,14 +235,10 @@ class DraftingClient:
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
-        settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "sampling": sampling,
-            "seed": seed,
-        }
         return self.complete(
-            prompt_tokens(self.model.template, chat), **settings, on_event=on_event, messages=chat
-        )
+            prompt_tokens(self.model.template, chat), max_new_tokens=max_new_tokens,
+            sampling=sampling, seed=seed, on_event=on_event, messages=chat,
+        )  # fmt: skip
 
     def complete(
         self,
