@@ -312,13 +312,9 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(_Body):
-    """The body of ``/tokenize`` or ``/detokenize``, both as in vLLM.
-
-    ``/tokenize`` takes a prompt or a chat, ``/detokenize`` takes tokens.
-    """
+    """The body of ``/tokenize``, as in vLLM: a prompt or a chat."""
 
     model: str | None = None
-    tokens: Annotated[list[int], _FAILS_FAST] | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
@@ -327,37 +323,28 @@ class TokenizeRequest(_Body):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    def check(self, *kinds: str) -> None:
-        """Raise ApiError unless the request has exactly one of the inputs ``kinds``.
+    @override
+    def model_post_init(self, context: Any) -> None:
+        if self.prompt is not None:
+            kind = "prompt"
+            settings_of_others: tuple[str, ...] = ("messages", "tools", "add_generation_prompt")
+        elif self.messages is not None:
+            kind = "messages"
+            settings_of_others = ("add_special_tokens",)
+        else:
+            message = "the request lacks prompt or messages."
+            raise ApiError(400, message, "prompt", "missing_required_parameter")
+        for name in settings_of_others:
+            if getattr(self, name):
+                message = f"{name} does not apply to a request with {kind}. Leave it out."
+                raise ApiError(400, message, name, "unsupported_parameter")
 
-        Settings that do not apply to this input are errors too.
-        """
-        settings_of = {
-            "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
-            "messages": ("tools", "add_generation_prompt", "return_token_strs"),
-        }  # fmt: skip
-        kind = self._first_input(kinds)
-        for name in type(self).model_fields:
-            if name not in ("model", kind, *settings_of[kind]) and getattr(self, name) not in (
-                None,
-                False,
-                [],
-            ):
-                raise ApiError(
-                    400,
-                    f"{name} does not apply to a request with {kind}. Leave it out.",
-                    name,
-                    "unsupported_parameter",
-                )
 
-    def _first_input(self, kinds: Sequence[str]) -> str:
-        """Return the first of ``kinds`` that the request has, or raise ApiError if it has none."""
-        for name in kinds:
-            if getattr(self, name) is not None:
-                return name
-        raise ApiError(
-            400, f"the request lacks {' or '.join(kinds)}.", kinds[0], "missing_required_parameter"
-        )
+class DetokenizeRequest(_Body):
+    """The body of ``/detokenize``, as in vLLM."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], _FAILS_FAST]
 
 
 def _is_prompt(item: Any, is_text: bool) -> bool:

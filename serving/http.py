@@ -42,6 +42,7 @@ from .api import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     RequestOutput,
     ResponseFormatter,
@@ -146,7 +147,6 @@ class Service:
     async def _tokens(self, request: HttpRequest) -> Response:
         asked = TokenizeRequest.parse(await self._body(request))
         self._check_model(asked.model or self.model_name)
-        asked.check("prompt", "messages")
         if asked.messages is None:
             tokens = await self._prompt(
                 request, asked.prompt or "", asked.add_special_tokens is not False
@@ -161,10 +161,10 @@ class Service:
         return JSONResponse(facts | {"token_strs": names})
 
     async def _text(self, request: HttpRequest) -> Response:
-        asked = TokenizeRequest.parse(await self._body(request))
+        asked = DetokenizeRequest.parse(await self._body(request))
         self._check_model(asked.model or self.model_name)
-        asked.check("tokens")
-        self.engine.check_tokens(tokens := asked.tokens or [])
+        tokens = asked.tokens
+        self.engine.check_tokens(tokens)
         decoding = self._tokenizers[len(tokens) > _SHORT_CHARS].run(
             lambda template: template.tokenizer.decode(tokens)
         )
