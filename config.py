@@ -1,8 +1,8 @@
 """Base class of all settings: frozen pydantic models, one per stage, with groups of settings.
 
-A group is a model inside a model. A choice between kinds (such as the drafter of a run) is a union
-of groups, distinguished by their ``kind``. The text below a field is its help text. ``Common``
-shows the setting on the short page of ``--help``::
+A group is a model inside a model, and contains no further groups. A choice between kinds (such as
+the drafter of a run) is a union of groups, distinguished by their ``kind``. The text below a field
+is its help text. ``Common`` shows the setting on the short page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
@@ -495,19 +495,15 @@ def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str
     For a choice between kinds, pydantic's location has one more item than the key. This item is the
     kind, between the name of the choice and the name of the setting.
     """
-    parts = []
-    kind = None
-    rest = list(map(str, loc))
-    group: type[Config] | None = config_class
-    while rest and group is not None:
-        parts.append(rest.pop(0))
-        field = group.model_fields.get(parts[-1])
-        groups = _groups(field) if field else []
-        if len(groups) > 1 and rest:
-            kind = rest.pop(0)
-            groups = [member for member in groups if _default_kind(member) == kind]
-        group = groups[0] if groups else None
-    return ".".join(parts), kind
+    if not loc:
+        return "", None
+    name, *rest = map(str, loc)
+    field = config_class.model_fields.get(name)
+    groups = _groups(field) if field else []
+    kind = rest.pop(0) if len(groups) > 1 and rest else None
+    if groups and rest:
+        name = f"{name}.{rest[0]}"
+    return name, kind
 
 
 def _holds(values: Any, key: str) -> bool:
