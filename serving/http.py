@@ -108,14 +108,21 @@ class Service:
             checks_hosts: whether the ``Host`` of a request must be one of them.
         """
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
-        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
-        app.add_api_route("/v1/completions", self._completions, methods=["POST"])
-        app.add_api_route("/tokenize", self._tokens, methods=["POST"])
-        app.add_api_route("/detokenize", self._text, methods=["POST"])
-        app.add_api_route("/v1/models", self._models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/metrics", self._metrics, methods=["GET"])
+        posts = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completions,
+            "/tokenize": self._tokens,
+            "/detokenize": self._text,
+        }
+        gets = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            "/health": self._health,
+            "/metrics": self._metrics,
+        }
+        for method, routes in (("POST", posts), ("GET", gets)):
+            for path, answer in routes.items():
+                app.add_api_route(path, answer, methods=[method])
         for kind in (ApiError, ServingError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, _show_error)
         app.add_middleware(
