@@ -39,6 +39,8 @@ Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+SamplingSeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
@@ -262,7 +264,7 @@ class SamplingSettings(Config):
     repetition_penalty: Positive = 1.0
     """A value above 1 makes tokens that have already occurred less likely: their logits are divided
     by it if positive, and multiplied by it if negative. 1 turns this off."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    seed: SamplingSeed = 0
     """Seed of the random numbers for sampling. Prompts are counted from 0, and prompt i uses seed +
     i."""
 

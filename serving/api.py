@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import override
 
+from ..config import Count, Natural, Positive, SamplingSeed, Share
 from ..errors import NotAllowed, Overloaded, RequestInvalid, ServingError
 from .detokenizer import Detokenizer, StopStrings
 from .engine.engine import Engine
@@ -119,9 +120,10 @@ _MIN_LOGPROB = -9999.0  # Represents log(0), which JSON lacks; same as in vLLM.
 _MAX_CONTAINERS = 100_000
 
 
-_Messages = Annotated[
-    list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES), _FAILS_FAST
-]
+_Objects = Annotated[list[dict[str, Any]], _FAILS_FAST]
+_Messages = Annotated[_Objects, Field(min_length=1, max_length=_MAX_MESSAGES)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
 
 
 class _Body(BaseModel):
@@ -157,22 +159,22 @@ class GenerationRequest(_Body):
     """Settings that requests for chat completions and for completions share."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 keep all tokens.
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Positive | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, Any] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Natural | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     logprobs: bool | int | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: SamplingSeed | None = None
     stop: str | Annotated[list[str], _FAILS_FAST] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -252,10 +254,10 @@ class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``."""
 
     messages: _Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
+    top_logprobs: _TopLogprobs | None = None
+    tools: _Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
 
     @override
@@ -284,8 +286,8 @@ class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    max_tokens: Count | None = 16
+    logprobs: _TopLogprobs | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -317,7 +319,7 @@ class TokenizeRequest(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: _Messages | None = None
-    tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
+    tools: _Objects | None = None
     # Applies only to a prompt. The special tokens of a chat are in the chat template.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

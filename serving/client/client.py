@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from ...config import Count
+from ...config import Count, Natural
 from ...errors import (
     Disconnected,
     DrafterError,
@@ -97,7 +97,7 @@ class SavedAnswer:
     session: str  # The id that the server gave; empty for none.
     # The prompt and the committed tokens of the answer. Tokens that were committed after the last
     # save come from the server again: it still has them, or computes them again.
-    tokens: tuple[Annotated[int, Field(ge=0)], ...]
+    tokens: tuple[Natural, ...]
     n_prompt: Count
     max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
@@ -106,7 +106,7 @@ class SavedAnswer:
     # The chat messages of the prompt, with role and content. Empty if the prompt was given as token
     # ids.
     messages: tuple[dict[str, str], ...] = ()
-    version: Annotated[int, Field(ge=1, le=1)] = 1
+    version: Literal[1] = 1
 
     def save(self, path: str | Path) -> None:
         """Replace the file atomically: if the process is killed, it has the new or old content."""
