@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Self
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import override
 
 from ..config import Count, Natural, Positive, SamplingSeed, Share
@@ -33,8 +33,6 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 # A sequence is paused at the first and resumed at the second number of unread commits (results of
 # target calls).
 _HOLD_AT, _RELEASE_AT = 64, 8
-_MAX_STOPS = 4
-_MAX_STOP_CHARS = 256
 
 # Setting of OpenAI's or vLLM's API that this server lacks -> values that it accepts because they
 # change nothing. It also accepts null for each of these settings.
@@ -112,6 +110,8 @@ class _StreamOptions(BaseModel):
 # seconds, so validation stops at the first one.
 _FAILS_FAST = Field(fail_fast=True)
 _MAX_MESSAGES = 10_000
+_MAX_STOPS = 4
+_MAX_STOP_CHARS = 256
 _MAX_CHOICES = 128  # Maximum number of answers of one request.
 _MAX_LOGPROBS = 20
 _MIN_LOGPROB = -9999.0  # Represents log(0), which JSON lacks; same as in vLLM.
@@ -122,14 +122,24 @@ _MAX_CONTAINERS = 100_000
 
 _Objects = Annotated[list[dict[str, Any]], _FAILS_FAST]
 _Messages = Annotated[_Objects, Field(min_length=1, max_length=_MAX_MESSAGES)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+# A single stop string counts as a list of one.
+_Stops = Annotated[
+    list[_Stop],
+    Field(max_length=_MAX_STOPS),
+    _FAILS_FAST,
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """The JSON object of a request."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -155,7 +165,7 @@ class _Body(BaseModel):
         return request
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """Settings that requests for chat completions and for completions share."""
 
     model: str
@@ -175,7 +185,7 @@ class GenerationRequest(_Body):
     structured_outputs: dict[str, Any] | None = None
     logprobs: bool | int | None = None
     seed: SamplingSeed | None = None
-    stop: str | Annotated[list[str], _FAILS_FAST] | None = None
+    stop: _Stops | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     drafter: str | None = None
@@ -215,22 +225,10 @@ class GenerationRequest(_Body):
         )
         raise ApiError(400, message, param, "invalid_value")
 
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
     @classmethod
     @override
     def parse(cls, body: bytes) -> Self:
         request = super().parse(body)
-        are_right = all(1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops)
-        if len(request.stops) > _MAX_STOPS or not are_right:
-            message = (
-                f"stop may have at most {_MAX_STOPS} strings, each of 1 to {_MAX_STOP_CHARS} "
-                "characters."
-            )
-            raise ApiError(400, message, "stop", "invalid_value")
         if request.stream_options is not None and not request.stream:
             raise ApiError(
                 400,
@@ -313,10 +311,9 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """The body of ``/tokenize``, as in vLLM: a prompt or a chat."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     tools: _Objects | None = None
@@ -342,10 +339,9 @@ class TokenizeRequest(_Body):
                 raise ApiError(400, message, name, "unsupported_parameter")
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """The body of ``/detokenize``, as in vLLM."""
 
-    model: str | None = None
     tokens: Annotated[list[int], _FAILS_FAST]
 
 
