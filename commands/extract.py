@@ -342,7 +342,7 @@ def repair(
     elif drop:
         from ..storage.write.repair import drop_damage
 
-        with ProgressLine("B", scaled=True) as progress:
+        with ProgressLine("B") as progress:
             damages = drop_damage(store, progress)
         lines = [f"dropped: {damage.path}: {damage.message}" for damage in damages]
         out.print("\n".join(lines) or f"{store} has no damage, nothing was dropped")
