@@ -169,13 +169,8 @@ class Config(BaseModel):
                 for setting in group.settings():
                     if not (kind and setting.name == "kind"):
                         setting_name = name if setting.name == "kind" else setting.name
-                        yield Setting(
-                            f"{name}.{setting.key}",
-                            setting_name,
-                            setting.field,
-                            kind,
-                            setting.is_common,
-                        )
+                        key = f"{name}.{setting.key}"
+                        yield setting._replace(key=key, name=setting_name, kind=kind)
 
     @classmethod
     def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,8 +270,7 @@ class SamplingSettings(Config):
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
     """Return the groups that a field can hold, or an empty list if the field is a setting."""
-    annotation = field.annotation
-    members = [annotation] if isinstance(annotation, type) else list(typing.get_args(annotation))
+    members = typing.get_args(field.annotation) or [field.annotation]
     return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
 
 
@@ -485,8 +479,10 @@ def _message(
 
 def _source_of(layers: list[tuple[str, Mapping[str, Any]]], key: str) -> str:
     """Return the name of the strongest source that has a value for a key, or an empty text."""
+    group, _, name = key.partition(".")
     for source, layer in layers[::-1]:
-        if _holds(layer, key):
+        values = layer.get(group, {})
+        if group in layer and (not name or (isinstance(values, Mapping) and name in values)):
             return source
     return ""
 
@@ -506,14 +502,6 @@ def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str
     if groups and rest:
         name = f"{name}.{rest[0]}"
     return name, kind
-
-
-def _holds(values: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(values, Mapping) or part not in values:
-            return False
-        values = values[part]
-    return True
 
 
 # Pydantic's error type, or the first word of the error type -> text that says what was expected.

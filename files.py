@@ -486,10 +486,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
         ValueError: the text is not a JSON object, is too long or nested too deeply, or contains NaN
             or an infinite number that is not allowed.
     """
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(
-            f"it is too large: it has {len(text)} bytes, but the limit is {MAX_JSON_BYTES} bytes"
-        )
+    check_length(len(text), MAX_JSON_BYTES)
     try:
         document = json.loads(text, parse_constant=partial(_parse_constant, allows_infinity))
     except RecursionError:
