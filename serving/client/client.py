@@ -367,7 +367,7 @@ class _Turn:
     def stats(self) -> Stats:
         """Return the measurements so far."""
         session = self._session
-        n_tokens = len(session.tokens) - session.n_prompt
+        n_tokens = session.n_answer
         rate = 0.0
         if (
             self._first_token is not None
@@ -500,7 +500,7 @@ class _Turn:
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()
-            draft = drafter.next(session.tokens, [draft.token for draft in session.drafts])
+            draft = drafter.next(session.tokens, session.draft_tokens)
             if draft is not None:
                 self._draft_s = _smoothed(self._draft_s, time.perf_counter() - began_s)
                 session.add_draft(draft.token, draft.probability)

@@ -321,11 +321,7 @@ class ClientSession:
     @property
     def wants_draft(self) -> bool:
         """Whether another draft would be useful now."""
-        if (
-            self.finish
-            or self._is_stuck
-            or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids)
-        ):
+        if self.finish or self._is_stuck or self._is_end_drafted:
             return False
         n_drafts = len(self.drafts)
         n_left = self._n_left
@@ -435,6 +431,21 @@ class ClientSession:
     # Properties of the sequence and its drafts
 
     @property
+    def n_answer(self) -> int:
+        """The number of committed tokens of the answer."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def draft_tokens(self) -> list[int]:
+        """The tokens of all drafts."""
+        return [draft.token for draft in self.drafts]
+
+    @property
+    def _is_end_drafted(self) -> bool:
+        """Whether the last draft ends the answer."""
+        return bool(self.drafts) and self.drafts[-1].token in self.settings.eos_token_ids
+
+    @property
     def _n_left(self) -> int:
         return min(self.n_prompt + self.settings.max_new_tokens, self._max_positions) - len(
             self.tokens
@@ -442,7 +453,7 @@ class ClientSession:
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
         """Commit tokens: keep the drafts that agree, and take back all others."""
-        n_agreed = n_common(new, [draft.token for draft in self.drafts])
+        n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):
             self.drafts.popleft()
@@ -450,18 +461,18 @@ class ClientSession:
         self.n_asked = max(0, self.n_asked - n_agreed)
         self.tokens += new[:n_seen]
         if n_seen:
-            self._events.append(Verified(len(self.tokens) - self.n_prompt))
+            self._events.append(Verified(self.n_answer))
         if n_agreed < len(new):
             self._take_back()
         if rest := new[n_seen:]:
-            start = len(self.tokens) - self.n_prompt
+            start = self.n_answer
             self.tokens += rest
             self._emit_tokens(start, rest, kinds[n_seen:])
 
     def _take_back(self) -> None:
         """Drop all drafts, and emit RolledBack if some of them were shown."""
         if self.n_shown:
-            stop = len(self.tokens) - self.n_prompt
+            stop = self.n_answer
             self._texts.truncate(stop)
             self.n_rolled_back += self.n_shown
             self._events.append(RolledBack(stop))
@@ -469,8 +480,8 @@ class ClientSession:
         self.n_shown = self.n_asked = 0
 
     def _show(self) -> None:
-        if hidden := [draft.token for draft in self.drafts][self.n_shown :]:
-            start = len(self.tokens) - self.n_prompt + self.n_shown
+        if hidden := self.draft_tokens[self.n_shown :]:
+            start = self.n_answer + self.n_shown
             self.n_shown = len(self.drafts)
             self._emit_tokens(start, hidden, ["unverified"] * len(hidden))
 
@@ -480,9 +491,7 @@ class ClientSession:
             return
         self._has_paused = True
         n_drafts = len(self.drafts)
-        if n_drafts >= self._n_left or (
-            n_drafts and self.drafts[-1].token in self.settings.eos_token_ids
-        ):
+        if n_drafts >= self._n_left or self._is_end_drafted:
             why = "the draft of the answer is complete"
         elif n_drafts >= self.settings.max_offline:
             why = "the limit of unverified tokens is reached"
@@ -532,15 +541,14 @@ class ClientSession:
         The last token of the answer needs no draft, because the call adds one token of the target.
         """
         n_asked = min(len(self.drafts), self._max_drafts, max(0, self._n_left - 1))
-        tokens = [draft.token for draft in self.drafts][:n_asked]
+        tokens = self.draft_tokens[:n_asked]
         self._awaited = self._send(verify=pb.Verify(start=len(self.tokens), tokens=tokens))
         self.n_asked = n_asked
 
     def _is_chain_complete(self) -> bool:
         if len(self.drafts) >= min(self.shape.depth, self._max_drafts, self._n_left - 1):
             return True
-        is_end = bool(self.drafts) and self.drafts[-1].token in self.settings.eos_token_ids
-        return is_end or self._probability() < self.shape.stop_below
+        return self._is_end_drafted or self._probability() < self.shape.stop_below
 
     def _probability(self) -> float:
         return math.prod(draft.probability for draft in self.drafts)
