@@ -29,6 +29,7 @@ from .engine.engine import Engine
 from .engine.sequence import Commit, Logprobs, Request, Work
 from .post import call_in
 
+JsonObject = dict[str, Any]
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 # A sequence is paused at the first and resumed at the second number of unread commits (results of
 # target calls).
@@ -88,7 +89,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The JSON object of the response."""
         kinds = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
         kind = kinds.get(
@@ -120,7 +121,7 @@ _MIN_LOGPROB = -9999.0  # Represents log(0), which JSON lacks; same as in vLLM.
 _MAX_CONTAINERS = 100_000
 
 
-_Objects = Annotated[list[dict[str, Any]], _FAILS_FAST]
+_Objects = Annotated[list[JsonObject], _FAILS_FAST]
 _Messages = Annotated[_Objects, Field(min_length=1, max_length=_MAX_MESSAGES)]
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 # A single stop string counts as a list of one.
@@ -177,12 +178,12 @@ class GenerationRequest(Body):
     repetition_penalty: Positive | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: JsonObject | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Natural | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: JsonObject | None = None
+    structured_outputs: JsonObject | None = None
     logprobs: bool | int | None = None
     seed: SamplingSeed | None = None
     stop: _Stops | None = None
@@ -256,7 +257,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: _TopLogprobs | None = None
     tools: _Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
 
     @override
     def model_post_init(self, context: Any) -> None:
@@ -548,7 +549,7 @@ class ResponseFormatter:
             "created": int(time.time()), "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
 
-    def whole(self, texts: Sequence[str], request_output: RequestOutput) -> dict[str, Any]:
+    def whole(self, texts: Sequence[str], request_output: RequestOutput) -> JsonObject:
         """Return the response with all answers, once they are complete."""
         choices = []
         for text, output in zip(texts, request_output.outputs, strict=True):
@@ -606,8 +607,8 @@ class ResponseFormatter:
         return event(chunk | {"usage": None} if self._has_usage else chunk)
 
     def _choice(
-        self, output: CompletionOutput, content: dict[str, Any], finish_reason: str | None
-    ) -> dict[str, Any]:
+        self, output: CompletionOutput, content: JsonObject, finish_reason: str | None
+    ) -> JsonObject:
         logprobs = None
         if output.scored:
             logprobs = self._chat_logprobs(output) if self._is_chat else self._logprobs(output)
@@ -618,22 +619,22 @@ class ResponseFormatter:
             | {"logprobs": logprobs, "finish_reason": finish_reason}
         )
 
-    def _chat_logprobs(self, output: CompletionOutput) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
+    def _chat_logprobs(self, output: CompletionOutput) -> JsonObject:
+        def entry(token: int, logprob: float) -> JsonObject:
             text = self._decode([token])
             # The replacement character shows that the token has only some bytes of a character.
             is_whole = "\ufffd" not in text
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}
 
-        content: list[dict[str, Any]] = []
+        content: list[JsonObject] = []
         for token, (logprob, likeliest) in output.scored:
             scored_token = entry(token, logprob)
             scored_token["top_logprobs"] = [entry(*alternative) for alternative in likeliest]
             content.append(scored_token)
         return {"content": content, "refusal": None}
 
-    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
+    def _logprobs(self, output: CompletionOutput) -> JsonObject:
         tokens = [self._decode([token]) for token, _ in output.scored]
         offsets = [*accumulate(map(len, tokens), initial=self._offsets[output.index])]
         self._offsets[output.index] = offsets.pop()
@@ -654,7 +655,7 @@ class ResponseFormatter:
             "text_offset": offsets,
         }
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
         return self._facts | {
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
             "choices": choices,
@@ -670,6 +671,6 @@ class ResponseFormatter:
         }
 
 
-def event(value: dict[str, Any]) -> bytes:
+def event(value: JsonObject) -> bytes:
     """Format one server-sent event."""
     return b"data: " + _ENCODER.encode(value).encode() + b"\n\n"
