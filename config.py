@@ -63,8 +63,12 @@ def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
 
 TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 """Arguments of a chat template as NAME=VALUE, or one JSON object that was split at its commas."""
-Presets = Mapping[str, Mapping[str, Any]]
-Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
+Values = Mapping[str, Any]
+"""Values of settings by field or, if :meth:`Config.grouped` has not sorted them, by name or key."""
+Layers = list[tuple[str, Values]]
+"""The sources of settings, from weak to strong: a source's name for messages, and its values."""
+Presets = Mapping[str, Values]
+Earlier = Callable[[Values], tuple[str, dict[str, Any]]]
 """Function that finds the settings of an earlier run.
 
 It takes the nested values that are given for this run. It returns the name of the earlier run for
@@ -173,7 +177,7 @@ class Config(BaseModel):
                         yield setting._replace(key=key, name=setting_name, kind=kind)
 
     @classmethod
-    def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def grouped(cls, values: Values) -> dict[str, Any]:
         """Return the values by field. Values given by name or by key are moved into their groups."""
         keys = {setting.name: setting.key for setting in cls.settings()}
         grouped = {name: value for name, value in values.items() if name in cls.model_fields}
@@ -332,7 +336,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(weak: Values, strong: Values) -> dict[str, Any]:
     merged = dict(weak)
     for key, value in strong.items():
         before = merged.get(key)
@@ -399,7 +403,7 @@ def option_name(name: str) -> str:
 
 def resolve(
     config_class: type[Config],
-    flags: Mapping[str, Any],  # Name or key of each setting that was given -> value.
+    flags: Values,  # Name or key of each setting that was given -> value.
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
     # Name of each preset -> nested values. The key ``preset`` in any source selects a preset.
@@ -444,7 +448,7 @@ def resolve(
 def _message(
     config_class: type[Config],
     error: ValidationError,
-    layers: list[tuple[str, Mapping[str, Any]]],
+    layers: Layers,
     spell: Spell,
 ) -> str:
     names = {setting.key: setting.name for setting in config_class.settings()}
@@ -477,7 +481,7 @@ def _message(
     return re.sub("--([a-z][a-z-]+)", spelled, f"{'; '.join(lines)}.")
 
 
-def _source_of(layers: list[tuple[str, Mapping[str, Any]]], key: str) -> str:
+def _source_of(layers: Layers, key: str) -> str:
     """Return the name of the strongest source that has a value for a key, or an empty text."""
     group, _, name = key.partition(".")
     for source, layer in layers[::-1]:
