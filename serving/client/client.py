@@ -461,18 +461,12 @@ class _Turn:
                 raise self._error
             return
         silent_s = now - self._heard_s
+        reason = f"no message came from the server {self._link.address} for {silent_s:.1f} s."
         if silent_s > timeouts.dead_s:
-            self._reconnect(
-                Disconnected(
-                    f"no message came from the server {self._link.address} for {timeouts.dead_s:g} "
-                    "s."
-                )
-            )
+            self._reconnect(Disconnected(reason))
             return
         if silent_s > timeouts.silence_s + 2 * (self._round_trip_s or 0.0):
-            session.stall(
-                f"no message came from the server {self._link.address} for {silent_s:.1f} s."
-            )
+            session.stall(reason)
         if now - self._pinged_s > _PING_EVERY_S and session.is_opened:
             self._n_pings += 1
             self._pings[self._n_pings], self._pinged_s = now, now

@@ -137,9 +137,7 @@ class Link:
         """Return the events so far, in order; wait for the first one until the timeout."""
         events: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
-            events.append(
-                self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
-            )
+            events.append(self._events.get(timeout_s > 0, timeout_s))
             while True:
                 events.append(self._events.get_nowait())
         return events
