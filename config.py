@@ -23,7 +23,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -65,7 +65,7 @@ TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 """Arguments of a chat template as NAME=VALUE, or one JSON object that was split at its commas."""
 Values = Mapping[str, Any]
 """Values of settings by field or, if :meth:`Config.grouped` has not sorted them, by name or key."""
-Layers = list[tuple[str, Values]]
+Layers = Sequence[tuple[str, Values]]
 """The sources of settings, from weak to strong: a source's name for messages, and its values."""
 Presets = Mapping[str, Values]
 Earlier = Callable[[Values], tuple[str, dict[str, Any]]]
@@ -416,12 +416,12 @@ def resolve(
     Raises:
         OptionInvalid: naming each setting that cannot be used, and its source.
     """
-    layers = [
+    sources = [
         (f"--config {config_path}", read_config_file(config_path) if config_path else {}),
         ("--set", read_assignments(assignments)),
         ("", flags),
     ]
-    layers = [(source, config_class.grouped(layer)) for source, layer in layers]
+    layers = [(source, config_class.grouped(values)) for source, values in sources]
     if presets:
         # The strongest layer that has a preset selects it. None there selects no preset.
         preset: Any = None
@@ -433,14 +433,14 @@ def resolve(
                     f"unknown preset {preset!r} ({_hint(str(preset), presets, 'presets')})."
                 )
             layers.insert(0, (f"preset {preset}", dict(presets[preset])))
-    values: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for _, layer in layers:
-        values = _merge(values, layer)
+        merged = _merge(merged, layer)
     if earlier:
-        layers.insert(0, earlier(values))
-        values = _merge(layers[0][1], values)
+        layers.insert(0, earlier(merged))
+        merged = _merge(layers[0][1], merged)
     try:
-        return config_class.model_validate(values)
+        return config_class.model_validate(merged)
     except ValidationError as error:
         raise OptionInvalid(_message(config_class, error, layers, spell)) from error
 

@@ -55,11 +55,7 @@ def free_memory() -> int | None:
 
 def resident_memory() -> int:
     """Return the resident memory of this process in bytes, or 0 if it is not reported."""
-    try:
-        n_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return n_pages * os.sysconf("SC_PAGE_SIZE")
+    return _kilobytes(Path("/proc/self/status"), "VmRSS") or 0
 
 
 def peak_memory() -> int:
