@@ -168,6 +168,7 @@ def _setting_parameters(
         option = click.Option(
             [flag, setting.name],
             metavar=kind,
+            default=None,
             help=_help(setting),
             hidden=is_short and not setting.is_common,
         )
