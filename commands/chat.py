@@ -34,8 +34,8 @@ from .console import out, tell
 from .options import stage_command
 
 if TYPE_CHECKING:
-    from ..serving.client.client import Answer, DraftingClient, SavedAnswer
-    from ..serving.client.session import Event, OnEvent, Stats
+    from ..serving.client.client import Answer, DraftingClient
+    from ..serving.client.session import Event, OnEvent, SavedAnswer, Stats
 
 # Colours of tokens: accepted drafts are green, the target's own tokens are plain, and unverified
 # tokens are dim.
@@ -145,8 +145,9 @@ def chat(
 
     from ..moa.targets.live import pick_device
     from ..serving.access import read_tokens
-    from ..serving.client.client import DraftingClient, SavedAnswer, Timeouts
+    from ..serving.client.client import DraftingClient, Timeouts
     from ..serving.client.drafting import DraftingModel
+    from ..serving.client.session import SavedAnswer
 
     saved = None if resume is None else SavedAnswer.load(resume)
     token = read_tokens(config.token_file)[0] if config.token_file else ""

@@ -1,8 +1,8 @@
 """The state machine of one answer: committed tokens, drafts, and requests to the server.
 
-It has no I/O and no clock. The inputs are messages of the server, drafts, and changes of the link.
-The outputs are messages to send and events. So tests can try every order of them. Positions count
-from 0 over prompt and answer::
+The state machine has no I/O and no clock. The inputs are messages of the server, drafts, and
+changes of the link. The outputs are messages to send and events. So tests can try every order of
+them. Positions count from 0 over prompt and answer::
 
     prompt    committed answer     drafts
     The cat | sat on             | the  mat    .    It     link up, mode client: the first two are
@@ -26,10 +26,16 @@ tokens. When it ends, its open requests are dropped.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from ...errors import Disconnected
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from ...config import Count, Natural
+from ...errors import Disconnected, RequestInvalid
+from ...files import read_bounded, write_atomic
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...moa.decoding.tree import TreeShape
 from ...text import counted
@@ -136,13 +142,61 @@ SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 
 
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Settings of one answer, including the limits for writing offline."""
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class SavedAnswer:
+    """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
 
-    max_new_tokens: int
+    session: str  # The id that the server gave; empty for none.
+    # The prompt and the committed tokens of the answer. Tokens that were committed after the last
+    # save come from the server again: it still has them, or computes them again.
+    tokens: tuple[Natural, ...]
+    n_prompt: Count
+    max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
     seed: int = 0
+    finish: str = ""  # The reason why the answer ended; empty before.
+    # The chat messages of the prompt, with role and content. Empty if the prompt was given as token
+    # ids.
+    messages: tuple[dict[str, str], ...] = ()
+    version: Literal[1] = 1
+
+    def save(self, path: str | Path) -> None:
+        """Replace the file atomically: if the process is killed, it has the new or old content."""
+        try:
+            write_atomic(Path(path), _SAVED.dump_json(self))
+        except OSError as error:
+            reason = error.strerror or error
+            raise RequestInvalid(
+                f"the conversation cannot be saved in {path}: {reason}. Choose another file."
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that :meth:`save` wrote; raises RequestInvalid for any other file."""
+        try:
+            saved: Self = _SAVED.validate_json(read_bounded(Path(path)))
+            if saved.n_prompt > len(saved.tokens):
+                raise ValueError("n_prompt is larger than the number of tokens")
+        except OSError as error:
+            raise RequestInvalid(
+                f"the saved conversation {path} cannot be read: {error.strerror}."
+            ) from error
+        # Pydantic and SamplingConfig raise ValueError for invalid values.
+        except ValueError as error:
+            raise RequestInvalid(
+                f"{path} is not a conversation that this release of moa-data has saved. Start a "
+                "new one."
+            ) from error
+        return saved
+
+
+_SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How an answer is drafted, including the limits for writing offline."""
+
     codec: str = "int8"  # The codec of the drafter's contexts on the wire; empty for no contexts.
     max_offline: int = 64  # The largest number of tokens that are shown unverified.
     # Offline the client stops when the product of the drafter's probabilities since the last
@@ -150,7 +204,8 @@ class AnswerSettings:
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
     mode: Mode = "server"
-    shape: TreeShape = GREEDY_SHAPE  # The shape of the chains that are verified.
+    # The shape of the chains that are verified; None for the usual one.
+    shape: TreeShape | None = None
     identities: pb.Identities = field(default_factory=pb.Identities)
 
 
@@ -166,29 +221,27 @@ class ClientSession:
     """The client's side of a session: one answer, from its prompt to its end.
 
     Args:
-        tokens: the prompt and the committed tokens of the answer.
-        n_prompt: the number of tokens of the prompt.
-        settings: the settings of the answer.
+        saved: the answer so far, with its prompt.
+        settings: how the answer is drafted.
         texts: a detokenizer without tokens.
-        session: the id that a server gave to this answer before; empty for none.
         n_context: the number of positions whose contexts the drafter has.
     """
 
     def __init__(
         self,
-        tokens: Sequence[int],
-        n_prompt: int,
+        saved: SavedAnswer,
         settings: AnswerSettings,
         texts: Detokenizer,
-        session: str = "",
         n_context: int = 0,
     ) -> None:
-        self.tokens = list(tokens)
-        self.n_prompt = n_prompt
+        self.tokens = list(saved.tokens)
+        self.n_prompt = saved.n_prompt
         self.settings = settings
-        self.session = session
+        self.session = saved.session
+        self._saved = saved
         self.mode = settings.mode
-        self.shape = settings.shape
+        usual_shape = SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE
+        self.shape = settings.shape or usual_shape
         # Drafted tokens. The first ``n_shown`` of them are shown as unverified, and the first
         # ``n_asked`` of them are being verified.
         self.drafts: deque[Draft] = deque()
@@ -213,7 +266,7 @@ class ClientSession:
         self._is_running = False  # Whether the server decodes and streams by itself.
         self._max_drafts = 1
         self._max_positions = 1 << 31
-        if answer := self.tokens[n_prompt:]:
+        if answer := self.tokens[self.n_prompt :]:
             self._emit_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
 
@@ -232,11 +285,11 @@ class ClientSession:
         self._send(
             open=pb.Open(
                 protocol=PROTOCOL, session=self.session, identities=settings.identities,
-                tokens=self.tokens, n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens,
-                codec=settings.codec, n_context=self.n_context,
+                tokens=self.tokens, n_prompt=self.n_prompt,
+                max_new_tokens=self._saved.max_new_tokens, codec=settings.codec, n_context=self.n_context,
                 sampling=pb.Sampling(
-                    **{name: getattr(settings.sampling, name) for name in SENT_SAMPLING},
-                    seed=settings.seed,
+                    **{name: getattr(self._saved.sampling, name) for name in SENT_SAMPLING},
+                    seed=self._saved.seed,
                 ),
             )
         )  # fmt: skip
@@ -428,6 +481,12 @@ class ClientSession:
             self.n_context = context.start + context.n_positions
             self._is_stuck = False
 
+    def saved(self) -> SavedAnswer:
+        """Return the answer so far."""
+        return replace(
+            self._saved, session=self.session, tokens=tuple(self.tokens), finish=self.finish
+        )
+
     # Properties of the sequence and its drafts
 
     @property
@@ -447,7 +506,7 @@ class ClientSession:
 
     @property
     def _n_left(self) -> int:
-        return min(self.n_prompt + self.settings.max_new_tokens, self._max_positions) - len(
+        return min(self.n_prompt + self._saved.max_new_tokens, self._max_positions) - len(
             self.tokens
         )
 
@@ -517,7 +576,7 @@ class ClientSession:
         answer = self.tokens[self.n_prompt :]
         if answer and answer[-1] in self.settings.eos_token_ids:
             self._end("stop")
-        elif len(answer) >= self.settings.max_new_tokens:
+        elif len(answer) >= self._saved.max_new_tokens:
             self._end("length")
 
     # Requests
