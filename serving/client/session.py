@@ -274,13 +274,9 @@ class ClientSession:
 
     def link_up(self) -> None:
         """Handle a new connection: open the session with the known tokens, then request more."""
+        self._drop_requests()
         self._is_up = True
-        self.is_opened = False
         self._sequence = 0
-        self._awaited = 0
-        self.n_asked = 0
-        self._is_running = False
-        self._outbox.clear()
         settings = self.settings
         self._send(
             open=pb.Open(
@@ -299,12 +295,8 @@ class ClientSession:
     def link_down(self, reason: str) -> None:
         """Handle the loss of the connection: drop its open requests, and go offline."""
         was_opened = self.is_opened
+        self._drop_requests()
         self._is_up = False
-        self.is_opened = False
-        self._awaited = 0
-        self.n_asked = 0
-        self._is_running = False
-        self._outbox.clear()
         if was_opened and not self.finish:
             self._events.append(LinkChanged(False, reason))
         self.stall(reason)
@@ -580,6 +572,14 @@ class ClientSession:
             self._end("length")
 
     # Requests
+
+    def _drop_requests(self) -> None:
+        """Forget the requests of a connection, and that the session was opened on it."""
+        self.is_opened = False
+        self._awaited = 0
+        self.n_asked = 0
+        self._is_running = False
+        self._outbox.clear()
 
     def _proceed(self) -> None:
         """Send the next request to the server, unless an earlier request is still unanswered."""
