@@ -33,9 +33,7 @@ _CONNECT_S = 5.0
 # Delay before a channel is closed. gRPC watches each channel in a thread. This thread prints a
 # traceback if the channel is closed before the thread has noticed that nobody is subscribed.
 _CLOSED_AFTER_S = 2.0
-_SERVER = re.compile(
-    r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))", re.DOTALL
-)
+_SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5  # The size of gRPC's header before each message.
 _OPTIONS = (
