@@ -1,8 +1,8 @@
 """Base class of all settings: frozen pydantic models, one per stage, with groups of settings.
 
-A group is a model inside a model. A choice between kinds (such as the drafter of a run) is a union
-of groups, distinguished by their ``kind``. The text below a field is its help text. ``Common``
-shows the setting on the short page of ``--help``::
+A group is a model inside a model, and contains no further groups. A choice between kinds (such as
+the drafter of a run) is a union of groups, distinguished by their ``kind``. The text below a field
+is its help text. ``Common`` shows the setting on the short page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
@@ -23,7 +23,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -39,6 +39,8 @@ Natural = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+SamplingSeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
@@ -61,8 +63,12 @@ def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
 
 TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 """Arguments of a chat template as NAME=VALUE, or one JSON object that was split at its commas."""
-Presets = Mapping[str, Mapping[str, Any]]
-Earlier = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
+Values = Mapping[str, Any]
+"""Values of settings by field or, if :meth:`Config.grouped` has not sorted them, by name or key."""
+Layers = Sequence[tuple[str, Values]]
+"""The sources of settings, from weak to strong: a source's name for messages, and its values."""
+Presets = Mapping[str, Values]
+Earlier = Callable[[Values], tuple[str, dict[str, Any]]]
 """Function that finds the settings of an earlier run.
 
 It takes the nested values that are given for this run. It returns the name of the earlier run for
@@ -167,42 +173,30 @@ class Config(BaseModel):
                 for setting in group.settings():
                     if not (kind and setting.name == "kind"):
                         setting_name = name if setting.name == "kind" else setting.name
-                        yield Setting(
-                            f"{name}.{setting.key}",
-                            setting_name,
-                            setting.field,
-                            kind,
-                            setting.is_common,
-                        )
+                        key = f"{name}.{setting.key}"
+                        yield setting._replace(key=key, name=setting_name, kind=kind)
 
     @classmethod
-    def grouped(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by field. Values given by a setting's name are moved into its group."""
-        values_by_field: dict[str, Any] = {}
-        values_by_name: dict[str, Any] = {}
+    def grouped(cls, values: Values) -> dict[str, Any]:
+        """Return the values by field. Values given by name or by key are moved into their groups."""
+        keys = {setting.name: setting.key for setting in cls.settings()}
+        grouped = {name: value for name, value in values.items() if name in cls.model_fields}
         for name, value in values.items():
             if name in cls.model_fields:
-                values_by_field[name] = value
-            else:
-                values_by_name[name] = value
-        if values_by_name:
-            keys = {setting.name: setting.key for setting in cls.settings()}
-            values_by_key: dict[str, Any] = {}
-            for name, value in values_by_name.items():
-                values_by_key[keys.get(name, name)] = value
-            for key, value in values_by_key.items():
-                group, _, name_in_group = key.partition(".")
-                group_values = values_by_field.get(group)
-                if (
-                    isinstance(group_values, Mapping)
-                    and group_values.get(name_in_group, value) != value
-                ):
-                    raise OptionInvalid(
-                        f"{name_in_group} is given twice with different values, {value!r} and "
-                        f"{group_values[name_in_group]!r}. Leave out one of the two."
-                    )
-            values_by_field = _merge(values_by_field, nested(values_by_key))
-        return values_by_field
+                continue
+            key = keys.get(name, name)
+            group, _, name_in_group = key.partition(".")
+            group_values = grouped.get(group)
+            if (
+                isinstance(group_values, Mapping)
+                and group_values.get(name_in_group, value) != value
+            ):
+                raise OptionInvalid(
+                    f"{name_in_group} is given twice with different values, {value!r} and "
+                    f"{group_values[name_in_group]!r}. Leave out one of the two."
+                )
+            grouped = _merge(grouped, _nested(key, value))
+        return grouped
 
     @classmethod
     def of(cls, **named: Any) -> Self:
@@ -232,26 +226,6 @@ class Config(BaseModel):
     def to_yaml(self) -> str:
         """Return the settings as YAML that ``--config`` can read."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-    @classmethod
-    def merged(cls, layers: Iterable[tuple[str, Mapping[str, Any]]], spell: Spell = str) -> Self:
-        """Create the settings from several sources, from weak to strong.
-
-        Args:
-            layers: pairs of a source's name, for messages, and the source's nested values.
-            spell: maps the name of a setting to the name that messages use.
-
-        Raises:
-            OptionInvalid: naming each setting that cannot be used, and its source.
-        """
-        layers = list(layers)
-        values: dict[str, Any] = {}
-        for _, layer in layers:
-            values = _merge(values, layer)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise OptionInvalid(_message(cls, error, layers, spell)) from error
 
 
 class TargetSettings(Config):
@@ -289,7 +263,7 @@ class SamplingSettings(Config):
     repetition_penalty: Positive = 1.0
     """A value above 1 makes tokens that have already occurred less likely: their logits are divided
     by it if positive, and multiplied by it if negative. 1 turns this off."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    seed: SamplingSeed = 0
     """Seed of the random numbers for sampling. Prompts are counted from 0, and prompt i uses seed +
     i."""
 
@@ -300,8 +274,7 @@ class SamplingSettings(Config):
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
     """Return the groups that a field can hold, or an empty list if the field is a setting."""
-    annotation = field.annotation
-    members = [annotation] if isinstance(annotation, type) else list(typing.get_args(annotation))
+    members = typing.get_args(field.annotation) or [field.annotation]
     return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
 
 
@@ -356,17 +329,14 @@ def plain_types(annotation: Any) -> list[Any]:
     return types
 
 
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted keys into groups: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``."""
-    groups: dict[str, Any] = {}
-    for key, value in keys.items():
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        groups = _merge(groups, value)
-    return groups
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Turn a dotted key into groups: ``a.b`` becomes ``{"a": {"b": value}}``."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
 
 
-def _merge(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(weak: Values, strong: Values) -> dict[str, Any]:
     merged = dict(weak)
     for key, value in strong.items():
         before = merged.get(key)
@@ -411,7 +381,7 @@ def _with_underscores(values: Any) -> Any:
 
 
 def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Read ``group.key=value`` texts; ``none`` means no value."""
+    """Read ``group.key=value`` texts into a dict by name or key; ``none`` means no value."""
     keys: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -423,30 +393,35 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
         keys[key.strip().replace("-", "_")] = (
             None if value.strip().lower() in ("none", "null") else value.strip()
         )
-    return nested(keys)
+    return keys
+
+
+def option_name(name: str) -> str:
+    """Return the flag of a setting: ``max_length`` becomes ``--max-length``."""
+    return "--" + name.replace("_", "-")
 
 
 def resolve(
     config_class: type[Config],
-    flags: Mapping[str, Any],  # Name or key of each setting that was given -> value.
+    flags: Values,  # Name or key of each setting that was given -> value.
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
     # Name of each preset -> nested values. The key ``preset`` in any source selects a preset.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
-    spell: Spell | None = None,
+    spell: Spell = option_name,
 ) -> Any:
     """Merge defaults, earlier settings, preset, file, assignments and flags, from weak to strong.
 
     Raises:
         OptionInvalid: naming each setting that cannot be used, and its source.
     """
-    layers = [
+    sources = [
         (f"--config {config_path}", read_config_file(config_path) if config_path else {}),
         ("--set", read_assignments(assignments)),
-        ("", nested(flags)),
+        ("", flags),
     ]
-    layers = [(source, config_class.grouped(layer)) for source, layer in layers]
+    layers = [(source, config_class.grouped(values)) for source, values in sources]
     if presets:
         # The strongest layer that has a preset selects it. None there selects no preset.
         preset: Any = None
@@ -458,23 +433,22 @@ def resolve(
                     f"unknown preset {preset!r} ({_hint(str(preset), presets, 'presets')})."
                 )
             layers.insert(0, (f"preset {preset}", dict(presets[preset])))
+    merged: dict[str, Any] = {}
+    for _, layer in layers:
+        merged = _merge(merged, layer)
     if earlier:
-        values: dict[str, Any] = {}
-        for _, layer in layers:
-            values = _merge(values, layer)
-        layers.insert(0, earlier(values))
-    return config_class.merged(layers, spell or option_name)
-
-
-def option_name(name: str) -> str:
-    """Return the flag of a setting: ``max_length`` becomes ``--max-length``."""
-    return "--" + name.replace("_", "-")
+        layers.insert(0, earlier(merged))
+        merged = _merge(layers[0][1], merged)
+    try:
+        return config_class.model_validate(merged)
+    except ValidationError as error:
+        raise OptionInvalid(_message(config_class, error, layers, spell)) from error
 
 
 def _message(
     config_class: type[Config],
     error: ValidationError,
-    layers: list[tuple[str, Mapping[str, Any]]],
+    layers: Layers,
     spell: Spell,
 ) -> str:
     names = {setting.key: setting.name for setting in config_class.settings()}
@@ -507,10 +481,12 @@ def _message(
     return re.sub("--([a-z][a-z-]+)", spelled, f"{'; '.join(lines)}.")
 
 
-def _source_of(layers: list[tuple[str, Mapping[str, Any]]], key: str) -> str:
+def _source_of(layers: Layers, key: str) -> str:
     """Return the name of the strongest source that has a value for a key, or an empty text."""
+    group, _, name = key.partition(".")
     for source, layer in layers[::-1]:
-        if _holds(layer, key):
+        values = layer.get(group, {})
+        if group in layer and (not name or (isinstance(values, Mapping) and name in values)):
             return source
     return ""
 
@@ -521,27 +497,15 @@ def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str
     For a choice between kinds, pydantic's location has one more item than the key. This item is the
     kind, between the name of the choice and the name of the setting.
     """
-    parts = []
-    kind = None
-    rest = list(map(str, loc))
-    group: type[Config] | None = config_class
-    while rest and group is not None:
-        parts.append(rest.pop(0))
-        field = group.model_fields.get(parts[-1])
-        groups = _groups(field) if field else []
-        if len(groups) > 1 and rest:
-            kind = rest.pop(0)
-            groups = [member for member in groups if _default_kind(member) == kind]
-        group = groups[0] if groups else None
-    return ".".join(parts), kind
-
-
-def _holds(values: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(values, Mapping) or part not in values:
-            return False
-        values = values[part]
-    return True
+    if not loc:
+        return "", None
+    name, *rest = map(str, loc)
+    field = config_class.model_fields.get(name)
+    groups = _groups(field) if field else []
+    kind = rest.pop(0) if len(groups) > 1 and rest else None
+    if groups and rest:
+        name = f"{name}.{rest[0]}"
+    return name, kind
 
 
 # Pydantic's error type, or the first word of the error type -> text that says what was expected.

@@ -67,8 +67,9 @@ class StoreMismatch(StoreError):
     """An existing store was made from inputs that differ from the current inputs.
 
     Inputs are compared by dotted keys such as ``extraction.max_length``. If several keys with the
-    same prefix differ, the message shows only the first of them, and it shows at most three keys. A
-    note of the exception, which tracebacks show, lists all keys that differ.
+    same prefix differ, the message shows only the first of them, and it shows at most three keys and
+    32 characters of each value. The notes of the exception, which tracebacks show, list all keys
+    that differ, with their whole values.
 
     Args:
         path: path of the store.
@@ -82,7 +83,6 @@ class StoreMismatch(StoreError):
     All other keys, such as counts and the plan, come last, because they depend on these keys.
     """
     _MAX_SHOWN = 3
-    _MAX_VALUE_CHARS = 32
 
     def __init__(
         self,
@@ -94,33 +94,21 @@ class StoreMismatch(StoreError):
         ),
     ) -> None:
         self.changes = dict(changes)
-        groups: dict[str, str] = {}
+        lines: dict[str, str] = {}
         for key in sorted(changes, key=self._rank):
-            groups.setdefault(".".join(key.split(".")[: 1 if key.startswith("codec.") else 2]), key)
-        shown = list(groups.values())[: self._MAX_SHOWN]
-        listed = "; ".join(self._line(key, self._MAX_VALUE_CHARS) for key in shown)
-        n_more = len(changes) - len(shown)
-        more = (
-            f"; {n_more} more, which the same command lists as `moa-data --debug ...`"
-            if n_more
-            else ""
-        )
-        super().__init__(f"{path} was made from other inputs ({listed}{more}).", advice)
-        self.add_note("\n".join(map(self._line, self.changes)))
+            old, new = changes[key]
+            self.add_note(f"{key}: the store has {old!r}, this command has {new!r}")
+            prefix = ".".join(key.split(".")[: 1 if key.startswith("codec.") else 2])
+            line = f"{key}: the store has {old!r:.32}, this command has {new!r:.32}"
+            lines.setdefault(prefix, line)
+        shown = list(lines.values())[: self._MAX_SHOWN]
+        if n_more := len(changes) - len(shown):
+            shown.append(f"{n_more} more, which the same command lists as `moa-data --debug ...`")
+        super().__init__(f"{path} was made from other inputs ({'; '.join(shown)}).", advice)
 
     def _rank(self, key: str) -> list[bool]:
         """Return a sort key that orders changes as their prefixes are ordered in ``_CAUSES``."""
         return [not key.startswith(prefix) for prefix in self._CAUSES]
-
-    def _line(self, key: str, max_chars: int | None = None) -> str:
-        texts: list[str] = []
-        for value in self.changes[key]:
-            text = repr(value)
-            if max_chars is not None and len(text) > max_chars:
-                text = f"{text[: max_chars - 1]}…"
-            texts.append(text)
-        old, new = texts
-        return f"{key}: the store has {old}, this command has {new}"
 
 
 class StoreLocked(StoreError, BlockingIOError):

@@ -92,13 +92,11 @@ _KINDS = {
 # Writing
 
 
-def write_all(fd: int, data: bytes | memoryview) -> int:
-    """Write every byte of ``data`` to a file descriptor and return the number of bytes."""
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write every byte of ``data`` to a file descriptor."""
     view = memoryview(data).cast("B")
-    n_bytes = len(view)
     while view:
         view = view[os.write(fd, view) :]
-    return n_bytes
 
 
 def fsync_directory(path: Path) -> None:
@@ -194,7 +192,7 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
     except Exception as error:  # A library may have wrapped the system error in its own exception.
         cause = system_error(error)
         if cause is not None and cause.errno == errno.EROFS:
-            raise read_only(cause.filename or path, cause) from error
+            raise read_only(cause.filename or path, errno.EROFS) from error
         if cause is None or cause.errno not in _FULL_ERRNOS:
             raise
         advice = _ADVICE[errno.EFBIG] if cause.errno == errno.EFBIG else advice
@@ -243,10 +241,10 @@ def machine_trouble(error: BaseException) -> StorageUnavailable | None:
     return StorageUnavailable(f"{path}: {os.strerror(cause.errno)}.", _ADVICE[cause.errno])
 
 
-def read_only(path: object, error: OSError) -> StorageUnavailable:
-    """Return the error to raise for a path that cannot be written."""
+def read_only(path: object, number: int) -> StorageUnavailable:
+    """Return the error to raise if a system error of this number says that a path is read-only."""
     return StorageUnavailable(
-        f"{path} cannot be written ({os.strerror(error.errno or errno.EROFS)}). Give yourself the "
+        f"{path} cannot be written ({os.strerror(number)}). Give yourself the "
         "right to write there, or choose another output folder."
     )
 
@@ -267,10 +265,8 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
     there = nearest_folder(folder)
     # On a read-only file system, os.access returns False for root too.
     if not os.access(there, os.W_OK):
-        status = os.statvfs(there)
-        raise read_only(
-            folder, OSError(errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES, "")
-        )
+        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        raise read_only(folder, errno.EROFS if is_read_only else errno.EACCES)
     if (n_free := shutil.disk_usage(there).free) < n_bytes:
         raise StorageUnavailable(
             f"Writing to {folder} takes about {format_bytes(n_bytes)} of disk space, but only "
@@ -479,15 +475,6 @@ def check_length(n_bytes: int, max_bytes: int | None) -> None:
         )
 
 
-def read_object(path: Path, allows_infinity: bool = False) -> dict[str, Any]:
-    """Read a file that contains one JSON object (see :func:`parse_object`).
-
-    Raises:
-        ValueError: the file does not contain a valid JSON object. The message is one line.
-    """
-    return parse_object(read_bounded(path), allows_infinity)
-
-
 def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, Any]:
     """Parse a JSON object.
 
@@ -499,10 +486,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
         ValueError: the text is not a JSON object, is too long or nested too deeply, or contains NaN
             or an infinite number that is not allowed.
     """
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(
-            f"it is too large: it has {len(text)} bytes, but the limit is {MAX_JSON_BYTES} bytes"
-        )
+    check_length(len(text), MAX_JSON_BYTES)
     try:
         document = json.loads(text, parse_constant=partial(_parse_constant, allows_infinity))
     except RecursionError:
@@ -514,14 +498,16 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
     return document
 
 
-def whole_number(value: object, name: str, low: int = 0, high: int = MAX_WHOLE_NUMBER) -> int:
-    """Return a value of a JSON document if it is an integer from ``low`` to ``high``.
+def whole_number(value: object, name: str, low: int = 0) -> int:
+    """Return a value of a JSON document if it is an integer from ``low`` to MAX_WHOLE_NUMBER.
 
     Raises:
         ValueError: the value is anything else. The message contains ``name``.
     """
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} is {_shown(value)}, expected a whole number from {low} to {high}")
+    if type(value) is not int or not low <= value <= MAX_WHOLE_NUMBER:
+        raise ValueError(
+            f"{name} is {_shown(value)}, expected a whole number from {low} to {MAX_WHOLE_NUMBER}"
+        )
     return value
 
 

@@ -6,6 +6,7 @@ This module imports only the standard library, so that every package can import 
 import contextlib
 import ctypes
 import os
+import re
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -54,11 +55,7 @@ def free_memory() -> int | None:
 
 def resident_memory() -> int:
     """Return the resident memory of this process in bytes, or 0 if it is not reported."""
-    try:
-        n_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return n_pages * os.sysconf("SC_PAGE_SIZE")
+    return _kilobytes(Path("/proc/self/status"), "VmRSS") or 0
 
 
 def peak_memory() -> int:
@@ -72,14 +69,10 @@ def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
     A CPU without them is slower in bfloat16 than in float32.
     """
     try:
-        lines = cpuinfo.read_text().splitlines()
+        text = cpuinfo.read_text()
     except OSError:
         return False
-    for line in lines:
-        if line.startswith("flags"):
-            flags = line.partition(":")[2].split()
-            return "avx512_bf16" in flags or "amx_bf16" in flags
-    return False
+    return re.search(r"^flags.*\b(avx512_bf16|amx_bf16)\b", text, re.MULTILINE) is not None
 
 
 def _kilobytes(file: Path, name: str) -> int | None:

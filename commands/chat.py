@@ -34,8 +34,8 @@ from .console import out, tell
 from .options import stage_command
 
 if TYPE_CHECKING:
-    from ..serving.client.client import Answer, DraftingClient, SavedAnswer
-    from ..serving.client.session import Event, OnEvent, Stats
+    from ..serving.client.client import Answer, DraftingClient
+    from ..serving.client.session import Event, OnEvent, SavedAnswer, Stats
 
 # Colours of tokens: accepted drafts are green, the target's own tokens are plain, and unverified
 # tokens are dim.
@@ -43,6 +43,7 @@ _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\
 _RESET = "\x1b[0m"
 _ERASE_BELOW = "\x1b[J"
 _TAB = "    "
+_Position = tuple[int, int]  # Row and column, relative to the start of the answer.
 
 
 class ChatConfig(Config):
@@ -144,8 +145,9 @@ def chat(
 
     from ..moa.targets.live import pick_device
     from ..serving.access import read_tokens
-    from ..serving.client.client import DraftingClient, SavedAnswer, Timeouts
+    from ..serving.client.client import DraftingClient, Timeouts
     from ..serving.client.drafting import DraftingModel
+    from ..serving.client.session import SavedAnswer
 
     saved = None if resume is None else SavedAnswer.load(resume)
     token = read_tokens(config.token_file)[0] if config.token_file else ""
@@ -179,9 +181,9 @@ class _Conversation:
     ) -> None:
         self.client = client
         self._config = config
-        self._messages: list[dict[str, str]] = (
-            [dict(message) for message in saved.messages] if saved else []
-        )
+        self._messages: list[dict[str, str]] = []
+        if saved is not None:
+            self._messages += saved.messages
         if saved is not None and saved.finish:
             self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
 
@@ -195,7 +197,7 @@ class _Conversation:
         from ..moa.decoding.sampling import SamplingConfig
 
         config = self._config
-        sampling = SamplingConfig(**self._config.sampling.arguments())
+        sampling = SamplingConfig(**config.sampling.arguments())
         self._add("user", text)
         try:
             answer = self.client.chat(
@@ -308,8 +310,8 @@ class TerminalView:
         self._size = _terminal_size
         self._texts: list[str] = []
         self._kinds: list[str] = []
-        # Position (row, column) of each token, and of the end of the text.
-        self._starts: list[tuple[int, int]] = [(0, 0)]
+        # Position of each token, and of the end of the text.
+        self._starts: list[_Position] = [(0, 0)]
         self._mode = "connecting"
         self._stats: Stats | None = None
         self._status = ""
@@ -351,7 +353,7 @@ class TerminalView:
     def end(self) -> None:
         """Keep the answer and the status line, and move the cursor below them."""
         self._clear_status()
-        self._write(f"\r\n{_STYLES['unverified']}{self._status}{_RESET}\r\n")
+        self._write(f"\r\n{self._status}\r\n")
 
     def _rewrite(self, first: int) -> None:
         _, height = self._size()
@@ -373,12 +375,12 @@ class TerminalView:
         self._write("".join(parts))
         self._show_status()
 
-    def _broken(self, text: str, start: tuple[int, int]) -> tuple[str, tuple[int, int]]:
+    def _broken(self, text: str, start: _Position) -> tuple[str, _Position]:
         """Break a text into lines at the terminal's width.
 
         Args:
             text: the text.
-            start: position (row, column) of the text's start.
+            start: position of the text's start.
 
         Returns:
             The text with line breaks, and the position of its end.
@@ -398,7 +400,7 @@ class TerminalView:
             column += n_cells
         return "".join(parts), (row, column)
 
-    def _move(self, at: tuple[int, int], to: tuple[int, int]) -> str:
+    def _move(self, at: _Position, to: _Position) -> str:
         up = f"\x1b[{at[0] - to[0]}A" if at[0] > to[0] else ""
         right = f"\x1b[{to[1]}C" if to[1] else ""
         return f"\r{up}{right}"
@@ -412,10 +414,10 @@ class TerminalView:
             if stats.n_rolled_back:
                 parts.append(f"{stats.n_rolled_back} taken back")
         width, _ = self._size()
-        self._status = printable(" | ".join(parts))[: width - 1].rstrip()
+        status = printable(" | ".join(parts))[: width - 1].rstrip()
+        self._status = f"{_STYLES['unverified']}{status}{_RESET}"
         row, column = self._starts[-1]
-        line = f"{_STYLES['unverified']}{self._status}{_RESET}"
-        self._write(f"\r\n\r\n{line}{self._move((row + 2, 0), (row, column))}")
+        self._write(f"\r\n\r\n{self._status}{self._move((row + 2, 0), (row, column))}")
         self._has_status = True
 
     def _clear_status(self) -> None:

@@ -249,17 +249,15 @@ def tell(text: str) -> None:
 
 
 PHASE_UNITS = {
-    "read": ("row", False),
-    "tokenise": ("chat", False),
-    "hash": ("B", True),
-    "load": ("B", True),
-    "verify": ("B", True),
-    "measure": ("sequence", False),
-    "learn": ("step", False),
-    **dict.fromkeys(("extract", "add", "recode"), ("token", False)),
+    "read": "row",
+    "tokenise": "chat",
+    "measure": "sequence",
+    "learn": "step",
+    **dict.fromkeys(("hash", "load", "verify"), "B"),
+    **dict.fromkeys(("extract", "add", "recode"), "token"),
 }
 """Maps the first word of a progress message, which names the phase of a command, to the unit of the
-counts, and to whether counts are shortened to k, M and G."""
+counts. Counts of bytes (B) are shortened to k, M and G."""
 _LOG_FORMAT = (
     "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
 )
@@ -274,11 +272,10 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
 
     Args:
         unit: unit of the counts in phases that are not in ``PHASE_UNITS``.
-        scaled: whether counts in these phases are shortened to k, M and G.
     """
 
-    def __init__(self, unit: str, scaled: bool = False) -> None:
-        self._own = (unit, scaled)
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
         self._phase = ""
         self._bar: Any = None
 
@@ -296,25 +293,23 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
             bar.update(done - bar.n)
 
     def _start(self, done: int, total: int, message: str) -> Any:
-        unit, scaled = PHASE_UNITS.get(self._phase, self._own)
-        options: dict[str, Any] = {
-            "file": sys.stderr,
-            "mininterval": 0.2,
-            "dynamic_ncols": True,
-            "unit": unit or "it",
-        }
+        unit = PHASE_UNITS.get(self._phase, self._unit)
+        is_scaled = unit == "B"
+        if sys.stderr.isatty():
+            options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "unit": unit or "it"}
         # In a log file, a redrawn bar would be one endless line. Write separate lines instead.
-        if not sys.stderr.isatty():
-            options |= {
+        else:
+            options = {
                 "file": _Log(),
                 "mininterval": LOG_LINE_EVERY_S,
                 "maxinterval": LOG_LINE_EVERY_S,
-            }
-            options |= {
                 "bar_format": _LOG_FORMAT,
-                "unit": unit if scaled or not unit else f" {unit}s",
+                "unit": unit if is_scaled or not unit else f" {unit}s",
             }
-        return tqdm(total=total, initial=done, desc=message, unit_scale=scaled, **options)
+        return tqdm(
+            total=total, initial=done, desc=message, unit_scale=is_scaled, dynamic_ncols=True,
+            **options,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the bar. Its last state stays on its line."""

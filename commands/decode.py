@@ -12,7 +12,7 @@ from typing_extensions import override
 from ..config import Common, Count
 from ..errors import ReportUnwritten
 from ..evaluation.config import DecodingConfig, EvalConfig
-from ..files import disk_full_guard, write_atomic
+from ..files import write_atomic
 from ..serving.detokenizer import Detokenizer
 from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage, tell
 from .options import stage_command
@@ -257,7 +257,6 @@ def conform(
         "choice", run_conform, drafter, model, engine, n_drafts=draft_length, **options
     )
     if report is not None:
-        with disk_full_guard(report):
-            write_atomic(Path(report), (json.dumps(asdict(result), indent=2) + "\n").encode())
+        write_atomic(Path(report), (json.dumps(asdict(result), indent=2) + "\n").encode())
     if result.partings:
         raise StageFailure("", FOUND)

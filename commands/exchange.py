@@ -113,6 +113,6 @@ def pull(repo: str, path: Path, revision: str | None) -> None:
     """
     from ..pipeline.hub import pull as run_pull
 
-    with ProgressLine("B", scaled=True) as progress:
+    with ProgressLine("B") as progress:
         report = run_pull(repo, path, revision, progress)
     out.print(report)

@@ -11,12 +11,28 @@ import click
 
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
 from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage
-from .options import StoreArgument, stage_command
+from .options import StoreArgument, stage_command, store_argument
 from .signals import end_with_input
 from .store import check_store
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
+
+
+_seed_option = click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of the random choice of sequences.",
+)
+_device_option = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
+)
 
 
 @stage_command(RegenerateConfig)
@@ -169,7 +185,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
 
 
 @click.command()
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--codec",
     required=True,
@@ -224,7 +240,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 
 @click.command()
 @click.argument("reference", type=StoreArgument())
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--model",
     help="The target of the stores. With it, the command also measures how the target continues "
@@ -238,20 +254,8 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     metavar="N",
     help="Number of sequences to compare.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of the random choice of sequences.",
-)
-@click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
-)
+@_seed_option
+@_device_option
 def compare(
     reference: "StorePath",
     store: "StorePath",
@@ -290,7 +294,7 @@ def compare(
 
 
 @click.command()
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--model",
     help="The target of the store. With it, damaged and missing parts are extracted again.",
@@ -338,7 +342,7 @@ def repair(
     elif drop:
         from ..storage.write.repair import drop_damage
 
-        with ProgressLine("B", scaled=True) as progress:
+        with ProgressLine("B") as progress:
             damages = drop_damage(store, progress)
         lines = [f"dropped: {damage.path}: {damage.message}" for damage in damages]
         out.print("\n".join(lines) or f"{store} has no damage, nothing was dropped")
@@ -347,7 +351,7 @@ def repair(
 
 
 @click.command()
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--model",
     required=True,
@@ -361,20 +365,8 @@ def repair(
     metavar="N",
     help="Number of sequences to run again.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of the random choice of sequences.",
-)
-@click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
-)
+@_seed_option
+@_device_option
 def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
     """Run the target on random sequences of a store, and compare its activations with the store.
 

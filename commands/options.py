@@ -4,7 +4,7 @@ A stage is the function that does the work of a command. Each of its settings ca
 or in a YAML file. ``--help`` shows the common settings, and ``--help-all`` shows all settings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 class StageCommand(click.Command):
     """A click command whose options are the settings of a stage; see :func:`stage_command`."""
 
-    def __init__(self, name: str, config_class: type[Config], **attributes: Any) -> None:
+    def __init__(
+        self, name: str, config_class: type[Config], arguments: Sequence[str], **attributes: Any
+    ) -> None:
         super().__init__(name, **attributes)
         self.config_class = config_class
-        n_settings = len({setting.name for setting in config_class.settings()})
-        text = f"Show all {n_settings} settings with their types and defaults."
+        self._arguments = arguments
+        self._names = {setting.name for setting in config_class.settings()}
+        text = f"Show all {len(self._names)} settings with their types and defaults."
         self.params.append(
             click.Option(
                 ["--help-all"],
@@ -41,28 +44,18 @@ class StageCommand(click.Command):
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return
-        arguments: set[str | None] = set()
-        for parameter in self.params:
-            if isinstance(parameter, click.Argument):
-                arguments.add(parameter.name)
         sections: dict[str, list[tuple[str, str]]] = {}
-        setting_names: set[str | None] = set()
         for setting in self.config_class.settings():
-            setting_names.add(setting.name)
             group = setting.key.rpartition(".")[0] or "settings"
             heading = f"{group} ({setting.kind})" if setting.kind else group
-            name = (
-                setting.name.upper()
-                if setting.name in arguments
-                else " ".join(filter(None, _flag(setting)))
-            )
+            name = " ".join(filter(None, _flag(setting)))
+            if setting.name in self._arguments:
+                name = setting.name.upper()
             sections.setdefault(heading, []).append((name, _help(setting)))
         sections["other"] = []
         for parameter in self.get_params(ctx):
-            if parameter.name in setting_names:
-                continue
             record = parameter.get_help_record(ctx)
-            if record:
+            if record and parameter.name not in self._names:
                 sections["other"].append(record)
         for heading, rows in sections.items():
             with formatter.section(heading.capitalize()):
@@ -87,6 +80,9 @@ class StoreArgument(click.ParamType):  # type: ignore[type-arg]
         return open_path(value)
 
 
+store_argument = click.argument("store", type=StoreArgument())
+
+
 def stage_command(
     config_class: type[Config],
     arguments: Sequence[str] = (),
@@ -108,7 +104,9 @@ def stage_command(
     """
     # Several kinds (for example of drafters) may have a setting of the same name. Use the first
     # one's help for the flag.
-    settings = {setting.name: setting for setting in reversed(list(config_class.settings()))}
+    settings: dict[str, Setting] = {}
+    for setting in config_class.settings():
+        settings.setdefault(setting.name, setting)
 
     def spell(name: str) -> str:
         return name.upper() if name in arguments else option_name(name)
@@ -131,19 +129,19 @@ def stage_command(
                 raise click.UsageError(str(error)) from error
             return command(*args, config=config, **kwargs)
 
-        flags = [setting for name, setting in reversed(settings.items()) if name not in arguments]
         # Reverse the function's own parameters, because click's decorators append them from the
         # bottom up.
         own_parameters = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
             *(parameter for parameter in own_parameters if not parameter.is_flag),
-            *_setting_parameters(arguments, flags),
+            *_setting_parameters(arguments, settings),
             *_sources(presets),
             *(parameter for parameter in own_parameters if parameter.is_flag),
         ]
         return StageCommand(
             name or command.__name__,
             config_class,
+            arguments,
             callback=run,
             help=command.__doc__,
             params=parameters,
@@ -153,7 +151,7 @@ def stage_command(
 
 
 def _setting_parameters(
-    arguments: Sequence[str], flags: Sequence[Setting]
+    arguments: Sequence[str], settings: Mapping[str, Setting]
 ) -> list[click.Parameter]:
     """Make the parameters of the settings: arguments, then options.
 
@@ -162,9 +160,19 @@ def _setting_parameters(
     parameters: list[click.Parameter] = []
     for name in arguments:
         parameters.append(click.Argument([name], required=False, metavar=name.upper()))
+    flags = [setting for name, setting in settings.items() if name not in arguments]
     is_short = any(setting.is_common for setting in flags)
     for setting in flags:
-        parameters.append(_option(setting, hidden=is_short and not setting.is_common))
+        flag, kind = _flag(setting)
+        # Give click no default, so that a flag that is not given does not override the YAML file.
+        option = click.Option(
+            [flag, setting.name],
+            metavar=kind,
+            default=None,
+            help=_help(setting),
+            hidden=is_short and not setting.is_common,
+        )
+        parameters.append(option)
     return parameters
 
 
@@ -220,14 +228,6 @@ def type_text(setting: Setting) -> str:
     if not isinstance(kind, type):
         return "|".join(map(str, (kind, *words)))
     return {int: "N", float: "X", bool: "true|false", tuple: "LIST"}.get(kind, "TEXT")
-
-
-def _option(setting: Setting, hidden: bool) -> click.Option:
-    name, kind = _flag(setting)
-    # Give click no default, so that a flag that is not given does not override the YAML file.
-    return click.Option(
-        [name, setting.name], metavar=kind, default=None, help=_help(setting), hidden=hidden
-    )
 
 
 def _flag(setting: Setting) -> tuple[str, str | None]:

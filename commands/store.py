@@ -8,14 +8,14 @@ import click
 
 from ..text import counted
 from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, out, tell
-from .options import StoreArgument
+from .options import store_argument
 
 if TYPE_CHECKING:
     from ..storage.paths import StorePath
 
 
 @click.command()
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--sequence",
     type=int,
@@ -68,7 +68,7 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 
 
 @click.command()
-@click.argument("store", type=StoreArgument())
+@store_argument
 @click.option(
     "--checksums-only",
     is_flag=True,
@@ -99,7 +99,7 @@ def check_store(store: "StorePath", values: bool = True) -> None:
     from ..storage.read.verify import verify_store
     from .views import COMPLETE_IT, verify_view
 
-    with ProgressLine("B", scaled=True) as progress:
+    with ProgressLine("B") as progress:
         report = verify_store(store, progress=progress, values=values)
     out.print(verify_view(report))
     report.check_complete(store)

@@ -150,13 +150,12 @@ def verify_view(report: "VerifyReport") -> RenderableType:
         f"{counted(report.n_parts, 'part')}, {counted(report.n_sequences, 'sequence')}, "
         f"{report.n_tokens:,} tokens, {format_bytes(report.n_bytes)}"
     )
-    verdict = Text("no damage" if report.missing else "whole", style="bold green")
-    if not report.ok:
-        verdict = (
-            Text("DAMAGED", style="bold red")
-            if report.damages
-            else Text("NOT CHECKED", style="bold yellow")
-        )
+    if report.damages:
+        verdict = ("DAMAGED", "bold red")
+    elif not report.ok:
+        verdict = ("NOT CHECKED", "bold yellow")
+    else:
+        verdict = ("no damage" if report.missing else "whole", "bold green")
     blocks.append(Text.assemble(verdict, f": {checked} checked"))
     return Group(*blocks)
 

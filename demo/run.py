@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import resolve
 from ..errors import Interrupted, OutputOccupied
 from ..files import PARTIAL_SUFFIX, refuse_other_files, refuse_other_inputs, write_atomic
 from ..moa.drafters.advice import FAST_KIND, advise
@@ -313,9 +314,8 @@ def _train(
         "seed": config.seed,
         "resume": can_resume,
     }
-    report = train(
-        TrainConfig.merged([("", PRESETS["small"]), ("", settings)]), progress, provenance
-    )
+    train_config = resolve(TrainConfig, settings | {"preset": "small"}, presets=PRESETS)
+    report = train(train_config, progress, provenance)
     return {"n_parameters": report.n_parameters, "n_tokens": report.n_tokens_total}
 
 

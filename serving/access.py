@@ -27,6 +27,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from urllib.parse import urlsplit
 
 import h11
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -132,6 +134,7 @@ class Rate:
         return max(0.0, -self._left / self._per_second)
 
 
+@dataclass(frozen=True)
 class Guard:
     """Middleware of all routes: refuses surplus connections and foreign web pages.
 
@@ -145,27 +148,24 @@ class Guard:
         checks_pages: whether web pages of other sites are refused.
     """
 
-    def __init__(
-        self, app: ASGIApp, names: frozenset[str], checks_hosts: bool, checks_pages: bool
-    ) -> None:
-        self._app = app
-        self._names = names
-        self._checks_hosts = checks_hosts
-        self._checks_pages = checks_pages
+    app: ASGIApp
+    names: frozenset[str]
+    checks_hosts: bool
+    checks_pages: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it and close its connection."""
-        serve = self._app
+        serve = self.app
         if (error := self._refusal(scope)) is not None:
             scope["moa_data.facts"].error = error.message
             serve = error.response(connection="close")
         await serve(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        names = {name for name, _ in scope["headers"]}
+        headers = Headers(scope=scope)
         # If a request has both of these headers, a proxy and this server could disagree about the
         # end of the request (request smuggling).
-        if {b"transfer-encoding", b"content-length"} <= names:
+        if "transfer-encoding" in headers and "content-length" in headers:
             message = "the request has both content-length and transfer-encoding; send only one."
             return ApiError(400, message, None, "invalid_request")
         if scope["path"] == "/health":
@@ -174,36 +174,29 @@ class Guard:
             return ApiError(
                 503, "too many connections are open; try again later.", None, "overloaded", 1
             )
-        return (
-            self._refusal_of_page(scope["method"], scope["headers"]) if self._checks_pages else None
-        )
+        return self._refusal_of_page(scope["method"], headers) if self.checks_pages else None
 
-    def _refusal_of_page(self, method: str, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
-        hosts: list[str] = []
-        origins: list[str] = []
-        types: list[str] = []
-        values_by_name = {b"host": hosts, b"origin": origins, b"content-type": types}
-        for name, value in headers:
-            if name in values_by_name:
-                values_by_name[name].append(value.decode("latin-1").lower())
+    def _refusal_of_page(self, method: str, headers: Headers) -> ApiError | None:
+        hosts = list(map(str.lower, headers.getlist("host")))
         for host in hosts:
-            if self._checks_hosts and not self._is_own(host):
+            if self.checks_hosts and not self._is_own(host):
                 message = (
                     f"{host[:120]!r} is not an allowed host name of this server. Use the server's "
                     "IP address instead, or start the server with --allowed-host NAME or "
                     "--token-file FILE."
                 )
                 return ApiError(403, message, None, "foreign_host")
-        for origin in origins:
+        for origin in map(str.lower, headers.getlist("origin")):
             authority = origin.partition("://")[2]
-            is_allowed = bool(authority) and _name_of(authority) in self._names
+            is_allowed = bool(authority) and _name_of(authority) in self.names
             if authority not in hosts and not is_allowed:
                 message = (
                     f"web pages of {origin[:120]!r} may not use this server. To allow them, start "
                     "the server with --allowed-host NAME or --token-file FILE."
                 )
                 return ApiError(403, message, None, "foreign_origin")
-        media_types = [value.partition(";")[0].strip() for value in types]
+        types = headers.getlist("content-type")
+        media_types = [value.lower().partition(";")[0].strip() for value in types]
         if method == "POST" and media_types != ["application/json"]:
             return ApiError(
                 415,
@@ -216,7 +209,7 @@ class Guard:
     def _is_own(self, host: str) -> bool:
         name = _name_of(host)
         with contextlib.suppress(ValueError):
-            return name == "localhost" or name in self._names or bool(ipaddress.ip_address(name))
+            return name == "localhost" or name in self.names or bool(ipaddress.ip_address(name))
         return False
 
 

@@ -19,21 +19,21 @@ from itertools import accumulate
 from typing import Annotated, Any, Self
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import override
 
+from ..config import Count, Natural, Positive, SamplingSeed, Share
 from ..errors import NotAllowed, Overloaded, RequestInvalid, ServingError
 from .detokenizer import Detokenizer, StopStrings
 from .engine.engine import Engine
 from .engine.sequence import Commit, Logprobs, Request, Work
 from .post import call_in
 
+JsonObject = dict[str, Any]
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 # A sequence is paused at the first and resumed at the second number of unread commits (results of
 # target calls).
 _HOLD_AT, _RELEASE_AT = 64, 8
-_MAX_STOPS = 4
-_MAX_STOP_CHARS = 256
 
 # Setting of OpenAI's or vLLM's API that this server lacks -> values that it accepts because they
 # change nothing. It also accepts null for each of these settings.
@@ -89,7 +89,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The JSON object of the response."""
         kinds = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
         kind = kinds.get(
@@ -111,6 +111,8 @@ class _StreamOptions(BaseModel):
 # seconds, so validation stops at the first one.
 _FAILS_FAST = Field(fail_fast=True)
 _MAX_MESSAGES = 10_000
+_MAX_STOPS = 4
+_MAX_STOP_CHARS = 256
 _MAX_CHOICES = 128  # Maximum number of answers of one request.
 _MAX_LOGPROBS = 20
 _MIN_LOGPROB = -9999.0  # Represents log(0), which JSON lacks; same as in vLLM.
@@ -119,15 +121,26 @@ _MIN_LOGPROB = -9999.0  # Represents log(0), which JSON lacks; same as in vLLM.
 _MAX_CONTAINERS = 100_000
 
 
-_Messages = Annotated[
-    list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES), _FAILS_FAST
+_Objects = Annotated[list[JsonObject], _FAILS_FAST]
+_Messages = Annotated[_Objects, Field(min_length=1, max_length=_MAX_MESSAGES)]
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
+# A single stop string counts as a list of one.
+_Stops = Annotated[
+    list[_Stop],
+    Field(max_length=_MAX_STOPS),
+    _FAILS_FAST,
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """The JSON object of a request."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -153,27 +166,27 @@ class _Body(BaseModel):
         return request
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """Settings that requests for chat completions and for completions share."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 keep all tokens.
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Any] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Positive | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: JsonObject | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    min_tokens: Natural | None = None
+    response_format: JsonObject | None = None
+    structured_outputs: JsonObject | None = None
     logprobs: bool | int | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], _FAILS_FAST] | None = None
+    seed: SamplingSeed | None = None
+    stop: _Stops | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     drafter: str | None = None
@@ -213,22 +226,10 @@ class GenerationRequest(_Body):
         )
         raise ApiError(400, message, param, "invalid_value")
 
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
     @classmethod
     @override
     def parse(cls, body: bytes) -> Self:
         request = super().parse(body)
-        are_right = all(1 <= len(stop) <= _MAX_STOP_CHARS for stop in request.stops)
-        if len(request.stops) > _MAX_STOPS or not are_right:
-            message = (
-                f"stop may have at most {_MAX_STOPS} strings, each of 1 to {_MAX_STOP_CHARS} "
-                "characters."
-            )
-            raise ApiError(400, message, "stop", "invalid_value")
         if request.stream_options is not None and not request.stream:
             raise ApiError(
                 400,
@@ -252,11 +253,11 @@ class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``."""
 
     messages: _Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: _TopLogprobs | None = None
+    tools: _Objects | None = None
+    tool_choice: str | JsonObject | None = None
 
     @override
     def model_post_init(self, context: Any) -> None:
@@ -284,8 +285,8 @@ class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    max_tokens: Count | None = 16
+    logprobs: _TopLogprobs | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -311,53 +312,38 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
 
-class TokenizeRequest(_Body):
-    """The body of ``/tokenize`` or ``/detokenize``, both as in vLLM.
+class TokenizeRequest(Body):
+    """The body of ``/tokenize``, as in vLLM: a prompt or a chat."""
 
-    ``/tokenize`` takes a prompt or a chat, ``/detokenize`` takes tokens.
-    """
-
-    model: str | None = None
-    tokens: Annotated[list[int], _FAILS_FAST] | None = None
     prompt: str | None = None
     messages: _Messages | None = None
-    tools: Annotated[list[dict[str, Any]], _FAILS_FAST] | None = None
+    tools: _Objects | None = None
     # Applies only to a prompt. The special tokens of a chat are in the chat template.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    def check(self, *kinds: str) -> None:
-        """Raise ApiError unless the request has exactly one of the inputs ``kinds``.
+    @override
+    def model_post_init(self, context: Any) -> None:
+        if self.prompt is not None:
+            kind = "prompt"
+            settings_of_others: tuple[str, ...] = ("messages", "tools", "add_generation_prompt")
+        elif self.messages is not None:
+            kind = "messages"
+            settings_of_others = ("add_special_tokens",)
+        else:
+            message = "the request lacks prompt or messages."
+            raise ApiError(400, message, "prompt", "missing_required_parameter")
+        for name in settings_of_others:
+            if getattr(self, name):
+                message = f"{name} does not apply to a request with {kind}. Leave it out."
+                raise ApiError(400, message, name, "unsupported_parameter")
 
-        Settings that do not apply to this input are errors too.
-        """
-        settings_of = {
-            "prompt": ("add_special_tokens", "return_token_strs"), "tokens": (),
-            "messages": ("tools", "add_generation_prompt", "return_token_strs"),
-        }  # fmt: skip
-        kind = self._first_input(kinds)
-        for name in type(self).model_fields:
-            if name not in ("model", kind, *settings_of[kind]) and getattr(self, name) not in (
-                None,
-                False,
-                [],
-            ):
-                raise ApiError(
-                    400,
-                    f"{name} does not apply to a request with {kind}. Leave it out.",
-                    name,
-                    "unsupported_parameter",
-                )
 
-    def _first_input(self, kinds: Sequence[str]) -> str:
-        """Return the first of ``kinds`` that the request has, or raise ApiError if it has none."""
-        for name in kinds:
-            if getattr(self, name) is not None:
-                return name
-        raise ApiError(
-            400, f"the request lacks {' or '.join(kinds)}.", kinds[0], "missing_required_parameter"
-        )
+class DetokenizeRequest(Body):
+    """The body of ``/detokenize``, as in vLLM."""
+
+    tokens: Annotated[list[int], _FAILS_FAST]
 
 
 def _is_prompt(item: Any, is_text: bool) -> bool:
@@ -563,7 +549,7 @@ class ResponseFormatter:
             "created": int(time.time()), "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
 
-    def whole(self, texts: Sequence[str], request_output: RequestOutput) -> dict[str, Any]:
+    def whole(self, texts: Sequence[str], request_output: RequestOutput) -> JsonObject:
         """Return the response with all answers, once they are complete."""
         choices = []
         for text, output in zip(texts, request_output.outputs, strict=True):
@@ -621,8 +607,8 @@ class ResponseFormatter:
         return event(chunk | {"usage": None} if self._has_usage else chunk)
 
     def _choice(
-        self, output: CompletionOutput, content: dict[str, Any], finish_reason: str | None
-    ) -> dict[str, Any]:
+        self, output: CompletionOutput, content: JsonObject, finish_reason: str | None
+    ) -> JsonObject:
         logprobs = None
         if output.scored:
             logprobs = self._chat_logprobs(output) if self._is_chat else self._logprobs(output)
@@ -633,22 +619,22 @@ class ResponseFormatter:
             | {"logprobs": logprobs, "finish_reason": finish_reason}
         )
 
-    def _chat_logprobs(self, output: CompletionOutput) -> dict[str, Any]:
-        def entry(token: int, logprob: float) -> dict[str, Any]:
+    def _chat_logprobs(self, output: CompletionOutput) -> JsonObject:
+        def entry(token: int, logprob: float) -> JsonObject:
             text = self._decode([token])
             # The replacement character shows that the token has only some bytes of a character.
             is_whole = "\ufffd" not in text
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}
 
-        content: list[dict[str, Any]] = []
+        content: list[JsonObject] = []
         for token, (logprob, likeliest) in output.scored:
             scored_token = entry(token, logprob)
             scored_token["top_logprobs"] = [entry(*alternative) for alternative in likeliest]
             content.append(scored_token)
         return {"content": content, "refusal": None}
 
-    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
+    def _logprobs(self, output: CompletionOutput) -> JsonObject:
         tokens = [self._decode([token]) for token, _ in output.scored]
         offsets = [*accumulate(map(len, tokens), initial=self._offsets[output.index])]
         self._offsets[output.index] = offsets.pop()
@@ -669,7 +655,7 @@ class ResponseFormatter:
             "text_offset": offsets,
         }
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
         return self._facts | {
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
             "choices": choices,
@@ -685,6 +671,6 @@ class ResponseFormatter:
         }
 
 
-def event(value: dict[str, Any]) -> bytes:
+def event(value: JsonObject) -> bytes:
     """Format one server-sent event."""
     return b"data: " + _ENCODER.encode(value).encode() + b"\n\n"

@@ -93,7 +93,7 @@ class StopStrings:
 
 def _possible_start(text: str, stop: str) -> int:
     """Return the position where a stop string may have begun, or the length of the text."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while start >= 0 and not stop.startswith(text[start:]):
-        start = text.find(stop[0], start + 1)
-    return start if start >= 0 else len(text)
+    for start in range(max(0, len(text) - len(stop) + 1), len(text)):
+        if stop.startswith(text[start:]):
+            return start
+    return len(text)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -420,20 +420,20 @@ class DraftingServer:
         if len(client_sessions) >= self._settings.max_sessions_each:
             self._make_room(client_sessions)
         if len(self._sessions) >= self._settings.max_sessions:
-            self._make_room(list(self._sessions.values()))
+            self._make_room(self._sessions.values())
         try:
             session = ServerSession(stream, self._engine, request, self._forget)
         except Overloaded:
             # The engine removes a sequence only between two target calls. So this attempt fails,
             # and the client's next one finds room.
-            self._make_room(list(self._sessions.values()))
+            self._make_room(self._sessions.values())
             raise
         self._sessions[session.id] = session
         self.counts.n_opened += 1
         self.counts.n_sessions = len(self._sessions)
         return session
 
-    def _make_room(self, sessions: list[ServerSession]) -> None:
+    def _make_room(self, sessions: Collection[ServerSession]) -> None:
         """Remove the session that has been without a stream for the longest time.
 
         If all sessions have streams, remove the one that has been silent for the longest time.

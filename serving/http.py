@@ -40,8 +40,10 @@ from ..moa.targets.template import ChatTemplate
 from .access import BearerTokens, Connection, Guard, Rate
 from .api import (
     ApiError,
+    Body,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     RequestOutput,
     ResponseFormatter,
@@ -56,6 +58,7 @@ from .metrics import Facts, Metrics, RequestLog
 from .wire import target_identity
 
 _T = TypeVar("_T")
+_B = TypeVar("_B", bound=Body)
 # Smallest top_p that is used. It also replaces a top_p of 0, and keeps only the most likely token.
 _MIN_TOP_P = 1e-9
 # If the engine is full, another connection may be dropped to make room for a request. The request
@@ -107,14 +110,21 @@ class Service:
             checks_hosts: whether the ``Host`` of a request must be one of them.
         """
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
-        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
-        app.add_api_route("/v1/completions", self._completions, methods=["POST"])
-        app.add_api_route("/tokenize", self._tokens, methods=["POST"])
-        app.add_api_route("/detokenize", self._text, methods=["POST"])
-        app.add_api_route("/v1/models", self._models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/metrics", self._metrics, methods=["GET"])
+        posts = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completions,
+            "/tokenize": self._tokens,
+            "/detokenize": self._text,
+        }
+        gets = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            "/health": self._health,
+            "/metrics": self._metrics,
+        }
+        for method, routes in (("POST", posts), ("GET", gets)):
+            for path, answer in routes.items():
+                app.add_api_route(path, answer, methods=[method])
         for kind in (ApiError, ServingError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, _show_error)
         app.add_middleware(
@@ -126,15 +136,12 @@ class Service:
     # Routes
 
     async def _chat(self, request: HttpRequest) -> Response:
-        asked = ChatRequest.parse(await self._body(request))
-        self._check_model(asked.model)
-        return await self._respond(
-            request, asked, [await self._chat_prompt(request, asked.messages, asked.tools, True)]
-        )
+        asked = await self._read(request, ChatRequest)
+        prompt = await self._chat_prompt(request, asked.messages, asked.tools, True)
+        return await self._respond(request, asked, [prompt])
 
     async def _completions(self, request: HttpRequest) -> Response:
-        asked = CompletionRequest.parse(await self._body(request))
-        self._check_model(asked.model)
+        asked = await self._read(request, CompletionRequest)
         prompts: list[list[int]] = []
         for prompt in asked.prompts:
             if isinstance(prompt, list):
@@ -144,9 +151,7 @@ class Service:
         return await self._respond(request, asked, prompts)
 
     async def _tokens(self, request: HttpRequest) -> Response:
-        asked = TokenizeRequest.parse(await self._body(request))
-        self._check_model(asked.model or self.model_name)
-        asked.check("prompt", "messages")
+        asked = await self._read(request, TokenizeRequest)
         if asked.messages is None:
             tokens = await self._prompt(
                 request, asked.prompt or "", asked.add_special_tokens is not False
@@ -161,10 +166,9 @@ class Service:
         return JSONResponse(facts | {"token_strs": names})
 
     async def _text(self, request: HttpRequest) -> Response:
-        asked = TokenizeRequest.parse(await self._body(request))
-        self._check_model(asked.model or self.model_name)
-        asked.check("tokens")
-        self.engine.check_tokens(tokens := asked.tokens or [])
+        asked = await self._read(request, DetokenizeRequest)
+        tokens = asked.tokens
+        self.engine.check_tokens(tokens)
         decoding = self._tokenizers[len(tokens) > _SHORT_CHARS].run(
             lambda template: template.tokenizer.decode(tokens)
         )
@@ -193,13 +197,13 @@ class Service:
         )
 
     def _description(self) -> dict[str, Any]:
-        facts = {
+        return {
             "id": self.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "moa-data",
+            "drafters": list(self.engine.drafters),
         }
-        return facts | {"drafters": list(self.engine.drafters)}
 
     # Checks, which raise ApiError or ServingError
 
@@ -228,10 +232,10 @@ class Service:
             )
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def _body(self, request: HttpRequest) -> bytes:
-        """Read the body of a request after checking whether it may be answered.
+    async def _read(self, request: HttpRequest, kind: type[_B]) -> _B:
+        """Read and parse the body of a request after checking whether it may be answered.
 
-        The HTTP errors are 400, 401, 408, 413, 429 and 503.
+        The HTTP errors are 400, 401, 404, 408, 413, 429 and 503.
         """
         self._admit(request)
         if self.is_draining:
@@ -268,13 +272,15 @@ class Service:
                 "without pauses."
             )
             raise ApiError(408, message, None, "timeout") from error
-        return b"".join(parts)
+        asked = kind.parse(b"".join(parts))
+        self._check_model(asked.model or self.model_name)
+        return asked
 
     async def _prompt(
         self, request: HttpRequest, text: str, adds_special: bool = True
     ) -> list[int]:
         encode = partial(_text_tokens, text=text, adds_special=adds_special)
-        return await _while_connected(request, self._tokenize(len(text), encode))
+        return await self._tokenize(request, len(text), encode)
 
     async def _chat_prompt(
         self, request: HttpRequest, messages: list[Message], tools: Any, is_open: bool
@@ -288,16 +294,17 @@ class Service:
                 text = part.get("text") if isinstance(part, dict) else part
                 if isinstance(text, str):
                     n_chars += len(text)
-        return await _while_connected(request, self._tokenize(n_chars, encode))
+        return await self._tokenize(request, n_chars, encode)
 
     async def _tokenize(
-        self, n_chars: int, encode: Callable[[ChatTemplate], list[int]]
+        self, request: HttpRequest, n_chars: int, encode: Callable[[ChatTemplate], list[int]]
     ) -> list[int]:
-        """Tokenize a prompt.
+        """Tokenize a prompt, unless the client disconnects.
 
         The HTTP errors are 400 if the prompt cannot be used, and 503 if too many prompts wait.
 
         Args:
+            request: the request that has the prompt.
             n_chars: length of the prompt in characters.
             encode: tokenizes the prompt.
         """
@@ -310,7 +317,8 @@ class Service:
             )
             raise ApiError(400, message, None, "context_length_exceeded")
         try:
-            return await self._tokenizers[n_chars > _SHORT_CHARS].run(encode)
+            tokenizing = self._tokenizers[n_chars > _SHORT_CHARS].run(encode)
+            return await _while_connected(request, tokenizing)
         except (PromptUnusable, TemplateError, UnicodeError) as error:
             raise ApiError(
                 400, f"the prompt cannot be used: {error}", None, "invalid_prompt"
@@ -361,7 +369,7 @@ class Service:
         ends_s = now + self.limits.answer_s if self.limits.answer_s > 0 else math.inf
         while True:
             try:
-                output = RequestOutput(self.engine, requests, asked.stops, ends_s)
+                output = RequestOutput(self.engine, requests, asked.stop or (), ends_s)
             except Overloaded:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:

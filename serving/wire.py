@@ -162,14 +162,7 @@ def drafter_identity(drafter: Any) -> str:
     digest = hashlib.sha256(json.dumps(drafter.config.to_dict(), sort_keys=True).encode())
     for name, weight in sorted(drafter.state_dict().items()):
         digest.update(f"{name} {list(weight.shape)}".encode())
-        digest.update(
-            weight.to("cpu", torch.bfloat16)
-            .contiguous()
-            .view(torch.uint8)
-            .flatten()
-            .numpy()
-            .tobytes()
-        )
+        digest.update(_as_bytes(weight.to("cpu", torch.bfloat16)))
     return digest.hexdigest()
 
 

@@ -55,7 +55,7 @@ def chosen(options: argparse.Namespace) -> dict[str, Any]:
 def small_config(store: str, out: str, drafter: str = "moa", **named: Any) -> TrainConfig:
     """Return the preset small with some settings changed by name."""
     values = PRESETS["small"] | {"store": store, "out": out, "drafter": {"kind": drafter}}
-    return TrainConfig.merged([("", values)]).replaced(**named)
+    return TrainConfig.of(**values).replaced(**named)
 
 
 def trained(config: TrainConfig) -> dict[str, Any]:

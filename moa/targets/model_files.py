@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...errors import DrafterError, TargetError
-from ...files import open_regular, parsing, read_object
+from ...files import open_regular, parse_object, parsing, read_bounded
 
 # The dtypes that stored weights may have. Engines cast the weights to the dtype that they compute
 # in.
@@ -87,7 +87,7 @@ def read_json(
 ) -> dict[str, Any]:
     """Read the JSON object in a file. Raises ``error_class`` if the file holds something else."""
     with parsing(f"cannot read {file}", error_class):
-        return read_object(file, allows_infinity)
+        return parse_object(read_bounded(file), allows_infinity)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -12,14 +12,10 @@ between two drafted tokens, so a message of the server waits for half a draft on
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Any, Self, get_args
 
-from pydantic import ConfigDict, Field, TypeAdapter
-from pydantic.dataclasses import dataclass as checked_dataclass
-
-from ...config import Count
 from ...errors import (
     Disconnected,
     DrafterError,
@@ -29,7 +25,6 @@ from ...errors import (
     RequestInvalid,
     ServingError,
 )
-from ...files import read_bounded, write_atomic
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...moa.targets.chat_tokens import prompt_tokens
 from .. import moa_v1_pb2 as pb
@@ -38,14 +33,13 @@ from ..wire import check_codec, decode, drafter_identity, target_identity, token
 from .drafting import DraftingModel, SequenceDrafter
 from .link import Link, LinkEvent
 from .session import (
-    GREEDY_SHAPE,
-    SAMPLED_SHAPE,
     SENT_SAMPLING,
     AnswerSettings,
     ChosenMode,
     ClientSession,
     Done,
     OnEvent,
+    SavedAnswer,
     Stats,
 )
 
@@ -88,57 +82,6 @@ class Answer:
     tokens: tuple[int, ...]  # The end-of-sequence token is included, if there is one.
     finish: str  # "stop" or "length".
     stats: Stats
-
-
-@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
-class SavedAnswer:
-    """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
-
-    session: str  # The id that the server gave; empty for none.
-    # The prompt and the committed tokens of the answer. Tokens that were committed after the last
-    # save come from the server again: it still has them, or computes them again.
-    tokens: tuple[Annotated[int, Field(ge=0)], ...]
-    n_prompt: Count
-    max_new_tokens: Count
-    sampling: SamplingConfig = GREEDY
-    seed: int = 0
-    finish: str = ""  # The reason why the answer ended; empty before.
-    # The chat messages of the prompt, with role and content. Empty if the prompt was given as token
-    # ids.
-    messages: tuple[dict[str, str], ...] = ()
-    version: Annotated[int, Field(ge=1, le=1)] = 1
-
-    def save(self, path: str | Path) -> None:
-        """Replace the file atomically: if the process is killed, it has the new or old content."""
-        try:
-            write_atomic(Path(path), _SAVED.dump_json(self))
-        except OSError as error:
-            reason = error.strerror or error
-            raise RequestInvalid(
-                f"the conversation cannot be saved in {path}: {reason}. Choose another file."
-            ) from error
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a file that :meth:`save` wrote; raises RequestInvalid for any other file."""
-        try:
-            saved: Self = _SAVED.validate_json(read_bounded(Path(path)))
-            if saved.n_prompt > len(saved.tokens):
-                raise ValueError("n_prompt is larger than the number of tokens")
-        except OSError as error:
-            raise RequestInvalid(
-                f"the saved conversation {path} cannot be read: {error.strerror}."
-            ) from error
-        # Pydantic and SamplingConfig raise ValueError for invalid values.
-        except ValueError as error:
-            raise RequestInvalid(
-                f"{path} is not a conversation that this release of moa-data has saved. Start a "
-                "new one."
-            ) from error
-        return saved
-
-
-_SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
 
 
 class DraftingClient:
@@ -192,20 +135,23 @@ class DraftingClient:
                 f"at least 0 and below 1 (it is {offline_below})."
             )
         check_codec(codec)
-        self.mode = mode
         self.session_file = session_file
         self.timeouts = timeouts or Timeouts()
         self.model = (
             drafter if isinstance(drafter, DraftingModel) else DraftingModel.load(drafter, bundle)
         )
-        self._codec = codec
-        self._max_offline = max_offline
-        self._offline_below = offline_below
         self.drafter = SequenceDrafter(self.model)
-        self._identities = pb.Identities(
-            target=target_identity(self.model.drafter.config.target),
-            tokenizer=tokenizer_identity(self.model.tokenizer),
-            drafter=drafter_identity(self.model.drafter),
+        self._settings = AnswerSettings(
+            codec=codec if self.drafter.width else "",
+            max_offline=max_offline,
+            offline_below=offline_below,
+            eos_token_ids=self.model.eos_token_ids,
+            mode=mode,
+            identities=pb.Identities(
+                target=target_identity(self.model.drafter.config.target),
+                tokenizer=tokenizer_identity(self.model.tokenizer),
+                drafter=drafter_identity(self.model.drafter),
+            ),
         )
         self.link = Link(server, token, ca)
 
@@ -235,14 +181,10 @@ class DraftingClient:
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
-        settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "sampling": sampling,
-            "seed": seed,
-        }
         return self.complete(
-            prompt_tokens(self.model.template, chat), **settings, on_event=on_event, messages=chat
-        )
+            prompt_tokens(self.model.template, chat), max_new_tokens=max_new_tokens,
+            sampling=sampling, seed=seed, on_event=on_event, messages=chat,
+        )  # fmt: skip
 
     def complete(
         self,
@@ -278,19 +220,9 @@ class DraftingClient:
                 f"only the sampling settings {', '.join(sent)} can be sent to a drafting server; "
                 "leave out all other settings."
             )
-        settings = AnswerSettings(
-            saved.max_new_tokens, saved.sampling, saved.seed,
-            self._codec if self.drafter.width else "", max_offline=self._max_offline,
-            offline_below=self._offline_below, eos_token_ids=self.model.eos_token_ids,
-            mode=self.mode, shape=SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE,
-            identities=self._identities,
-        )  # fmt: skip
         n_context = self.drafter.begin(saved.tokens, saved.sampling, saved.seed)
-        texts = Detokenizer(self.text_of)
-        session = ClientSession(
-            saved.tokens, saved.n_prompt, settings, texts, saved.session, n_context
-        )
-        turn = _Turn(self, session, saved, on_event)
+        session = ClientSession(saved, self._settings, Detokenizer(self.text_of), n_context)
+        turn = _Turn(self, session, on_event)
         turn.run()
         answer = tuple(session.tokens[session.n_prompt :])
         return Answer(self.text_of(answer), answer, session.finish, turn.stats())
@@ -318,18 +250,13 @@ class _Turn:
     """Makes one answer: moves messages between link and session, drafts if useful, and measures."""
 
     def __init__(
-        self,
-        client: DraftingClient,
-        session: ClientSession,
-        saved: SavedAnswer,
-        on_event: OnEvent | None,
+        self, client: DraftingClient, session: ClientSession, on_event: OnEvent | None
     ) -> None:
         self._drafter = client.drafter
         self._link = client.link
         self._timeouts = client.timeouts
         self._session = session
         self._on_event = on_event or (lambda event: None)
-        self._saved = saved
         self._file = client.session_file
         self._bytes_before = (self._link.bytes_up, self._link.bytes_down)
         self._stream = 0  # The number of the link's stream; 0 for none.
@@ -371,7 +298,7 @@ class _Turn:
     def stats(self) -> Stats:
         """Return the measurements so far."""
         session = self._session
-        n_tokens = len(session.tokens) - session.n_prompt
+        n_tokens = session.n_answer
         rate = 0.0
         if (
             self._first_token is not None
@@ -465,18 +392,12 @@ class _Turn:
                 raise self._error
             return
         silent_s = now - self._heard_s
+        reason = f"no message came from the server {self._link.address} for {silent_s:.1f} s."
         if silent_s > timeouts.dead_s:
-            self._reconnect(
-                Disconnected(
-                    f"no message came from the server {self._link.address} for {timeouts.dead_s:g} "
-                    "s."
-                )
-            )
+            self._reconnect(Disconnected(reason))
             return
         if silent_s > timeouts.silence_s + 2 * (self._round_trip_s or 0.0):
-            session.stall(
-                f"no message came from the server {self._link.address} for {silent_s:.1f} s."
-            )
+            session.stall(reason)
         if now - self._pinged_s > _PING_EVERY_S and session.is_opened:
             self._n_pings += 1
             self._pings[self._n_pings], self._pinged_s = now, now
@@ -504,7 +425,7 @@ class _Turn:
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()
-            draft = drafter.next(session.tokens, [draft.token for draft in session.drafts])
+            draft = drafter.next(session.tokens, session.draft_tokens)
             if draft is not None:
                 self._draft_s = _smoothed(self._draft_s, time.perf_counter() - began_s)
                 session.add_draft(draft.token, draft.probability)
@@ -533,11 +454,8 @@ class _Turn:
 
     def _save(self) -> None:
         if self._file is not None:
-            self._saved_s, session = time.monotonic(), self._session
-            tokens = tuple(session.tokens)
-            replace(
-                self._saved, session=session.session, tokens=tokens, finish=session.finish
-            ).save(self._file)
+            self._saved_s = time.monotonic()
+            self._session.saved().save(self._file)
 
 
 def _smoothed(before: float | None, seconds: float) -> float:

@@ -10,6 +10,7 @@ is never sent on the next stream.
 import contextlib
 import queue
 import random
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ _CONNECT_S = 5.0
 # Delay before a channel is closed. gRPC watches each channel in a thread. This thread prints a
 # traceback if the channel is closed before the thread has noticed that nobody is subscribed.
 _CLOSED_AFTER_S = 2.0
+_SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5  # The size of gRPC's header before each message.
 _OPTIONS = (
@@ -73,16 +75,15 @@ class Link:
     """
 
     def __init__(self, server: str, token: str = "", ca: str | Path | None = None) -> None:
-        scheme, separator, address = server.rpartition("://")
-        host, _, port = address.rpartition(":")
-        is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
-        if (separator and scheme not in ("http", "https", "grpc")) or not (host and is_port):
+        match = _SERVER.fullmatch(server)
+        if match is None or not 0 < int(match["port"]) < 1 << 16:
             raise RequestInvalid(
                 f"{server!r} is not the address of a server; give HOST:PORT, or https://HOST:PORT "
                 "for TLS."
             )
-        self.address = address
-        self._credentials = _credentials(ca) if ca is not None or scheme == "https" else None
+        self.address = match["address"]
+        uses_tls = ca is not None or match["scheme"] == "https"
+        self._credentials = _credentials(ca) if uses_tls else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         # Bytes of all messages sent and of all messages received.
         self.bytes_up = self.bytes_down = 0
@@ -137,9 +138,7 @@ class Link:
         """Return the events so far, in order; wait for the first one until the timeout."""
         events: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
-            events.append(
-                self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait()
-            )
+            events.append(self._events.get(timeout_s > 0, timeout_s))
             while True:
                 events.append(self._events.get_nowait())
         return events

@@ -1,8 +1,8 @@
 """The state machine of one answer: committed tokens, drafts, and requests to the server.
 
-It has no I/O and no clock. The inputs are messages of the server, drafts, and changes of the link.
-The outputs are messages to send and events. So tests can try every order of them. Positions count
-from 0 over prompt and answer::
+The state machine has no I/O and no clock. The inputs are messages of the server, drafts, and
+changes of the link. The outputs are messages to send and events. So tests can try every order of
+them. Positions count from 0 over prompt and answer::
 
     prompt    committed answer     drafts
     The cat | sat on             | the  mat    .    It     link up, mode client: the first two are
@@ -26,10 +26,16 @@ tokens. When it ends, its open requests are dropped.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from ...errors import Disconnected
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from ...config import Count, Natural
+from ...errors import Disconnected, RequestInvalid
+from ...files import read_bounded, write_atomic
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...moa.decoding.tree import TreeShape
 from ...text import counted
@@ -136,13 +142,61 @@ SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 
 
-@dataclass(frozen=True)
-class AnswerSettings:
-    """Settings of one answer, including the limits for writing offline."""
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class SavedAnswer:
+    """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
 
-    max_new_tokens: int
+    session: str  # The id that the server gave; empty for none.
+    # The prompt and the committed tokens of the answer. Tokens that were committed after the last
+    # save come from the server again: it still has them, or computes them again.
+    tokens: tuple[Natural, ...]
+    n_prompt: Count
+    max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
     seed: int = 0
+    finish: str = ""  # The reason why the answer ended; empty before.
+    # The chat messages of the prompt, with role and content. Empty if the prompt was given as token
+    # ids.
+    messages: tuple[dict[str, str], ...] = ()
+    version: Literal[1] = 1
+
+    def save(self, path: str | Path) -> None:
+        """Replace the file atomically: if the process is killed, it has the new or old content."""
+        try:
+            write_atomic(Path(path), _SAVED.dump_json(self))
+        except OSError as error:
+            reason = error.strerror or error
+            raise RequestInvalid(
+                f"the conversation cannot be saved in {path}: {reason}. Choose another file."
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a file that :meth:`save` wrote; raises RequestInvalid for any other file."""
+        try:
+            saved: Self = _SAVED.validate_json(read_bounded(Path(path)))
+            if saved.n_prompt > len(saved.tokens):
+                raise ValueError("n_prompt is larger than the number of tokens")
+        except OSError as error:
+            raise RequestInvalid(
+                f"the saved conversation {path} cannot be read: {error.strerror}."
+            ) from error
+        # Pydantic and SamplingConfig raise ValueError for invalid values.
+        except ValueError as error:
+            raise RequestInvalid(
+                f"{path} is not a conversation that this release of moa-data has saved. Start a "
+                "new one."
+            ) from error
+        return saved
+
+
+_SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How an answer is drafted, including the limits for writing offline."""
+
     codec: str = "int8"  # The codec of the drafter's contexts on the wire; empty for no contexts.
     max_offline: int = 64  # The largest number of tokens that are shown unverified.
     # Offline the client stops when the product of the drafter's probabilities since the last
@@ -150,7 +204,8 @@ class AnswerSettings:
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
     mode: Mode = "server"
-    shape: TreeShape = GREEDY_SHAPE  # The shape of the chains that are verified.
+    # The shape of the chains that are verified; None for the usual one.
+    shape: TreeShape | None = None
     identities: pb.Identities = field(default_factory=pb.Identities)
 
 
@@ -166,29 +221,27 @@ class ClientSession:
     """The client's side of a session: one answer, from its prompt to its end.
 
     Args:
-        tokens: the prompt and the committed tokens of the answer.
-        n_prompt: the number of tokens of the prompt.
-        settings: the settings of the answer.
+        saved: the answer so far, with its prompt.
+        settings: how the answer is drafted.
         texts: a detokenizer without tokens.
-        session: the id that a server gave to this answer before; empty for none.
         n_context: the number of positions whose contexts the drafter has.
     """
 
     def __init__(
         self,
-        tokens: Sequence[int],
-        n_prompt: int,
+        saved: SavedAnswer,
         settings: AnswerSettings,
         texts: Detokenizer,
-        session: str = "",
         n_context: int = 0,
     ) -> None:
-        self.tokens = list(tokens)
-        self.n_prompt = n_prompt
+        self.tokens = list(saved.tokens)
+        self.n_prompt = saved.n_prompt
         self.settings = settings
-        self.session = session
+        self.session = saved.session
+        self._saved = saved
         self.mode = settings.mode
-        self.shape = settings.shape
+        usual_shape = SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE
+        self.shape = settings.shape or usual_shape
         # Drafted tokens. The first ``n_shown`` of them are shown as unverified, and the first
         # ``n_asked`` of them are being verified.
         self.drafts: deque[Draft] = deque()
@@ -213,7 +266,7 @@ class ClientSession:
         self._is_running = False  # Whether the server decodes and streams by itself.
         self._max_drafts = 1
         self._max_positions = 1 << 31
-        if answer := self.tokens[n_prompt:]:
+        if answer := self.tokens[self.n_prompt :]:
             self._emit_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
 
@@ -221,22 +274,18 @@ class ClientSession:
 
     def link_up(self) -> None:
         """Handle a new connection: open the session with the known tokens, then request more."""
+        self._drop_requests()
         self._is_up = True
-        self.is_opened = False
         self._sequence = 0
-        self._awaited = 0
-        self.n_asked = 0
-        self._is_running = False
-        self._outbox.clear()
         settings = self.settings
         self._send(
             open=pb.Open(
                 protocol=PROTOCOL, session=self.session, identities=settings.identities,
-                tokens=self.tokens, n_prompt=self.n_prompt, max_new_tokens=settings.max_new_tokens,
-                codec=settings.codec, n_context=self.n_context,
+                tokens=self.tokens, n_prompt=self.n_prompt,
+                max_new_tokens=self._saved.max_new_tokens, codec=settings.codec, n_context=self.n_context,
                 sampling=pb.Sampling(
-                    **{name: getattr(settings.sampling, name) for name in SENT_SAMPLING},
-                    seed=settings.seed,
+                    **{name: getattr(self._saved.sampling, name) for name in SENT_SAMPLING},
+                    seed=self._saved.seed,
                 ),
             )
         )  # fmt: skip
@@ -246,12 +295,8 @@ class ClientSession:
     def link_down(self, reason: str) -> None:
         """Handle the loss of the connection: drop its open requests, and go offline."""
         was_opened = self.is_opened
+        self._drop_requests()
         self._is_up = False
-        self.is_opened = False
-        self._awaited = 0
-        self.n_asked = 0
-        self._is_running = False
-        self._outbox.clear()
         if was_opened and not self.finish:
             self._events.append(LinkChanged(False, reason))
         self.stall(reason)
@@ -321,11 +366,7 @@ class ClientSession:
     @property
     def wants_draft(self) -> bool:
         """Whether another draft would be useful now."""
-        if (
-            self.finish
-            or self._is_stuck
-            or (self.drafts and self.drafts[-1].token in self.settings.eos_token_ids)
-        ):
+        if self.finish or self._is_stuck or self._is_end_drafted:
             return False
         n_drafts = len(self.drafts)
         n_left = self._n_left
@@ -432,17 +473,38 @@ class ClientSession:
             self.n_context = context.start + context.n_positions
             self._is_stuck = False
 
+    def saved(self) -> SavedAnswer:
+        """Return the answer so far."""
+        return replace(
+            self._saved, session=self.session, tokens=tuple(self.tokens), finish=self.finish
+        )
+
     # Properties of the sequence and its drafts
 
     @property
+    def n_answer(self) -> int:
+        """The number of committed tokens of the answer."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def draft_tokens(self) -> list[int]:
+        """The tokens of all drafts."""
+        return [draft.token for draft in self.drafts]
+
+    @property
+    def _is_end_drafted(self) -> bool:
+        """Whether the last draft ends the answer."""
+        return bool(self.drafts) and self.drafts[-1].token in self.settings.eos_token_ids
+
+    @property
     def _n_left(self) -> int:
-        return min(self.n_prompt + self.settings.max_new_tokens, self._max_positions) - len(
+        return min(self.n_prompt + self._saved.max_new_tokens, self._max_positions) - len(
             self.tokens
         )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
         """Commit tokens: keep the drafts that agree, and take back all others."""
-        n_agreed = n_common(new, [draft.token for draft in self.drafts])
+        n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):
             self.drafts.popleft()
@@ -450,18 +512,18 @@ class ClientSession:
         self.n_asked = max(0, self.n_asked - n_agreed)
         self.tokens += new[:n_seen]
         if n_seen:
-            self._events.append(Verified(len(self.tokens) - self.n_prompt))
+            self._events.append(Verified(self.n_answer))
         if n_agreed < len(new):
             self._take_back()
         if rest := new[n_seen:]:
-            start = len(self.tokens) - self.n_prompt
+            start = self.n_answer
             self.tokens += rest
             self._emit_tokens(start, rest, kinds[n_seen:])
 
     def _take_back(self) -> None:
         """Drop all drafts, and emit RolledBack if some of them were shown."""
         if self.n_shown:
-            stop = len(self.tokens) - self.n_prompt
+            stop = self.n_answer
             self._texts.truncate(stop)
             self.n_rolled_back += self.n_shown
             self._events.append(RolledBack(stop))
@@ -469,8 +531,8 @@ class ClientSession:
         self.n_shown = self.n_asked = 0
 
     def _show(self) -> None:
-        if hidden := [draft.token for draft in self.drafts][self.n_shown :]:
-            start = len(self.tokens) - self.n_prompt + self.n_shown
+        if hidden := self.draft_tokens[self.n_shown :]:
+            start = self.n_answer + self.n_shown
             self.n_shown = len(self.drafts)
             self._emit_tokens(start, hidden, ["unverified"] * len(hidden))
 
@@ -480,9 +542,7 @@ class ClientSession:
             return
         self._has_paused = True
         n_drafts = len(self.drafts)
-        if n_drafts >= self._n_left or (
-            n_drafts and self.drafts[-1].token in self.settings.eos_token_ids
-        ):
+        if n_drafts >= self._n_left or self._is_end_drafted:
             why = "the draft of the answer is complete"
         elif n_drafts >= self.settings.max_offline:
             why = "the limit of unverified tokens is reached"
@@ -508,10 +568,18 @@ class ClientSession:
         answer = self.tokens[self.n_prompt :]
         if answer and answer[-1] in self.settings.eos_token_ids:
             self._end("stop")
-        elif len(answer) >= self.settings.max_new_tokens:
+        elif len(answer) >= self._saved.max_new_tokens:
             self._end("length")
 
     # Requests
+
+    def _drop_requests(self) -> None:
+        """Forget the requests of a connection, and that the session was opened on it."""
+        self.is_opened = False
+        self._awaited = 0
+        self.n_asked = 0
+        self._is_running = False
+        self._outbox.clear()
 
     def _proceed(self) -> None:
         """Send the next request to the server, unless an earlier request is still unanswered."""
@@ -532,15 +600,14 @@ class ClientSession:
         The last token of the answer needs no draft, because the call adds one token of the target.
         """
         n_asked = min(len(self.drafts), self._max_drafts, max(0, self._n_left - 1))
-        tokens = [draft.token for draft in self.drafts][:n_asked]
+        tokens = self.draft_tokens[:n_asked]
         self._awaited = self._send(verify=pb.Verify(start=len(self.tokens), tokens=tokens))
         self.n_asked = n_asked
 
     def _is_chain_complete(self) -> bool:
         if len(self.drafts) >= min(self.shape.depth, self._max_drafts, self._n_left - 1):
             return True
-        is_end = bool(self.drafts) and self.drafts[-1].token in self.settings.eos_token_ids
-        return is_end or self._probability() < self.shape.stop_below
+        return self._is_end_drafted or self._probability() < self.shape.stop_below
 
     def _probability(self) -> float:
         return math.prod(draft.probability for draft in self.drafts)

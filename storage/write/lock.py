@@ -71,7 +71,7 @@ class StoreLock:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            raise read_only(store, error) from error
+            raise read_only(store, error.errno) from error
         try:
             if shares and CAN_SHARE:
                 self._wait_for(self._lock_alone_or_beside)

@@ -26,12 +26,12 @@ from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.chat_tokens import prompt_tokens
 from moa_data.moa.targets.live import Target
-from moa_data.serving.client.client import SavedAnswer
 from moa_data.serving.client.session import (
     Event,
     LinkChanged,
     ModeChanged,
     RolledBack,
+    SavedAnswer,
     Stats,
     Tokens,
     Verified,

@@ -505,10 +505,10 @@ def test_a_repair_on_a_full_disk_goes_on(
         flip(next((store / "parts/kv").glob(f"c.{part}.*")))
     calls = iter(range(3))
 
-    def full_after_some(fd: int, data: Any) -> int:
+    def full_after_some(fd: int, data: Any) -> None:
         if next(calls, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return files.write_all(fd, data)
+        files.write_all(fd, data)
 
     with monkeypatch.context() as patch:
         patch.setattr(part_writer, "write_all", full_after_some)

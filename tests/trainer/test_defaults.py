@@ -57,7 +57,7 @@ def test_a_large_target_with_much_data_gets_what_is_published() -> None:
 
 @pytest.mark.parametrize("given", [{"max_steps": 340}, {"epochs": 4}, {}])
 def test_a_toy_gets_the_preset_small(given: dict[str, Any]) -> None:
-    preset = TrainConfig.merged([("", PRESETS["small"]), ("", {"store": "store", "out": "out"})])
+    preset = TrainConfig.of(store="store", out="out", **PRESETS["small"])
     small = choose_settings(preset.replaced(accelerator="cpu", **given), TOY)[0]
     assert choose_settings(config_of(**given), TOY)[0].named() == small.named()
 

@@ -20,8 +20,15 @@ from moa_data.moa.decoding.sampling import SamplingConfig
 from moa_data.moa.formats.checkpoint import save_drafter
 from moa_data.moa.targets.bundle import save_target_bundle
 from moa_data.moa.targets.live import Target
-from moa_data.serving.client.client import MODES, DraftingClient, SavedAnswer, Timeouts
-from moa_data.serving.client.session import LinkChanged, ModeChanged, RolledBack, Tokens, Verified
+from moa_data.serving.client.client import MODES, DraftingClient, Timeouts
+from moa_data.serving.client.session import (
+    LinkChanged,
+    ModeChanged,
+    RolledBack,
+    SavedAnswer,
+    Tokens,
+    Verified,
+)
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import drafter_identity, tokenizer_identity
 from moa_data.tests.kit.drafters import build

@@ -20,6 +20,7 @@ from moa_data.serving.client.session import (
     LinkChanged,
     ModeChanged,
     RolledBack,
+    SavedAnswer,
     Tokens,
     Verified,
 )
@@ -44,8 +45,8 @@ def opened(mode: ChosenMode = "client", **changes: object) -> ClientSession:
 
     The server takes four drafts per call.
     """
-    settings = AnswerSettings(20, mode=mode, shape=TreeShape(3), **changes)  # type: ignore[arg-type]
-    session = ClientSession([1, 2], 2, settings, texts())
+    settings = AnswerSettings(mode=mode, shape=TreeShape(3), **changes)  # type: ignore[arg-type]
+    session = ClientSession(SavedAnswer("", (1, 2), 2, 20), settings, texts())
     session.link_up()
     session.receive(
         pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4, max_positions=100))
@@ -175,8 +176,8 @@ def test_messages_that_make_no_sense_end_the_connection(message: pb.ServerMessag
 
 @pytest.mark.parametrize(("answer", "reason"), [([3, 9], "stop"), ([3, 4, 5, 6], "length")])
 def test_an_answer_that_was_complete_ends_at_once(answer: list[int], reason: str) -> None:
-    settings = AnswerSettings(4, eos_token_ids=frozenset({9}))
-    session = ClientSession([1, 2, *answer], 2, settings, texts())
+    settings = AnswerSettings(eos_token_ids=frozenset({9}))
+    session = ClientSession(SavedAnswer("", (1, 2, *answer), 2, 4), settings, texts())
     assert session.finish == reason
     assert session.take_events()[-1] == Done(reason)
     session.link_up()

@@ -21,6 +21,7 @@ from moa_data.serving.client.session import (
     Done,
     Event,
     RolledBack,
+    SavedAnswer,
     Tokens,
     Verified,
 )
@@ -217,13 +218,13 @@ class World:
     def _session(self, tokens: list[int], name: str) -> ClientSession:
         shape = TreeShape(self.chance.randint(1, 6), stop_below=self.chance.choice((0.0, 0.3)))
         settings = AnswerSettings(
-            N_NEW,
             max_offline=MAX_OFFLINE,
             eos_token_ids=frozenset({EOS}),
             mode=self.mode,
             shape=shape,
         )
-        return ClientSession(tokens, len(PROMPT), settings, texts(), name)
+        saved = SavedAnswer(name, tuple(tokens), len(PROMPT), N_NEW)
+        return ClientSession(saved, settings, texts())
 
     # The actions
 

@@ -135,7 +135,7 @@ def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
         "extraction.max_length": (256, 128),
         "fields.hidden/last.dtype": ("bfloat16", "float32"),
     }
-    (notes,) = caught.value.__notes__
+    notes = caught.value.__notes__
     for key, (old, new) in caught.value.changes.items():
         assert f"{key}: the store has {old!r}, this command has {new!r}" in notes
     assert read_tree(store) == before
