@@ -216,7 +216,6 @@ class VllmSource:
     def _collect(
         self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]
     ) -> Capture:
-        n_tokens = tuple(map(len, sequences))
         for tokens, by_name in zip(sequences, values, strict=True):
             for tensor in by_name.values():
                 if len(tensor) != len(tokens):
@@ -240,12 +239,10 @@ class VllmSource:
                 )
         for layer in self._spec.layers:
             fields[f"hidden/layer_{layer}"] = state(layer + 1)
-        valid = torch.arange(max(n_tokens)) < torch.tensor(n_tokens)[:, None]
-        finite: dict[str, Tensor] = {}
         for name, activations in fields.items():
             fields[name] = activations.to(self._dtype)
-            finite[name] = finite_rows(fields[name], valid)
-        return Capture(n_tokens, padded_tokens(sequences), finite, fields)
+        input_ids, valid = padded_tokens(sequences, torch.device("cpu"))
+        return Capture(tuple(map(len, sequences)), input_ids, finite_rows(fields, valid), fields)
 
 
 def _end_processes() -> None:
