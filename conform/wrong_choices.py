@@ -58,23 +58,13 @@ Choice = Callable[[Reading], None]
 def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
     """Return the wrong choice in which an attribute is replaced by ``change(owner, value)``.
 
-    ``part`` is the dotted path of the attribute, such as ``layers.0.input_layernorm``. In the path,
-    ``*`` stands for all items of a list.
+    ``part`` is the dotted path of the attribute, such as ``layers.0.input_layernorm``.
     """
 
     def choice(r: Reading) -> None:
-        *path, name = part.split(".")
-        owners: list[Any] = [r.drafter]
-        for step in path:
-            parts: list[Any] = []
-            for owner in owners:
-                if step == "*":
-                    parts.extend(owner)
-                else:
-                    parts.append(getattr(owner, step))
-            owners = parts
-        for owner in owners:
-            setattr(owner, name, change(owner, getattr(owner, name)))
+        path, _, name = part.rpartition(".")
+        owner = r.drafter.get_submodule(path)
+        setattr(owner, name, change(owner, getattr(owner, name)))
 
     return choice
 
@@ -184,10 +174,16 @@ def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
 
     The states are [B, n, E].
     """
-    return _put(
-        "layers.*.self_attn.keys_values",
-        lambda own, plain: lambda x, rotation: (make(own, x, rotation), own._heads("v", x)),
-    )
+
+    def choice(r: Reading) -> None:
+        for layer in r.drafter.layers:
+            own = layer.self_attn
+            own.keys_values = lambda x, rotation, own=own: (
+                make(own, x, rotation),
+                own._heads("v", x),
+            )
+
+    return choice
 
 
 def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:

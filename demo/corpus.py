@@ -153,60 +153,69 @@ UNITS = (
 )  # fmt: skip
 
 
+CONVERSION_QUESTIONS = (
+    "Convert {value} {big} to {small}.",
+    "How many {small} are {value} {big}?",
+    "{name} has {value} {big} and wants to know how many {small} that is.",
+    "{name} asks: what is {value} {big} in {small}?",
+)
+CONVERSION_ANSWER = (
+    "Each of the {big} has {factor} {small}.\nMultiply: {value} x {factor} = {product}.\n"
+    "So {value} {big} are {product} {small}."
+)
+
+
 def conversion(rng: random.Random) -> Chat:
     """Draw a unit conversion: the rule, the product, the answer."""
     big, small, factor = rng.choice(UNITS)
     value = rng.randint(2, 12) if factor in (2, 3, 7) else rng.randint(2, 99)
-    name = rng.choice(NAMES)
-    ask = rng.choice((
-        f"Convert {value} {big} to {small}.",
-        f"How many {small} are {value} {big}?",
-        f"{name} has {value} {big} and wants to know how many {small} that is.",
-        f"{name} asks: what is {value} {big} in {small}?",
-    ))  # fmt: skip
-    rule = f"Each of the {big} has {factor} {small}."
-    return _chat(
-        ask,
-        f"{rule}\nMultiply: {value} x {factor} = {value * factor}.\n"
-        f"So {value} {big} are {value * factor} {small}.",
-    )
+    words = {
+        "big": big, "small": small, "factor": factor, "value": value, "product": value * factor,
+        "name": rng.choice(NAMES),
+    }  # fmt: skip
+    ask = rng.choice(CONVERSION_QUESTIONS)
+    return _chat(ask.format(**words), CONVERSION_ANSWER.format(**words))
+
+
+STORY_QUESTIONS = (
+    "Tell me a short story about a {mood} {animal} called {name} who finds a {treasure} in the "
+    "{setting}.",
+    "Write a tiny story. Hero: {name} the {animal}, who is {mood}. Place: the {setting}. Thing: a "
+    "{treasure}.",
+)
+STORY_BEGINNING = "Once upon a time a {mood} {animal} called {name} lived in the {setting}."
+STORY_DISCOVERIES = (
+    "One morning {name} saw a {treasure} under a stone.",
+    "One evening {name} found a {treasure} beside the path.",
+    "After the rain {name} spotted a {treasure} in the grass.",
+)
+STORY_MIDDLES = (
+    '"Who has lost this?" asked {name}. Nobody knew, so {name} went to ask the old {friend}.',
+    "{name} was not sure what to do with it and showed it to a friend, the {friend}.",
+)
+STORY_ENDS = (
+    'The {friend} smiled and said: "It was mine once. Now it is yours." {name} kept the '
+    "{treasure} forever.",
+    "The {friend} was very happy to have it back. From that day on, {name} and the {friend} were "
+    "best friends.",
+)
 
 
 def story(rng: random.Random) -> Chat:
     """Draw a chat with a tiny story about an animal, a name, a place and a treasure."""
-    animal = rng.choice(ANIMALS)
-    name = rng.choice(NAMES)
-    setting = rng.choice(LOCATIONS)
-    treasure = rng.choice(TREASURES)
-    mood = rng.choice(MOODS)
-    friend = rng.choice(FRIENDS)
-    ask = rng.choice((
-        f"Tell me a short story about a {mood} {animal} called {name} who finds a {treasure} in "
-        f"the {setting}.",
-        f"Write a tiny story. Hero: {name} the {animal}, who is {mood}. Place: the {setting}. "
-        f"Thing: a {treasure}.",
-    ))  # fmt: skip
-    discovery = rng.choice((
-        f"One morning {name} saw a {treasure} under a stone.",
-        f"One evening {name} found a {treasure} beside the path.",
-        f"After the rain {name} spotted a {treasure} in the grass.",
-    ))  # fmt: skip
-    middle = rng.choice((
-        f"\"Who has lost this?\" asked {name}. Nobody knew, so {name} went to ask the old "
-        f"{friend}.",
-        f"{name} was not sure what to do with it and showed it to a friend, the {friend}.",
-    ))  # fmt: skip
-    end = rng.choice((
-        f"The {friend} smiled and said: \"It was mine once. Now it is yours.\" {name} kept the "
-        f"{treasure} forever.",
-        f"The {friend} was very happy to have it back. From that day on, {name} and the {friend} "
-        "were best friends.",
-    ))  # fmt: skip
-    return _chat(
-        ask,
-        f"Once upon a time a {mood} {animal} called {name} lived in the {setting}. {discovery} "
-        f"{middle} {end}",
-    )
+    words = {
+        "animal": rng.choice(ANIMALS),
+        "name": rng.choice(NAMES),
+        "setting": rng.choice(LOCATIONS),
+        "treasure": rng.choice(TREASURES),
+        "mood": rng.choice(MOODS),
+        "friend": rng.choice(FRIENDS),
+    }
+    ask = rng.choice(STORY_QUESTIONS)
+    sentences = [STORY_BEGINNING]
+    for choices in (STORY_DISCOVERIES, STORY_MIDDLES, STORY_ENDS):
+        sentences.append(rng.choice(choices))
+    return _chat(ask.format(**words), " ".join(sentences).format(**words))
 
 
 def shopping(rng: random.Random) -> Chat:

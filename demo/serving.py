@@ -120,13 +120,15 @@ class Timeline:
         if isinstance(event, Tokens):
             shown = event.start + len(event.tokens)
             # The tokens of an event are either all unverified or all verified.
-            self.points.append((now, shown, verified if "unverified" in event.kinds else shown))
+            if "unverified" not in event.kinds:
+                verified = shown
         elif isinstance(event, Verified):
-            self.points.append((now, shown, event.stop))
+            verified = event.stop
         elif isinstance(event, RolledBack):
             self.n_rolled_back += shown - event.stop
-            self.points.append((now, event.stop, event.stop))
-        if not self.cut and self.points[-1][1] >= self._n_tokens:
+            shown = verified = event.stop
+        self.points.append((now, shown, verified))
+        if not self.cut and shown >= self._n_tokens:
             self.cut.append(now)
             self._proxy.cut()
             timer = threading.Timer(CUT_S, self._restore)

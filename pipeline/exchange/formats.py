@@ -413,13 +413,8 @@ def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.n
             left = iter(texts)
             while rows := list(islice(left, _ROWS_PER_BATCH)):
                 ids, masks = zip(*rows, strict=True)
-                lengths = [len(tokens) for tokens in ids]
-                arrays = [
-                    pa.array(ids, ids_type),
-                    pa.array(masks, ids_type),
-                    pa.array(lengths, pa.int64()),
-                ]
-                writer.write_batch(pa.record_batch(arrays, schema=schema))
+                columns = {"input_ids": ids, "loss_mask": masks, "seq_len": list(map(len, ids))}
+                writer.write_batch(pa.record_batch(columns, schema=schema))
         dataset = Dataset.from_file(str(partial / "rows.arrow")).with_format("torch")
         dataset.save_to_disk(str(partial / "dataset"))
         for path in sorted(

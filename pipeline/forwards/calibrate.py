@@ -239,15 +239,8 @@ def target_rope(facts: TargetFacts) -> Rope:
     parameters = facts.config.rope_parameters
     if not parameters.keys() & set(facts.layer_kinds):
         return Rope(*_rotation(facts, parameters))
-    rotations: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    frequencies = list[np.ndarray]()
-    scalings = list[np.ndarray]()
-    for kind in facts.layer_kinds:
-        if kind not in rotations:
-            rotations[kind] = _rotation(facts, parameters[kind])
-        frequency, scaling = rotations[kind]
-        frequencies.append(frequency)
-        scalings.append(scaling)
+    rotations = [_rotation(facts, parameters[kind]) for kind in facts.layer_kinds]
+    frequencies, scalings = zip(*rotations, strict=True)
     return Rope(np.stack(frequencies), np.stack(scalings))
 
 

@@ -139,9 +139,12 @@ class Capture:
             codec: the codec of the store.
             names: names of the sequences, for error messages.
         """
+        plain: dict[str, Tensor] = {}
         lossy_names: list[str] = []
-        for name in self.fields:
-            if not codec.fields[name].is_identity:
+        for name, activations in self.fields.items():
+            if codec.fields[name].is_identity:
+                plain[name] = activations
+            else:
                 lossy_names.append(name)
         codecs = codec.only(lossy_names)
         if not codecs.fields:
@@ -161,9 +164,6 @@ class Capture:
                 for array in field_codec.arrays:
                     rows_of_sequences = [rows[name][array.name] for rows in encoded]
                     codes[name][array] = _concatenate(rows_of_sequences)
-        plain = dict(self.fields)
-        for name in codecs.fields:
-            del plain[name]
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self, slots: HostSlots | None = None) -> "Capture":
@@ -271,13 +271,7 @@ def capture(
         uses_cache: whether the forward fills a KV cache even if keys and values are not kept. With
             a KV cache, torch may choose other attention kernels, which change the last bits.
     """
-    n_tokens = tuple(map(len, sequences))
-    input_ids = padded_tokens(sequences).to(model.device)
-    # Mask of positions that are not padding, bool [B, T].
-    valid = (
-        torch.arange(max(n_tokens), device=model.device)
-        < torch.tensor(n_tokens, device=model.device)[:, None]
-    )
+    input_ids, valid = padded_tokens(sequences, model.device)
     facts = TargetFacts.of_model(model)
     cache = None
     if spec.kv or uses_cache:
@@ -305,39 +299,43 @@ def capture(
             fields["hidden/last"] = last.to(dtype)
         for layer in spec.layers:
             fields[f"hidden/layer_{layer}"] = outputs[layer].to(dtype)
-        finite: dict[str, Tensor] = {}
-        for name, activations in fields.items():
-            finite[name] = finite_rows(activations, valid)
+        finite = finite_rows(fields, valid)
     layers = {group.field: group.layers for group in facts.kv_groups}
-    return Capture(n_tokens, input_ids, finite, fields, layers=layers)
+    return Capture(tuple(map(len, sequences)), input_ids, finite, fields, layers=layers)
 
 
-def padded_tokens(sequences: Sequence[np.ndarray]) -> Tensor:
+def padded_tokens(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
     """Stack B sequences of token ids, padded on the right with copies of their last token.
 
     The padding is not a pad token, because transformers warns if it finds pad tokens.
 
     Returns:
-        Token ids, int64 [B, T].
+        Token ids, int64 [B, T], and a mask that is false at the padding, bool [B, T].
     """
-    width = max(map(len, sequences))
+    lengths = np.array([len(tokens) for tokens in sequences])
+    width = lengths.max()
     padded = [np.pad(tokens, (0, width - len(tokens)), mode="edge") for tokens in sequences]
-    return torch.from_numpy(np.stack(padded).astype(np.int64))
+    valid = np.arange(width) < lengths[:, None]
+    ids = torch.from_numpy(np.stack(padded).astype(np.int64))
+    return ids.to(device), torch.from_numpy(valid).to(device)
 
 
-def finite_rows(values: Tensor, valid: Tensor) -> Tensor:
+def finite_rows(fields: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
     """Check whether all values at the valid tokens of each sequence are finite.
 
     Args:
-        values: [B, T, E], or [B, T, L, ...] with a layer axis.
+        fields: maps each field to its values, [B, T, E], or [B, T, L, ...] with a layer axis.
         valid: bool [B, T], false at the padding.
 
     Returns:
-        bool [B, L], or [B, 1] without a layer axis.
+        A dict from field to bool [B, L], or [B, 1] without a layer axis.
     """
-    n_layers = values.shape[2] if values.dim() > 3 else 1
-    # `x * 0` is NaN for each x that is not finite and 0 otherwise, and a sum with a NaN is NaN.
-    # This is cheap and needs no large bool array.
-    # The probe has one sum per sequence, token and layer: [B, T, L].
-    probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)
-    return (torch.isfinite(probe) | ~valid[..., None]).all(1)
+    finite: dict[str, Tensor] = {}
+    for name, values in fields.items():
+        n_layers = values.shape[2] if values.dim() > 3 else 1
+        # `x * 0` is NaN for each x that is not finite and 0 otherwise, and a sum with a NaN is NaN.
+        # This is cheap and needs no large bool array.
+        # The probe has one sum per sequence, token and layer: [B, T, L].
+        probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)
+        finite[name] = (torch.isfinite(probe) | ~valid[..., None]).all(1)
+    return finite

@@ -12,6 +12,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -215,7 +216,6 @@ class VllmSource:
     def _collect(
         self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]
     ) -> Capture:
-        n_tokens = tuple(map(len, sequences))
         for tokens, by_name in zip(sequences, values, strict=True):
             for tensor in by_name.values():
                 if len(tensor) != len(tokens):
@@ -223,29 +223,26 @@ class VllmSource:
                         f"vLLM returned activations of {len(tensor)} tokens for a sequence of "
                         f"{len(tokens)} tokens. See vLLM's log for the cause."
                     )
-        input_ids = padded_tokens(sequences)
-        states: dict[int, list[Tensor]] = {}
-        for i, state in enumerate(self._states):
-            states[state] = [by_name["hidden"][:, i] for by_name in values]
-        by_field: dict[str, list[Tensor]] = {}
-        if self._spec.kv:
-            by_field["kv"] = [by_name["kv"] for by_name in values]
-        if self._spec.last:
-            dtype = self._target.model.dtype
-            with torch.inference_mode():
-                last = states[self._n_layers]
-                by_field["hidden/last"] = [self._norm(tensor.to(dtype)) for tensor in last]
-        for layer in self._spec.layers:
-            by_field[f"hidden/layer_{layer}"] = states[layer + 1]
-        valid = torch.arange(max(n_tokens)) < torch.tensor(n_tokens)[:, None]
+
+        def state(state_id: int) -> Tensor:
+            """Return the hidden states with an id of vLLM, [B, T, E]."""
+            index = self._states.index(state_id)
+            return pad_sequence([by_name["hidden"][:, index] for by_name in values], True)
+
         fields: dict[str, Tensor] = {}
-        finite: dict[str, Tensor] = {}
-        for name, rows in by_field.items():
-            fields[name] = pad_sequence(
-                [tensor.to(self._dtype) for tensor in rows], batch_first=True
-            )
-            finite[name] = finite_rows(fields[name], valid)
-        return Capture(n_tokens, input_ids, finite, fields)
+        if self._spec.kv:
+            fields["kv"] = pad_sequence([by_name["kv"] for by_name in values], True)
+        if self._spec.last:
+            with torch.inference_mode():
+                fields["hidden/last"] = self._norm(
+                    state(self._n_layers).to(self._target.model.dtype)
+                )
+        for layer in self._spec.layers:
+            fields[f"hidden/layer_{layer}"] = state(layer + 1)
+        for name, activations in fields.items():
+            fields[name] = activations.to(self._dtype)
+        input_ids, valid = padded_tokens(sequences, torch.device("cpu"))
+        return Capture(tuple(map(len, sequences)), input_ids, finite_rows(fields, valid), fields)
 
 
 def _end_processes() -> None:
@@ -269,31 +266,28 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
     Raises:
         TimeoutError: the call made no progress for ``within_s`` seconds.
     """
-    outcomes: list[tuple[Any, Exception | None]] = []
+    outcome = Future[Any]()
 
     def run() -> None:
         try:
-            outcomes.append((call(), None))
+            outcome.set_result(call())
         # Catch everything, because vLLM raises many unrelated types of errors. The error is raised
         # again below, in the caller's thread.
         except Exception as error:  # noqa: BLE001
-            outcomes.append((None, error))
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    # Not a ThreadPoolExecutor, because Python would wait for a call that hangs when it exits.
+    threading.Thread(target=run, daemon=True).start()
     n_before = n_done()
     last_s = time.monotonic() + within_s
-    while thread.is_alive():
-        thread.join(0.2)
+    while not outcome.done():
+        wait([outcome], 0.2)
         if (n_now := n_done()) != n_before:
             n_before = n_now
             last_s = time.monotonic() + within_s
         if time.monotonic() > last_s:
             raise TimeoutError(f"vLLM has made no progress for {within_s:g} s")
-    ((value, error),) = outcomes
-    if error is not None:
-        raise error
-    return value
+    return outcome.result()
 
 
 def _read(file: Path) -> dict[str, Tensor]:
