@@ -19,9 +19,10 @@ from ..errors import Interrupted, RunWarning
 from ..files import write_atomic
 from ..machine import free_memory
 from ..text import Progress
+from .batches import Batch
 from .checkpoints import write_drafter
 from .config import BEST, DRAFTER, LAST, known
-from .data import Batch, StoreDataModule, TrainingStream, device_share
+from .data import StoreDataModule, TrainingStream, device_share
 from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

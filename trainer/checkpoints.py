@@ -28,8 +28,8 @@ from ..moa.formats.checkpoint import (
     save_drafter,
 )
 from ..moa.targets.model_files import write_tensors
+from .batches import map_tensors
 from .config import CHECKPOINTS, DrafterSettings
-from .data import map_tensors
 
 FULL_DISK_ADVICE = (
     "The previous checkpoint, if any, is intact. Free some space and run the same command again, "

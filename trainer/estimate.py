@@ -13,15 +13,9 @@ import numpy as np
 import torch
 
 from ..machine import free_memory, peak_memory
+from .batches import BatchReader, await_copy
 from .config import known
-from .data import (
-    BatchReader,
-    StoreDataModule,
-    TrainingStream,
-    await_copy,
-    count_devices,
-    device_share,
-)
+from .data import StoreDataModule, TrainingStream, count_devices, device_share
 from .step import DrafterModule, Trial
 
 # Quantiles of the sequence lengths at which micro-batches are timed.

@@ -69,6 +69,7 @@ from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
 from ..text import Progress, first_line
 from . import callbacks, checkpoints
+from .batches import BatchReader, token_bytes
 from .config import (
     CHANGE_NO_RESULT,
     CURVES_FILE,
@@ -86,11 +87,9 @@ from .config import (
     known,
 )
 from .data import (
-    BatchReader,
     StoreDataModule,
     device_share,
     has_own_answers,
-    sequence_bytes,
     target_identity,
     trains_on_cpu,
 )
@@ -544,7 +543,7 @@ def _plan(
         steps_per_epoch=data.steps_per_epoch,
         n_sequences=len(data.train_sequences),
         n_tokens_per_epoch=n_tokens,
-        read_bytes_per_epoch=sequence_bytes(store, data.config, n_tokens),
+        read_bytes_per_epoch=n_tokens * token_bytes(store, data.config),
         n_parameters=sum(weight.numel() for weight in module.drafter.parameters()),
         cost=cost,
         other_drafter=other_drafter(config.drafter.kind, n_tokens, trains_on_cpu(config.machine)),

@@ -37,7 +37,6 @@ from ..storage.codecs.transform import TransformCodec
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TOKENS, to_float32
 from ..text import Progress, add_command
-from .data import read_fields
 
 # Number of drafts per round. If a drafter supports fewer drafts, its maximum is used instead.
 DRAFT_LENGTH = 5
@@ -59,7 +58,8 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
             f"the drafter of kind {drafter.kind} reads no keys and values with its settings, so "
             "it cannot show which of them matter; choose a --drafter that reads them."
         )
-    if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
+    names = [*reads.fields.values(), *(f"hidden/layer_{layer}" for layer in reads.outputs)]
+    if missing := [name for name in names if name not in store.fields]:
         raise SelectionInvalid(
             f"{store.path} lacks the fields {', '.join(missing)}, which the drafter reads; add "
             f"them with {add_command(str(store.path), missing)}, or choose a drafter that was "

@@ -35,8 +35,9 @@ from ..moa.drafters.training import (
 from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
+from .batches import Batch, map_tensors
 from .config import TrainConfig, known
-from .data import Batch, draw, map_tensors, rows_of
+from .data import draw, rows_of
 from .muon import Muon
 
 # Number of rows in the blocks in which Muon orthogonalizes a matrix. With entire matrices, the

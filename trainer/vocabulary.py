@@ -12,8 +12,9 @@ from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.vocabulary import choose_draft_vocabulary, may_be_reduced
 from ..moa.targets.facts import load_facts
 from ..storage.read.store import ActivationStore
+from .batches import BatchReader
 from .config import AnyDrafter
-from .data import BatchReader, StoreDataModule
+from .data import StoreDataModule
 from .defaults import ChosenSetting
 
 

@@ -32,8 +32,9 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import RUN_FILE, TrainConfig
-from moa_data.trainer.data import BatchReader, StoreDataModule, ValidationBatches
+from moa_data.trainer.data import StoreDataModule, ValidationBatches
 from moa_data.trainer.step import validate_batch, validation_metrics
 
 N_PROMPT = 200

@@ -25,7 +25,8 @@ from moa_data.machine import keep_freed_memory
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.data import Batch, BatchReader, StoreDataModule, TrainingStream
+from moa_data.trainer.batches import Batch, BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import DrafterModule
 

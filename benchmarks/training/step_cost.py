@@ -31,7 +31,8 @@ from moa_data.machine import keep_freed_memory
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.nn import losses
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.data import BatchReader, StoreDataModule, TrainingStream
+from moa_data.trainer.batches import BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 
 FIRST = "eagle"

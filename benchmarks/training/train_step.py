@@ -57,8 +57,9 @@ from moa_data.storage.schema import (
     tokens_field,
 )
 from moa_data.storage.write.store import StoreWriter
+from moa_data.trainer.batches import Batch, BatchReader
 from moa_data.trainer.config import AnyDrafter, TrainConfig
-from moa_data.trainer.data import Batch, BatchReader, StoreDataModule, TrainingStream
+from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import DrafterModule, Trial
 

@@ -42,7 +42,7 @@ from moa_data.tests.kit.families import build_family, write_family
 from moa_data.tests.kit.runs import run, settings
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.variants import quick
-from moa_data.trainer.data import BatchReader
+from moa_data.trainer.batches import BatchReader
 
 GROUPS: dict[str, dict[str, tuple[tuple[int, ...], KVShape]]] = {
     "deepseek_v3": {"kv/latent": ((0, 1, 2, 3), KVShape(1, 16, 8))},

@@ -17,8 +17,8 @@ from moa_data.errors import TrainingError
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import run, settings
 from moa_data.trainer import callbacks, checkpoints, data, fit
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import BatchReader
 from moa_data.trainer.fit import read_metrics, train
 from moa_data.trainer.step import DrafterModule
 

@@ -24,7 +24,8 @@ from moa_data.tests.kit.runs import SIZES, settings
 from moa_data.tests.kit.training import build_store
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer import data as data_module
-from moa_data.trainer.data import Batch, StoreDataModule, TrainingStream, ValidationBatches
+from moa_data.trainer.batches import Batch, BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream, ValidationBatches
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import Choice, Trial, validate_batch
 
@@ -94,7 +95,7 @@ class Run:
         vars(self.module).update(
             log=lambda *_, **__: None, log_dict=lambda *_, **__: None, _trainer=NoTrainer()
         )
-        self.reader = data_module.BatchReader(self.store, self.data.config, self.device)
+        self.reader = BatchReader(self.store, self.data.config, self.device)
         self.sequences = self.data.train_sequences
         self.lengths = self.store.lengths.astype(np.int64)[self.sequences]
 

@@ -25,8 +25,9 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import SIZES, assert_same_weights, run
 from moa_data.tests.kit.variants import quick_rows
 from moa_data.trainer import step as step_module
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import BatchReader, StoreDataModule, draw, rows_of
+from moa_data.trainer.data import StoreDataModule, draw, rows_of
 from moa_data.trainer.fit import build_module, plan_run, read_metrics
 from moa_data.trainer.muon import Muon, orthogonalize
 from moa_data.trainer.step import Choice, DrafterModule, Trial, recomputed_layers
