@@ -11,7 +11,6 @@ import torch
 from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.vocabulary import choose_draft_vocabulary, may_be_reduced
 from ..moa.targets.facts import load_facts
-from ..storage.read.store import ActivationStore
 from .batches import BatchReader
 from .config import AnyDrafter
 from .data import StoreDataModule
@@ -29,7 +28,7 @@ def size_settings(drafter: AnyDrafter) -> dict[str, Any]:
     return sizes
 
 
-def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
+def choose_vocabulary(data: StoreDataModule) -> None:
     """Choose the setting ``draft_vocabulary``, the number of tokens that can be drafted.
 
     The choice depends on the tokens in the training responses, and on the sizes of drafter and
@@ -37,6 +36,7 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
     vocabulary is small.
     """
     config = data.config
+    store = data.store
     is_given = config.resume or config.drafter.draft_vocabulary is not None
     if is_given or not may_be_reduced(int(store.manifest.target["vocab_size"])):
         return

@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)
-        step = DrafterStep(build_module(store, data))
+        step = DrafterStep(build_module(data))
         target = Target.load(options.model, torch.float32, "cpu")
         rows = data.train_sequences
         reader = BatchReader(store, data.config, torch.device("cpu"))

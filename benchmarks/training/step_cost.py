@@ -98,7 +98,7 @@ class Side:
         with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
             config = small_config(str(store.path), folder, max_steps=n_steps, **sizes)
             data = StoreDataModule(store, config)
-            module = build_module(store, data)
+            module = build_module(data)
         self.n_parameters = sum(weight.numel() for weight in module.drafter.parameters())
         self._step, self._data = DrafterStep(module), data
         self.parts = Parts()

@@ -135,7 +135,7 @@ def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dic
     device = torch.device(options.device)
     config, store = settings(store_path, kind, device.type), ActivationStore(store_path)
     data = StoreDataModule(store, config)
-    module = build_module(store, data)
+    module = build_module(data)
     vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
     found: dict[str, Any] = {
         "n_parameters": sum(weight.numel() for weight in module.drafter.parameters())

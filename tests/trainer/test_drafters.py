@@ -145,7 +145,7 @@ def test_noise_changes_the_run(hidden_store: Path, tmp_path: Path) -> None:
 
 def test_eagle3_drafts_the_most_frequent_tokens(hidden_store: Path) -> None:
     store, config = ActivationStore(hidden_store), settings(hidden_store, **own("eagle3"))
-    module = build_module(store, data := StoreDataModule(store, config))
+    module = build_module(data := StoreDataModule(store, config))
     counts = torch.zeros(VOCABULARY, dtype=torch.int64)
     for i in data.train_sequences:
         responses = store.read(i, "tokens")[store.read(i, "response_mask") > 0]

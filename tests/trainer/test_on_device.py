@@ -90,7 +90,7 @@ class Run:
             ActivationStore(path),
         )
         self.data = StoreDataModule(self.store, self.config)
-        self.module = build_module(self.store, self.data).to(self.device)
+        self.module = build_module(self.data).to(self.device)
         self.module.frozen.to(self.device)
         vars(self.module).update(
             log=lambda *_, **__: None, log_dict=lambda *_, **__: None, _trainer=NoTrainer()

@@ -46,8 +46,8 @@ def module_of(
         "out": "unused",
     }
     config = TrainConfig.of(store=str(store), draft_length=3, **(own | SIZES[kind] | changes))
-    data = StoreDataModule(opened := ActivationStore(store), config)
-    return build_module(opened, data), data
+    data = StoreDataModule(ActivationStore(store), config)
+    return build_module(data), data
 
 
 def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
