@@ -327,7 +327,6 @@ class BatchReader:
     def batch(
         self,
         sequences: np.ndarray,
-        lengths: np.ndarray,
         draws: Draws,
         response: Tensor | None = None,
         **facts: Any,
@@ -336,7 +335,6 @@ class BatchReader:
 
         Args:
             sequences: indices of the sequences.
-            lengths: number of tokens of each sequence.
             draws: random numbers of the sequences.
             response: response masks of the sequences, bool [B, at least T]. None reads them from
                 the store.
@@ -344,6 +342,7 @@ class BatchReader:
         """
         if response is None:
             response = self.response_masks(sequences)
+        lengths = self.store.lengths[sequences]
         n_tokens = int(lengths.max())
         buffers, views = self._buffers(len(sequences), n_tokens)
         views[TOKENS] = np.empty(
@@ -414,6 +413,6 @@ class BatchReader:
             counts += np.bincount(read[TOKENS][read[_RESPONSE_MASK] != 0], minlength=len(counts))
         return torch.from_numpy(counts)
 
-    def n_bytes(self, lengths: np.ndarray) -> int:
-        """Return the size in bytes of the padded activations of sequences with these lengths."""
-        return len(lengths) * self._token_bytes * int(lengths.max())
+    def n_bytes(self, sequences: np.ndarray) -> int:
+        """Return the size in bytes of the padded activations of a batch of these sequences."""
+        return len(sequences) * self._token_bytes * int(self.store.lengths[sequences].max())

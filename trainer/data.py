@@ -253,11 +253,11 @@ def _read_ahead(
 class _Step:
     """The sequences and random numbers of one optimizer step, divided into micro-batches."""
 
-    rows: np.ndarray  # Indices of all training sequences in the step, on all devices.
-    draws: Draws  # Random choices of the loss (such as anchors) for all sequences in ``rows``.
-    # For each micro-batch of this device, the indices into ``rows`` of its sequences.
+    sequences: np.ndarray  # Indices in the store of all sequences of the step, on all devices.
+    draws: Draws  # Random choices of the loss (such as anchors) for all these sequences.
+    # For each micro-batch of this device, the indices into ``sequences`` of its sequences.
     parts: list[np.ndarray]
-    # Response masks of all sequences in ``rows``, bool [B, T]. None until the first micro-batch is
+    # Response masks of all these sequences, bool [B, T]. None until the first micro-batch is
     # read.
     response: Tensor | None = None
     # Divisor of the loss of each micro-batch. It is computed from the response masks.
@@ -269,7 +269,7 @@ class TrainingStream:
 
     Args:
         reader: reads the micro-batches.
-        sequences, lengths: indices in the store, and number of tokens, of each training sequence.
+        sequences: indices in the store of the training sequences.
         max_steps: number of steps of the run. Some random draws depend on the progress of the run.
         rank, n_ranks: rank of this process, and number of processes.
         micro_batch: number of sequences per micro-batch. None takes the number in the settings. If
@@ -280,7 +280,6 @@ class TrainingStream:
         self,
         reader: BatchReader,
         sequences: np.ndarray,
-        lengths: np.ndarray,
         max_steps: int,
         rank: int,
         n_ranks: int,
@@ -289,7 +288,6 @@ class TrainingStream:
         config = reader.config
         self._reader = reader
         self._sequences = sequences
-        self._lengths = lengths
         self._max_steps = max_steps
         self._rank = rank
         self._n_ranks = n_ranks
@@ -310,32 +308,28 @@ class TrainingStream:
             self.wait_s += time.perf_counter() - self.asked_s
             yield batch
 
-    def micro_batch(self, rows: np.ndarray) -> Batch:
-        """Read a micro-batch of the given sequences, as if it were a complete step.
-
-        Args:
-            rows: indices of the sequences among the training sequences.
-        """
-        draws = rows_of(draw(self._reader.config, 0, self._max_steps), torch.arange(len(rows)))
-        return self._read(_Step(rows, draws, [np.arange(len(rows))]), 0)
+    def micro_batch(self, sequences: np.ndarray) -> Batch:
+        """Read a micro-batch of the given sequences, as if it were a complete step."""
+        rows = np.arange(len(sequences))
+        draws = rows_of(draw(self._reader.config, 0, self._max_steps), torch.from_numpy(rows))
+        return self._read(_Step(sequences, draws, [rows]), 0)
 
     def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
         step = self.start_step
         while True:
             plan = self._plan(step)
             for index, part in enumerate(plan.parts):
-                yield (
-                    self._reader.n_bytes(self._lengths[plan.rows[part]]),
-                    partial(self._read, plan, index),
-                )
+                n_bytes = self._reader.n_bytes(plan.sequences[part])
+                yield n_bytes, partial(self._read, plan, index)
             step += 1
 
     def _plan(self, step: int) -> _Step:
         config = self._reader.config
         epoch, index = divmod(step, self._steps_per_epoch)
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            order = epoch_order(self._lengths, known(config.data.batch_size), config.seed, epoch)
-            self._epoch_order = epoch, order
+            lengths = self._reader.store.lengths[self._sequences]
+            order = epoch_order(lengths, known(config.data.batch_size), config.seed, epoch)
+            self._epoch_order = epoch, self._sequences[order]
         # Deal the sequences of the batch to the devices round-robin. Neighbours in the batch have
         # similar lengths, so all devices get about the same work.
         mine = np.arange(self._rank, known(config.data.batch_size), self._n_ranks)
@@ -347,26 +341,22 @@ class TrainingStream:
         part = plan.parts[index]
         n_bytes_before = self._reader.store.n_bytes_read
         if plan.response is None:
-            plan.response = self._reader.response_masks(self._sequences[plan.rows])
+            plan.response = self._reader.response_masks(plan.sequences)
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
             # Lightning averages the loss over micro-batches and devices. For this average to be the
             # mean over all loss positions of the step, the divisor of each micro-batch is the
             # number of loss positions divided by the number of micro-batches on all devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
-        rows = plan.rows[part]
         at_once = self._micro * self._n_ranks
+        of_all = plan.sequences[index * at_once : (index + 1) * at_once]
         response = plan.response[part]
+        draws = rows_of(plan.draws, torch.from_numpy(part))
         batch = self._reader.batch(
-            self._sequences[rows],
-            self._lengths[rows],
-            with_anchors(
-                rows_of(plan.draws, torch.from_numpy(part)), response, self._reader.config
-            ),
+            plan.sequences[part],
+            with_anchors(draws, response, self._reader.config),
             response,
             denominator=plan.denominator,
-            n_tokens_of_all=int(
-                self._lengths[plan.rows[index * at_once : (index + 1) * at_once]].sum()
-            ),
+            n_tokens_of_all=int(self._reader.store.lengths[of_all].sum()),
             index=index,
             n_parts=len(plan.parts),
         )
@@ -380,14 +370,12 @@ class ValidationBatches:
         self,
         reader: BatchReader,
         sequences: np.ndarray,
-        lengths: np.ndarray,
         size: int,
         rank: int = 0,
         n_ranks: int = 1,
     ) -> None:
         self._reader = reader
         self._sequences = sequences
-        self._lengths = lengths
         self._size = size
         n_batches = -(-len(sequences) // size)
         # The batches are the same for any number of devices, so that the metrics do not depend on
@@ -402,7 +390,7 @@ class ValidationBatches:
     def __iter__(self) -> Iterator[Batch]:
         data = self._reader.config.data
         reads = (
-            (self._reader.n_bytes(self._lengths[self._rows(n)]), partial(self._read, n))
+            (self._reader.n_bytes(self._sequences[self._rows(n)]), partial(self._read, n))
             for n in self._numbers
         )
         return _read_ahead(reads, data.prefetch_batches, data.prefetch_mb << 20)
@@ -419,7 +407,7 @@ class ValidationBatches:
         draws = Draws(
             torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase
         )
-        return self._reader.batch(self._sequences[rows], self._lengths[rows], draws, index=number)
+        return self._reader.batch(self._sequences[rows], draws, index=number)
 
 
 class StoreDataModule(L.LightningDataModule):
@@ -431,7 +419,6 @@ class StoreDataModule(L.LightningDataModule):
     def __init__(self, store: ActivationStore, config: TrainConfig) -> None:
         super().__init__()
         table = store.sequences
-        self.lengths = numbers(table, "n_tokens").astype(np.int64)
         responses = numbers(table, "n_response_tokens")
         split = choose_validation_fraction(len(responses), int(responses.sum()))
         if is_split_open := config.validation.validation_fraction is None:
@@ -451,7 +438,7 @@ class StoreDataModule(L.LightningDataModule):
         facts = RunFacts(
             hidden_size=int(store.manifest.target["hidden_size"]),
             n_sequences=len(train),
-            n_tokens=int(self.lengths[train].sum()),
+            n_tokens=int(store.lengths[train].sum()),
             n_devices=count_devices(config.machine),
         )
         config, chosen = choose_settings(config, facts)
@@ -474,10 +461,9 @@ class StoreDataModule(L.LightningDataModule):
     def train_dataloader(self) -> TrainingStream:
         """Create the stream of micro-batches from the trainer's current step on."""
         trainer, reader = self._reader()
-        lengths = self.lengths[self.train_sequences]
         ranks = (trainer.global_rank, trainer.world_size)
         stream = TrainingStream(
-            reader, self.train_sequences, lengths, self.max_steps, *ranks, self.micro_batch
+            reader, self.train_sequences, self.max_steps, *ranks, self.micro_batch
         )
         stream.start_step = trainer.global_step
         return stream
@@ -486,9 +472,9 @@ class StoreDataModule(L.LightningDataModule):
         """Create the validation batches of this process's device."""
         trainer, reader = self._reader()
         chosen = self.validation_sequences
-        chosen = chosen[np.argsort(self.lengths[chosen], kind="stable")]
+        chosen = chosen[np.argsort(self.store.lengths[chosen], kind="stable")]
         ranks = (trainer.global_rank, trainer.world_size)
-        return ValidationBatches(reader, chosen, self.lengths[chosen], self.micro_batch, *ranks)
+        return ValidationBatches(reader, chosen, self.micro_batch, *ranks)
 
     def _reader(self) -> tuple[L.Trainer, BatchReader]:
         trainer = self.trainer
@@ -512,13 +498,12 @@ class StoreDataModule(L.LightningDataModule):
         sizes = [size for size in range(share, 0, -1) if share % size == 0]
         if not trains_on_cpu(self.config.machine):
             return sizes
-        longest = int(self.lengths[self.train_sequences].max())
+        longest = int(self.store.lengths[self.train_sequences].max())
         return [size for size in sizes if size * longest <= CPU_MICRO_BATCH_TOKENS] or [1]
 
     def longest_sequence(self) -> TrainingInputs:
         """Read the longest training sequence into CPU memory, as inputs [1, T, ...]."""
-        index = self.train_sequences[np.argmax(self.lengths[self.train_sequences])][None]
+        longest = np.argmax(self.store.lengths[self.train_sequences])
         reader = BatchReader(self.store, self.config, torch.device("cpu"))
-        return reader.batch(
-            index, self.lengths[index], Draws(None, torch.zeros(1, dtype=torch.bool))
-        ).inputs
+        draws = Draws(None, torch.zeros(1, dtype=torch.bool))
+        return reader.batch(self.train_sequences[[longest]], draws).inputs

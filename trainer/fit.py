@@ -527,7 +527,7 @@ def _plan(data: StoreDataModule, module: DrafterModule, measures: bool) -> RunPl
     cost = RunCost(disk_range(module))
     if measures:
         cost = estimate_run(data, module, _precision(config.machine), n_steps)
-    n_tokens = int(data.lengths[data.train_sequences].sum())
+    n_tokens = int(store.lengths[data.train_sequences].sum())
     return RunPlan(
         n_steps=data.max_steps,
         steps_per_epoch=data.steps_per_epoch,

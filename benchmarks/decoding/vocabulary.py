@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
@@ -123,8 +122,7 @@ def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
     counts, others = (
         reader.count_response_tokens(rows) for rows in (data.train_sequences, held_out)
     )
-    lengths = store.lengths.astype(np.int64)[held_out]
-    load = partial(ValidationBatches, reader, held_out, lengths, 4)
+    load = partial(ValidationBatches, reader, held_out, 4)
     rows = []
     for n_tokens in (0, *options.sizes):
         tokens = most_frequent(counts, n_tokens)

@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         target = Target.load(options.model, torch.float32, "cpu")
         rows = data.train_sequences
         reader = BatchReader(store, data.config, torch.device("cpu"))
-        stream = iter(TrainingStream(reader, rows, store.lengths[rows], n_pairs, 0, 1))
+        stream = iter(TrainingStream(reader, rows, n_pairs, 0, 1))
         pairs = [_pair(stream, step, target, online_first=bool(i % 2)) for i in range(n_pairs)][2:]
     return {"figures": _figures(np.array(pairs)), "config": config.named()}
 

@@ -106,7 +106,7 @@ class Side:
             self.parts.watch(module.drafter)
         rows = data.train_sequences
         reader = BatchReader(store, data.config, torch.device("cpu"))
-        self._batches = iter(TrainingStream(reader, rows, store.lengths[rows], n_steps, 0, 1))
+        self._batches = iter(TrainingStream(reader, rows, n_steps, 0, 1))
         self.seconds: list[float] = []
         self.n_tokens = 0
         self.n_operations: list[int] = []

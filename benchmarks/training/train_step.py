@@ -226,7 +226,7 @@ def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Bat
         data.store, data.config.replaced(batch_size=n_sequences, prefetch_batches=1), device
     )
     rows = np.resize(data.train_sequences, n_sequences)
-    stream = TrainingStream(reader, rows, data.store.lengths.astype(np.int64)[rows], 2, 0, 1)
+    stream = TrainingStream(reader, rows, 2, 0, 1)
     return data.on_after_batch_transfer(next(iter(stream)), 0)
 
 

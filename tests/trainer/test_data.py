@@ -31,11 +31,9 @@ def config(**changes: Any) -> Any:
 def stream_of(
     store: Any, settings: Any, max_steps: int = 20, rank: int = 0, n_ranks: int = 1
 ) -> Any:
-    lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
     return TrainingStream(
         BatchReader(store, settings, torch.device("cpu")),
         np.arange(len(store)),
-        lengths,
         max_steps,
         rank,
         n_ranks,
@@ -59,9 +57,7 @@ def test_batches_hold_what_the_store_holds(tmp_path: Path, dtype: str, codec: st
     )
     rows = np.array([5, 0, 11])
     reader = BatchReader(store, config(target_layer_inference=1), torch.device("meta"))
-    batch = reader.batch(
-        rows, store.lengths[rows].astype(np.int64), Draws(None, torch.zeros(3, dtype=torch.bool))
-    )
+    batch = reader.batch(rows, Draws(None, torch.zeros(3, dtype=torch.bool)))
     assert len(batch.stored) == 3
     inputs: Any = batch.to(torch.device("cpu")).decode().inputs
     read = {"kv": inputs.kv, "hidden/last": inputs.hidden, "hidden/layer_1": inputs.entering_hidden}
@@ -88,10 +84,9 @@ def test_who_decodes(int8_path: Path, device: str) -> None:
     """
     store, rows = ActivationStore(int8_path), np.arange(8)
     reader = BatchReader(store, config(), torch.device(device))
-    lengths = store.lengths[rows].astype(np.int64)
     for batches in (
-        TrainingStream(reader, rows, lengths, 10, 0, 1),
-        data.ValidationBatches(reader, rows, lengths, 4),
+        TrainingStream(reader, rows, 10, 0, 1),
+        data.ValidationBatches(reader, rows, 4),
     ):
         batch: Any = next(iter(batches))
         assert bool(batch.stored) == (device != "cpu")
@@ -249,9 +244,7 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
 
     def batches(rank: int = 0, n_ranks: int = 1) -> list[Any]:
         reader = BatchReader(store, config(), torch.device("cpu"))
-        return list(
-            data.ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks)
-        )
+        return list(data.ValidationBatches(reader, sequences, 4, rank, n_ranks))
 
     whole, shares = batches(), [batches(rank, n_ranks) for rank in range(n_ranks)]
     assert [(batch.index, len(batch.inputs.tokens)) for batch in whole] == [

@@ -186,7 +186,7 @@ def check_reads(
         *(["kv"] if layers else []),
     }
     reader = BatchReader(store, config, torch.device("meta"))
-    batch = reader.batch(sequences, store.lengths[sequences], draw(config, 0, 10))
+    batch = reader.batch(sequences, draw(config, 0, 10))
     read = batch.decode().inputs
     entering = [] if read.entering_hidden is None else [read.entering_hidden]
     found = dict(

@@ -69,9 +69,7 @@ def test_waiting_is_the_time_until_a_batch_comes(
     monkeypatch.setattr(data, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     store = ActivationStore(store_path)
     reader = BatchReader(store, settings, torch.device("cpu"))
-    stream = data.TrainingStream(
-        reader, np.arange(len(store)), store.lengths.astype(np.int64), 9, 0, 1
-    )
+    stream = data.TrainingStream(reader, np.arange(len(store)), 9, 0, 1)
 
     def slowly(batches: Any) -> Iterator[Any]:
         for batch in batches:

@@ -329,14 +329,9 @@ def test_a_store_with_values_that_are_not_finite_is_not_trained_on(
     read = BatchReader.batch
 
     def damaged(
-        reader: BatchReader,
-        sequences: Any,
-        lengths: Any,
-        draws: Any,
-        response: Any = None,
-        **facts: Any,
+        reader: BatchReader, sequences: Any, draws: Any, response: Any = None, **facts: Any
     ) -> Any:
-        batch = read(reader, sequences, lengths, draws, response, **facts)
+        batch = read(reader, sequences, draws, response, **facts)
         if (response is None) == is_validation and facts:
             batch.inputs.hidden[0, 0, 0] = math.nan
         return batch
