@@ -235,17 +235,14 @@ def _read_ahead(
     with ThreadPoolExecutor(1, "read-ahead", torch.set_num_threads, (1,)) as pool:
         pending: deque[tuple[int, Future[Batch]]] = deque()
         ahead_bytes = 0
-        waiting = next(reads, None)
-        while waiting or pending:
-            while waiting and (
-                not pending
-                or (len(pending) < max_batches and ahead_bytes + waiting[0] <= max_bytes)
-            ):
-                pending.append((waiting[0], pool.submit(waiting[1])))
-                ahead_bytes += waiting[0]
-                waiting = next(reads, None)
-            n_bytes, batch = pending.popleft()
-            ahead_bytes -= n_bytes
+        for n_bytes, read in reads:
+            while pending and (len(pending) >= max_batches or ahead_bytes + n_bytes > max_bytes):
+                n_done_bytes, batch = pending.popleft()
+                ahead_bytes -= n_done_bytes
+                yield batch.result()
+            pending.append((n_bytes, pool.submit(read)))
+            ahead_bytes += n_bytes
+        for _, batch in pending:
             yield batch.result()
 
 
@@ -292,8 +289,6 @@ class TrainingStream:
         self._rank = rank
         self._n_ranks = n_ranks
         self._micro = micro_batch or config.data.micro_batch_size or device_share(config, n_ranks)
-        self._epoch_order: tuple[int, np.ndarray] | None = None
-        self._steps_per_epoch = len(sequences) // known(config.data.batch_size)
         self.start_step = 0  # Index of the first optimizer step in the stream.
         self.wait_s = 0.0  # Seconds that the trainer has waited for micro-batches.
         # ``time.perf_counter()`` at the trainer's last request for a micro-batch.
@@ -315,26 +310,23 @@ class TrainingStream:
         return self._read(_Step(sequences, draws, [rows]), 0)
 
     def _reads(self) -> Iterator[tuple[int, Callable[[], Batch]]]:
-        step = self.start_step
-        while True:
-            plan = self._plan(step)
-            for index, part in enumerate(plan.parts):
-                n_bytes = self._reader.n_bytes(plan.sequences[part])
-                yield n_bytes, partial(self._read, plan, index)
-            step += 1
-
-    def _plan(self, step: int) -> _Step:
         config = self._reader.config
-        epoch, index = divmod(step, self._steps_per_epoch)
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            lengths = self._reader.store.lengths[self._sequences]
-            order = epoch_order(lengths, known(config.data.batch_size), config.seed, epoch)
-            self._epoch_order = epoch, self._sequences[order]
+        batch_size = known(config.data.batch_size)
+        lengths = self._reader.store.lengths[self._sequences]
         # Deal the sequences of the batch to the devices round-robin. Neighbours in the batch have
         # similar lengths, so all devices get about the same work.
-        mine = np.arange(self._rank, known(config.data.batch_size), self._n_ranks)
+        mine = np.arange(self._rank, batch_size, self._n_ranks)
         parts = [mine[start : start + self._micro] for start in range(0, len(mine), self._micro)]
-        return _Step(self._epoch_order[1][index], draw(config, step, self._max_steps), parts)
+        step = self.start_step
+        while True:
+            epoch, n_done = divmod(step, len(self._sequences) // batch_size)
+            order = epoch_order(lengths, batch_size, config.seed, epoch)
+            for rows in order[n_done:]:
+                plan = _Step(self._sequences[rows], draw(config, step, self._max_steps), parts)
+                for index, part in enumerate(parts):
+                    n_bytes = self._reader.n_bytes(plan.sequences[part])
+                    yield n_bytes, partial(self._read, plan, index)
+                step += 1
 
     def _read(self, plan: _Step, index: int) -> Batch:
         """Read one micro-batch of a step. Only the read-ahead thread calls this method."""
