@@ -420,25 +420,22 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
     axes = figure.subplots()
     drafters = [summary for summary in found.writers if summary.writer != TARGET]
     for index, summary in enumerate(drafters):
-        offsets: list[int] = []
         means: list[float] = []
-        bounded_offsets: list[int] = []
         lows: list[float] = []
         highs: list[float] = []
-        for offset, agreement in enumerate(summary.agreement_by_offset, start=1):
+        for agreement in summary.agreement_by_offset:
             # Leave out numbers of tokens since the cut that only a single continuation reaches.
-            if agreement.n <= 1:
-                continue
-            offsets.append(offset)
-            means.append(agreement.mean or 0.0)
-            if agreement.interval is not None:
-                low, high = agreement.interval
-                bounded_offsets.append(offset)
-                lows.append(low)
-                highs.append(high)
+            # Such numbers, and those without an interval, come last.
+            if agreement.n > 1:
+                means.append(agreement.mean or 0.0)
+                if agreement.interval is not None:
+                    lows.append(agreement.interval[0])
+                    highs.append(agreement.interval[1])
+        offsets = range(1, len(means) + 1)
         axes.plot(offsets, means, "o-",
                   color=f"C{index}", markersize=3, label=summary.writer)  # fmt: skip
-        axes.fill_between(bounded_offsets, lows, highs, color=f"C{index}", alpha=0.15, linewidth=0)
+        bounded = offsets[: len(lows)]
+        axes.fill_between(bounded, lows, highs, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set_ylim(0, 1)
     axes.set_xlabel("tokens since the target was last reached")
     axes.set_ylabel("agreement with the target")

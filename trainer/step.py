@@ -96,12 +96,9 @@ def recomputed_layers(drafter: Drafter) -> Iterator[None]:
     # them when the context ends.
     before: list[dict[str, Any]] = []
     for block in blocks:
-        compiled: dict[str, Any] = {}
-        for name in _RECOMPUTED_PARTS:
-            if name in vars(block):
-                compiled[name] = vars(block)[name]
-        before.append(compiled)
-    for block in blocks:
+        before.append(
+            {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
+        )
         for name in _RECOMPUTED_PARTS:
             part = partial(
                 checkpoint, getattr(block, name), use_reentrant=False, preserve_rng_state=False
