@@ -83,19 +83,19 @@ def evaluate(
     auto: dict[str, str] = {}
     for name, policy in policies.items():
         auto[name] = policy.describe([row.runs[name] for row in measurement.rows])
-    counts = {
-        "n_in_file": file.n_in_file,
-        "n_used": len(file.prompts),
-        "n_answers": len(measurement.rows),
-    }
     report = EvaluationReport(
         measurement,
         config=config.named() | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
-        prompts={"file": config.prompts, "kind": file.kind}
-        | counts
-        | {"n_skipped_turns": len(measurement.skipped)},
+        prompts={
+            "file": config.prompts,
+            "kind": file.kind,
+            "n_in_file": file.n_in_file,
+            "n_used": len(file.prompts),
+            "n_answers": len(measurement.rows),
+            "n_skipped_turns": len(measurement.skipped),
+        },
         auto=auto,
         drafters=facts,
         disconnection=disconnection,
