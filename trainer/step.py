@@ -37,7 +37,7 @@ from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
 from .batches import Batch, map_tensors
 from .config import TrainConfig, known
-from .data import draw, rows_of
+from .data import draw
 from .muon import Muon
 
 # Number of rows in the blocks in which Muon orthogonalizes a matrix. With entire matrices, the
@@ -308,10 +308,10 @@ class DrafterModule(L.LightningModule):
         if config.kind == "muon":
             # Embedding tables are not updated by Muon. Their rows are looked up one by one, so
             # orthogonalizing the update of the entire table has no meaning.
-            tables: set[int] = set()
-            for module in self.drafter.modules():
-                if isinstance(module, torch.nn.Embedding):
-                    tables.add(id(module.weight))
+            modules = self.drafter.modules()
+            tables = {
+                id(table.weight) for table in modules if isinstance(table, torch.nn.Embedding)
+            }
             matrices: list[Tensor] = []
             others: list[Tensor] = []
             for weight in self.drafter.parameters():
@@ -467,9 +467,7 @@ class Trial:
 
         inputs: TrainingInputs = map_tensors(self.longest, repeated)
         inputs = replace(inputs, response_mask=torch.ones_like(inputs.response_mask))
-        draws = rows_of(
-            draw(self.module.config.replaced(batch_size=size), 0, 2), torch.arange(size)
-        )
+        draws = draw(self.module.config.replaced(batch_size=size), 0, 2)
         with self.autocast():
             return self.module.compute_terms(
                 inputs, map_tensors(draws, lambda tensor: tensor.to(self.device)), 1.0
