@@ -9,11 +9,10 @@
     Batch.decode          rows -> values, on the device
 
 Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D packed KV
-width, E target width, V vocabulary size.
+width, E target width.
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SelectionInvalid, TrainingError
+from ..machine import usable_cores
 from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.training import BlockDraws, Draws, TrainingInputs
 from ..moa.targets.facts import load_facts
@@ -40,10 +40,6 @@ from .config import TrainConfig
 
 _LAYER_OUTPUTS = "layer_outputs"
 _RESPONSE_MASK = "response_mask"
-# Number of sequences that are read at once to count their tokens.
-_COUNTED_SEQUENCES = 256
-# Maximum number of sequences whose tokens are counted. A larger store is sampled evenly.
-_MOST_COUNTED = 1 << 16
 # Maximum number of decoding threads. 16 threads decode more than the bus to a GPU can transfer.
 _MAX_THREADS = 16
 
@@ -312,7 +308,7 @@ class BatchReader:
         self.store = store
         self.config = config
         # The n_ranks processes on this machine share its cores.
-        n_cores = len(os.sched_getaffinity(0)) // n_ranks
+        n_cores = usable_cores() // n_ranks
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_cores))
         # If training runs on the CPU, the reading thread also decodes. For any other device,
         # encoded values are transferred, which are smaller, and the device decodes them.
@@ -399,19 +395,6 @@ class BatchReader:
         """Read the response masks of sequences, bool [B, T], padded with False."""
         masks = self.store.read_batch(sequences, _RESPONSE_MASK)[_RESPONSE_MASK]
         return torch.from_numpy(masks).bool()
-
-    def count_response_tokens(self, sequences: np.ndarray) -> Tensor:
-        """Count how often each token id occurs in the responses of sequences, int64 [V].
-
-        If there are more than ``_MOST_COUNTED`` sequences, only a sample of them is counted.
-        """
-        counts = np.zeros(int(self.store.manifest.target["vocab_size"]), np.int64)
-        sequences = sequences[:: 1 + len(sequences) // _MOST_COUNTED]
-        # Read few sequences at a time, because all tokens of a large store may not fit into memory.
-        for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
-            read = self.store.read_batch(part, [TOKENS, _RESPONSE_MASK])
-            counts += np.bincount(read[TOKENS][read[_RESPONSE_MASK] != 0], minlength=len(counts))
-        return torch.from_numpy(counts)
 
     def n_bytes(self, sequences: np.ndarray) -> int:
         """Return the size in bytes of the padded activations of a batch of these sequences."""

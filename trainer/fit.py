@@ -69,7 +69,7 @@ from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
 from ..text import Progress, first_line
 from . import callbacks, checkpoints
-from .batches import BatchReader, token_bytes
+from .batches import token_bytes
 from .config import (
     CHANGE_NO_RESULT,
     CURVES_FILE,
@@ -96,7 +96,7 @@ from .data import (
 from .defaults import CHOOSABLE, ChosenSetting, is_open, schedule_warnings
 from .estimate import RunCost, disk_range, estimate_run
 from .step import WHAT_HELPS, DrafterModule
-from .vocabulary import choose_vocabulary, size_settings
+from .vocabulary import choose_vocabulary, count_response_tokens, size_settings
 
 # Use a backend of matplotlib that needs no display. It must be chosen before pyplot is imported.
 matplotlib.use("Agg")
@@ -402,9 +402,8 @@ def build_module(data: StoreDataModule) -> DrafterModule:
         )
     # Use a separate generator, so that the initial weights do not depend on other random draws.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
-    reader = BatchReader(store, config, torch.device("cpu"))
     frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
-    drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
+    drafter.adopt(frozen, lambda: count_response_tokens(store, data.train_sequences))
     if config.init_from and not config.resume:
         drafter = checkpoints.initial_drafter(
             config.init_from, drafter, config.drafter, frozen.facts.sizes

@@ -35,6 +35,7 @@ from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import RUN_FILE, TrainConfig
 from moa_data.trainer.data import StoreDataModule, ValidationBatches
 from moa_data.trainer.step import validate_batch, validation_metrics
+from moa_data.trainer.vocabulary import count_response_tokens
 
 N_PROMPT = 200
 
@@ -120,7 +121,7 @@ def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
     data, frozen = StoreDataModule(store, config), FrozenTarget.load(store.target_path)
     reader, held_out = BatchReader(store, config, torch.device("cpu")), data.validation_sequences
     counts, others = (
-        reader.count_response_tokens(rows) for rows in (data.train_sequences, held_out)
+        count_response_tokens(store, rows) for rows in (data.train_sequences, held_out)
     )
     load = partial(ValidationBatches, reader, held_out, 4)
     rows = []
