@@ -85,18 +85,8 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     if n_last:
         # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
         load_facts(store.target_path).layer_sizes()
-    kind = drafter_class(config.drafter.kind)
-    reads = kind.reads(n_layers, config.drafter)
-    # Layers that are read from each KV field: position on axis L -> index on the field's layer axis.
-    kv_layers: dict[str, dict[int, int]] = {}
-    if reads.kv:
-        stored = _stored_kv_layers(store)
-        # In some targets, only some layers have KV of their own. Then ``kv_layers`` must be indices
-        # among these layers, not among all layers.
-        chosen = kind.reads(len(stored) or n_layers, config.drafter).kv_layers
-        read = stored if chosen is None or not stored else [stored[layer] for layer in chosen]
-        for position, (_, name, index) in enumerate(read):
-            kv_layers.setdefault(name, {})[position] = index
+    reads = drafter_class(config.drafter.kind).reads(n_layers, config.drafter)
+    kv_layers = _kv_layers_read(store, config) if reads.kv else {}
     wanted = [(KV, name) for name in kv_layers]
     for attribute, name in reads.fields.items():
         if attribute != KV or not kv_layers:
@@ -124,18 +114,28 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     return fields_of_drafter
 
 
-def _stored_kv_layers(store: ActivationStore) -> list[tuple[int, str, int]]:
-    """List (layer, field, index along the field's layer axis) of all layers with stored KV.
+def _kv_layers_read(store: ActivationStore, config: TrainConfig) -> dict[str, dict[int, int]]:
+    """Map each KV field that is read to its layers that are read.
 
-    The layers are ascending.
+    The layers are a dict from the position of a layer on axis L to its index along the field's
+    layer axis. Without stored KV, the result is empty.
     """
-    layers: list[tuple[int, str, int]] = []
+    stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
     for name, spec in store.fields.items():
-        if name.split("/")[0] != KV:
-            continue
-        for index, layer in enumerate(spec.layer_numbers):
-            layers.append((layer, spec.name, index))
-    return sorted(layers)
+        if name.split("/")[0] == KV:
+            for index, layer in enumerate(spec.layer_numbers):
+                stored.append((layer, name, index))
+    if not stored:
+        return {}
+    stored.sort()
+    # In some targets, only some layers have KV of their own. ``kv_layers`` are indices among these
+    # layers, not among all layers.
+    chosen = drafter_class(config.drafter.kind).reads(len(stored), config.drafter).kv_layers
+    read = stored if chosen is None else [stored[layer] for layer in chosen]
+    layers: dict[str, dict[int, int]] = {}
+    for position, (_, name, index) in enumerate(read):
+        layers.setdefault(name, {})[position] = index
+    return layers
 
 
 def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
