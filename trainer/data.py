@@ -453,10 +453,10 @@ class StoreDataModule(L.LightningDataModule):
     def train_dataloader(self) -> TrainingStream:
         """Create the stream of micro-batches from the trainer's current step on."""
         trainer, reader = self._reader()
-        ranks = (trainer.global_rank, trainer.world_size)
         stream = TrainingStream(
-            reader, self.train_sequences, self.max_steps, *ranks, self.micro_batch
-        )
+            reader, self.train_sequences, self.max_steps, trainer.global_rank, trainer.world_size,
+            self.micro_batch,
+        )  # fmt: skip
         stream.start_step = trainer.global_step
         return stream
 
@@ -465,8 +465,9 @@ class StoreDataModule(L.LightningDataModule):
         trainer, reader = self._reader()
         chosen = self.validation_sequences
         chosen = chosen[np.argsort(self.store.lengths[chosen], kind="stable")]
-        ranks = (trainer.global_rank, trainer.world_size)
-        return ValidationBatches(reader, chosen, self.micro_batch, *ranks)
+        return ValidationBatches(
+            reader, chosen, self.micro_batch, trainer.global_rank, trainer.world_size
+        )
 
     def _reader(self) -> tuple[L.Trainer, BatchReader]:
         trainer = self.trainer

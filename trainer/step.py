@@ -238,13 +238,10 @@ class DrafterModule(L.LightningModule):
         """
         # Lightning's own clipping is not used, because it refuses fused optimizers even in
         # bf16-mixed, where gradients are not scaled.
-        parameters: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for weight in self.drafter.parameters():
-            if weight.grad is not None:
-                parameters.append(weight)
-                gradients.append(weight.grad)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        weights = list(self.drafter.parameters())
+        norm = torch.nn.utils.get_total_norm(
+            [weight.grad for weight in weights if weight.grad is not None]
+        )
         # Check activations and gradients together, once per step, because each check synchronizes
         # with the device.
         are_inputs_finite, is_norm_finite = torch.stack(
@@ -255,7 +252,7 @@ class DrafterModule(L.LightningModule):
         if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
-            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+            torch.nn.utils.clip_grads_with_norm_(weights, gradient_clip_val, norm)
 
     def _refuse_gradients_not_finite(self) -> None:
         bad: list[str] = []
