@@ -17,7 +17,7 @@ import importlib
 import math
 import runpy
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from ..errors import DatasetError, OptionInvalid, PromptUnusable, TemplateError
 from ..moa.decoding.loop import DecodeStats, Generation, generate_batch, prefill
 from ..moa.decoding.proposer import DrafterProposer
-from ..moa.decoding.sampling import GREEDY, SamplingConfig, penalised
+from ..moa.decoding.sampling import GREEDY, SamplingConfig, cut_answer, penalised
 from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.caches import padded
@@ -312,10 +312,7 @@ class Continuation:
     @property
     def n_common(self) -> int:
         """The number of tokens before the first difference from the target's continuation."""
-        for index, is_same in enumerate(self.agrees):
-            if not is_same:
-                return index
-        return len(self.agrees)
+        return (*self.agrees, False).index(False)
 
 
 @dataclass(frozen=True)
@@ -425,31 +422,19 @@ def _continue_batch(
 
     Each continuation is stored in ``CutRow.by_writer`` of its answer's cut.
     """
-    observed: list[list[int]] = []
-    roots: list[int] = []
-    for cut in cuts:
-        observed.append(cut.committed[:-1])
-        roots.append(cut.committed[-1])
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
         if name == TARGET:
-            prefill(target, cache, observed)
+            prefill(target, cache, [cut.committed[:-1] for cut in cuts])
             continuations = [cut.reference for cut in cuts]
         else:
             continuations = _draft(target, drafters[name], cuts, cache, n_tokens)
-        all_log_probs = continuation_log_probs(target, cache, roots, continuations)
+        all_log_probs = continuation_log_probs(target, cache, cuts, continuations)
         for cut, tokens, log_probs in zip(cuts, continuations, all_log_probs, strict=True):
-            agrees = _agreement(tokens, cut.reference)
+            pairs = zip_longest(tokens[: len(cut.reference)], cut.reference)
+            agrees = tuple(written == wanted for written, wanted in pairs)
             score = None if scorer is None else _score(target, scorer, cut, tokens)
             cut.row.by_writer[name] = Continuation(tuple(tokens), tuple(log_probs), agrees, score)
-
-
-def _agreement(tokens: Sequence[int], reference: Sequence[int]) -> tuple[bool, ...]:
-    """Tell for each token of the reference whether ``tokens`` has the same at this position."""
-    agrees: list[bool] = []
-    for index, token in enumerate(reference):
-        agrees.append(index < len(tokens) and tokens[index] == token)
-    return tuple(agrees)
 
 
 def _draft(
@@ -475,20 +460,12 @@ def _draft(
     drafts = proposer.propose(committed, TreeShape(max(room)))
     chains: list[list[int]] = []
     for tokens, limit in zip(drafts.tokens.tolist(), room, strict=True):
-        chains.append(_up_to_end(tokens[:limit], target.eos_token_ids))
+        chains.append(cut_answer(tokens, limit, target.eos_token_ids)[0])
     return chains
 
 
-def _up_to_end(tokens: list[int], eos_token_ids: Container[int]) -> list[int]:
-    """Return the tokens up to and including the first end-of-sequence token."""
-    for index, token in enumerate(tokens):
-        if token in eos_token_ids:
-            return tokens[: index + 1]
-    return tokens
-
-
 def continuation_log_probs(
-    target: Target, cache: TargetCache, roots: Sequence[int], continuations: Sequence[Sequence[int]]
+    target: Target, cache: TargetCache, cuts: Sequence[_Cut], continuations: Sequence[Sequence[int]]
 ) -> list[list[float]]:
     """Compute the target's log-probability of each token of continuations, in nats.
 
@@ -496,14 +473,15 @@ def continuation_log_probs(
 
     Args:
         target: the target.
-        cache: the target's KV of all tokens before the roots. It is not changed.
-        roots: for each row, the last token before the continuation.
+        cache: the target's KV of all tokens before each cut, except the last one. It is not
+            changed.
+        cuts: for each row, the cut before the continuation.
         continuations: for each row, the tokens of the continuation.
     """
     # The last token of a continuation is not fed, because its prediction is not needed.
     fed: list[list[int]] = []
-    for root, tokens in zip(roots, continuations, strict=True):
-        fed.append([root, *tokens[:-1]])
+    for cut, tokens in zip(cuts, continuations, strict=True):
+        fed.append([cut.committed[-1], *tokens[:-1]])
     hidden = target.forward(padded(fed, target.device), cache)  # [B, n, E]
     log_probs = []
     for row, tokens in enumerate(continuations):

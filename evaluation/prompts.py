@@ -81,17 +81,17 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
     # Statistics group rows by prompt id. So the second prompt with an id is renamed to ``id#2``.
-    all_ids = {prompt.prompt_id for prompt in prompts}
+    taken = {prompt.prompt_id for prompt in prompts}
     n_seen = Counter[str]()
     renamed = []
     for prompt in prompts:
         name = prompt.prompt_id
         n_seen[name] += 1
-        while n_seen[name] > 1 and f"{name}#{n_seen[name]}" in all_ids:
-            n_seen[name] += 1
-        renamed.append(
-            prompt if n_seen[name] == 1 else replace(prompt, prompt_id=f"{name}#{n_seen[name]}")
-        )
+        if n_seen[name] > 1:
+            while f"{name}#{n_seen[name]}" in taken:
+                n_seen[name] += 1
+            prompt = replace(prompt, prompt_id=f"{name}#{n_seen[name]}")
+        renamed.append(prompt)
     return renamed
 
 

@@ -206,17 +206,13 @@ class EvaluationReport:
         """Return the report as plain values for JSON, without NaN."""
         values: dict[str, Any] = dataclasses.asdict(self)
         measurement: dict[str, Any] = values.pop("measurement")
-        for row, measured in zip(measurement["rows"], self.measurement.rows, strict=True):
-            for name, run in measured.runs.items():
-                run_values = row["runs"][name]
-                run_values |= {
-                    "n_target_calls": run.n_target_calls,
-                    "tokens_per_s": run.n_tokens / run.total_s,
-                }
-                run_values |= {
-                    "seconds": run_values.pop("total_s"),
-                    "exact_match": run.first_divergence is None,
-                }
+        for row in measurement["rows"]:
+            for run in row["runs"].values():
+                seconds = run.pop("total_s")
+                run["n_target_calls"] = len(run["committed_per_call"])
+                run["tokens_per_s"] = run["n_tokens"] / seconds
+                run["seconds"] = seconds
+                run["exact_match"] = run["first_divergence"] is None
         categories: dict[str, list[dict[str, Any]]] = {}
         for category, summaries in self.categories.items():
             categories[category] = list(map(dataclasses.asdict, summaries))
@@ -415,10 +411,8 @@ def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]
     if not committed_per_call:
         return ()
     accepted = np.asarray(committed_per_call) - 1
-    shares: list[float] = []
-    for position in range(int(accepted.max())):
-        shares.append(float((accepted > position).mean()))
-    return tuple(shares)
+    positions = np.arange(accepted.max())
+    return tuple((accepted > positions[:, None]).mean(axis=1).tolist())
 
 
 def check_output(path: str | Path) -> Path:

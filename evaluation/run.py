@@ -83,19 +83,19 @@ def evaluate(
     auto: dict[str, str] = {}
     for name, policy in policies.items():
         auto[name] = policy.describe([row.runs[name] for row in measurement.rows])
-    counts = {
-        "n_in_file": file.n_in_file,
-        "n_used": len(file.prompts),
-        "n_answers": len(measurement.rows),
-    }
     report = EvaluationReport(
         measurement,
         config=config.named() | {"method": list(config.method), "drafter": list(config.drafter)},
         environment=_environment(target, config.dtype),
         provenance=dict(provenance or {}),
-        prompts={"file": config.prompts, "kind": file.kind}
-        | counts
-        | {"n_skipped_turns": len(measurement.skipped)},
+        prompts={
+            "file": config.prompts,
+            "kind": file.kind,
+            "n_in_file": file.n_in_file,
+            "n_used": len(file.prompts),
+            "n_answers": len(measurement.rows),
+            "n_skipped_turns": len(measurement.skipped),
+        },
         auto=auto,
         drafters=facts,
         disconnection=disconnection,
@@ -129,11 +129,8 @@ def build_methods(
     def add(
         name: str, proposer: Proposer | None = None, shape: TreeShape | ShapePolicy | None = None
     ) -> None:
-        number = 1
-        for known in methods:
-            if known.split("#")[0] == name:
-                number += 1
-        name = name if number == 1 else f"{name}#{number}"
+        n_before = [known.split("#")[0] for known in methods].count(name)
+        name = f"{name}#{n_before + 1}" if n_before else name
         methods[name] = lambda prompts, seeds: decode(
             prompts, proposer=proposer, tree=shape, seed=seeds
         )
@@ -246,17 +243,13 @@ def _messages_or_tokens(
     Raises:
         TypeError, ValueError: the prompt is neither a chat nor token ids.
     """
-    items: list[Any] = list(prompt) if not isinstance(prompt, bytes) else [prompt]
-    messages: list[dict[str, Any]] = []
-    tokens: list[int] = []
-    for item in items:
-        if isinstance(item, Mapping):
-            messages.append(dict(item))
-        else:
-            tokens.append(index(item))
-    if messages and tokens:
-        raise ValueError("no chat")
+    if isinstance(prompt, bytes):
+        raise TypeError("bytes are neither a chat nor token ids")
+    items: list[Any] = list(prompt)
+    if not any(isinstance(item, Mapping) for item in items):
+        return [], [index(item) for item in items]
+    messages = [dict(item) for item in items]
     for message in messages:
         if "role" not in message or not {"content", "tool_calls"} & message.keys():
             raise ValueError("no chat")
-    return messages, tokens
+    return messages, []

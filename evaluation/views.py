@@ -40,7 +40,7 @@ def markdown_report(report: EvaluationReport) -> str:
         "prompts.",
         *_drafter_table(report),
         *_pair_table(report),
-        *_auto_lines(report),
+        *(f"\n{name}: {text}." for name, text in report.auto.items()),
         *_cost_table(report),
         *_break_even_part(report),
         *_category_table(report),
@@ -60,31 +60,17 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _auto_lines(report: EvaluationReport) -> list[str]:
-    """Write how often each ``auto`` method drafted."""
-    lines: list[str] = []
-    for name, text in report.auto.items():
-        lines.append(f"\n{name}: {text}.")
-    return lines
-
-
 def _skipped_lines(skipped: Sequence[SkippedTurn]) -> list[str]:
     """Write how many turns were skipped for each of the two reasons."""
     n_too_long = sum(turn.n_prompt_tokens > 0 for turn in skipped)
-    n_after_control_token = len(skipped) - n_too_long
+    reasons = {
+        ", because they, or turns before them, are longer than the target's context": n_too_long,
+        ": an answer before them contains a control token of the target": len(skipped) - n_too_long,
+    }
     lines: list[str] = []
-    if n_too_long:
-        lines += [
-            "",
-            f"{n_too_long} turns were skipped, because they, or turns before them, are longer than "
-            "the target's context.",
-        ]
-    if n_after_control_token:
-        lines += [
-            "",
-            f"{n_after_control_token} turns were skipped: an answer before them contains a control "
-            "token of the target.",
-        ]
+    for reason, n_turns in reasons.items():
+        if n_turns:
+            lines += ["", f"{n_turns} turns were skipped{reason}."]
     return lines
 
 
@@ -139,19 +125,11 @@ def _method_table(report: EvaluationReport) -> list[str]:
     rows = []
     for summary in report.methods:
         length, ratio = _length_and_ratio(summary)
-        cells = [
-            summary.method,
-            length,
-            f"{summary.n_target_calls:,}",
-            f"{summary.calls_saved:.1%}",
-        ]
-        cells += [f"{summary.n_tokens:,}", f"{summary.tokens_per_s:.1f}", ratio]
-        rows.append(
-            [
-                *cells,
-                "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}",
-            ]
-        )
+        exact = "-" if report.config["temperature"] else f"{summary.n_exact}/{summary.n_answers}"
+        cells = [summary.method, length, f"{summary.n_target_calls:,}"]
+        cells += [f"{summary.calls_saved:.1%}", f"{summary.n_tokens:,}"]
+        cells += [f"{summary.tokens_per_s:.1f}", ratio, exact]
+        rows.append(cells)
     return _table(titles, rows)
 
 
@@ -420,25 +398,22 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
     axes = figure.subplots()
     drafters = [summary for summary in found.writers if summary.writer != TARGET]
     for index, summary in enumerate(drafters):
-        offsets: list[int] = []
         means: list[float] = []
-        bounded_offsets: list[int] = []
         lows: list[float] = []
         highs: list[float] = []
-        for offset, agreement in enumerate(summary.agreement_by_offset, start=1):
+        for agreement in summary.agreement_by_offset:
             # Leave out numbers of tokens since the cut that only a single continuation reaches.
-            if agreement.n <= 1:
-                continue
-            offsets.append(offset)
-            means.append(agreement.mean or 0.0)
-            if agreement.interval is not None:
-                low, high = agreement.interval
-                bounded_offsets.append(offset)
-                lows.append(low)
-                highs.append(high)
+            # Such numbers, and those without an interval, come last.
+            if agreement.n > 1:
+                means.append(agreement.mean or 0.0)
+                if agreement.interval is not None:
+                    lows.append(agreement.interval[0])
+                    highs.append(agreement.interval[1])
+        offsets = range(1, len(means) + 1)
         axes.plot(offsets, means, "o-",
                   color=f"C{index}", markersize=3, label=summary.writer)  # fmt: skip
-        axes.fill_between(bounded_offsets, lows, highs, color=f"C{index}", alpha=0.15, linewidth=0)
+        bounded = offsets[: len(lows)]
+        axes.fill_between(bounded, lows, highs, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set_ylim(0, 1)
     axes.set_xlabel("tokens since the target was last reached")
     axes.set_ylabel("agreement with the target")

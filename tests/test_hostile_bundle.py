@@ -98,7 +98,7 @@ def use_bundle(folders: Path) -> None:
 
     def training() -> None:
         with ActivationStore(store) as reader:
-            build_module(reader, StoreDataModule(reader, config))
+            build_module(StoreDataModule(reader, config))
 
     def sample() -> None:
         with ActivationStore(store) as reader:

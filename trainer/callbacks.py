@@ -19,9 +19,10 @@ from ..errors import Interrupted, RunWarning
 from ..files import write_atomic
 from ..machine import free_memory
 from ..text import Progress
+from .batches import Batch
 from .checkpoints import write_drafter
 from .config import BEST, DRAFTER, LAST, known
-from .data import Batch, StoreDataModule, TrainingStream, device_share
+from .data import StoreDataModule, TrainingStream, device_share
 from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -76,11 +77,11 @@ class Throughput(L.Callback):
         self.n_tokens += batch.n_tokens_of_all
         self.n_tokens_total += batch.n_tokens_of_all
         self.n_bytes_read += batch.n_bytes_read * trainer.world_size
-        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if ends_step:
-            self._at_step = (self.n_tokens_total, self.n_bytes_read)
+        if not _ends_step(trainer, batch_idx):
+            return
+        self._at_step = (self.n_tokens_total, self.n_bytes_read)
         # Lightning sets ``log_every_n_steps`` in one of its connectors, where mypy does not see it.
-        if ends_step and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             tokens, step_s, wait_s = self._interval
             spent = max(1e-9, self.step_s - step_s)
             speed = (self.n_tokens - tokens) / spent
@@ -100,6 +101,11 @@ class Throughput(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._at_step = (state_dict["n_tokens_total"], state_dict["n_bytes_read"])
         self.n_tokens_total, self.n_bytes_read = self._at_step
+
+
+def _ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Return whether a micro-batch is the last one of its optimizer step."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
 def _stream_of(trainer: L.Trainer) -> TrainingStream:
@@ -210,7 +216,6 @@ class MicroBatches(L.Callback):
     def _choose(self, trainer: L.Trainer, module: DrafterModule, share: int) -> None:
         device = trainer.strategy.root_device
         n_devices = trainer.world_size
-        fixed_size = self.data.config.data.micro_batch_size
         sizes = self.data.micro_batch_sizes(share)
         recorded: dict[str, Any] = {}
         # The file with the chosen micro-batch size is missing if none has been chosen in this run
@@ -233,7 +238,7 @@ class MicroBatches(L.Callback):
             )
         )
         before = recorded.get("micro_batch_size")
-        if not fixed_size and type(before) is int and 0 < before <= size and share % before == 0:
+        if before in sizes and before < size:
             size = before
         self.data.micro_batch = size
         module.recomputes = chosen.recomputes or recorded.get("recomputes") is True
@@ -268,31 +273,31 @@ class Saves(L.Callback):
         # length.
         self.best_half_width = float("nan")
         self.validated_step: int | None = None
-        self._saved_step = 0
 
     @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # The run was resumed from a checkpoint of this step, or is new, so do not save it again.
-        self._saved_step = trainer.global_step
-
-    @override
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+    ) -> None:
         step = trainer.global_step
         if step >= self.max_steps:
             trainer.should_stop = True  # Lightning validates once more before it stops.
-        # This hook is called for each micro-batch. Save each step only once.
-        if step % self.every_n_steps == 0 and step != self._saved_step:
+        if step % self.every_n_steps == 0 and _ends_step(trainer, batch_idx):
             trainer.save_checkpoint(self.out / LAST)
-            self._saved_step = step
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DrafterModule)
         self.validated_step = trainer.global_step
-        value = trainer.callback_metrics.get("val/expected_acceptance_length")
-        if value is None or not float(value) > self.best:
+        length = float(trainer.callback_metrics["val/expected_acceptance_length"])
+        # The comparison is false if the length is NaN.
+        if not length > self.best:
             return
-        self.best = float(value)
+        self.best = length
         self.best_half_width = float(trainer.callback_metrics["val/expected_acceptance_half_width"])
         if trainer.is_global_zero:
             write_drafter(pl_module.drafter, self.out / DRAFTER)

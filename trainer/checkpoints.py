@@ -28,8 +28,8 @@ from ..moa.formats.checkpoint import (
     save_drafter,
 )
 from ..moa.targets.model_files import write_tensors
+from .batches import map_tensors
 from .config import CHECKPOINTS, DrafterSettings
-from .data import map_tensors
 
 FULL_DISK_ADVICE = (
     "The previous checkpoint, if any, is intact. Free some space and run the same command again, "
@@ -90,6 +90,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             state = json.loads((tensors.metadata() or {})[_STATE])
             waiting = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
             checkpoint = _from_json(state, waiting)
+            if not isinstance(checkpoint, dict):
+                raise TypeError("a checkpoint is a dictionary")
     except SafetensorError as error:
         raise damaged_checkpoint(path, str(error)) from error
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -97,8 +99,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise damaged_checkpoint(
             path, f"no training state in its header ({type(error).__name__})"
         ) from error
-    if not isinstance(checkpoint, dict):
-        raise damaged_checkpoint(path, "no training state in its header")
     return checkpoint
 
 

@@ -290,11 +290,10 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
 
     @override
     def problems(self) -> list[str]:
-        given_names = sorted(set(MemorySettings.model_fields) & self.model_fields_set)
         changed = [
             name
-            for name in given_names
-            if getattr(self, name) != MemorySettings.model_fields[name].default
+            for name, setting in sorted(MemorySettings.model_fields.items())
+            if getattr(self, name) != setting.default
         ]
         problems = []
         if changed and self.context != "memory":

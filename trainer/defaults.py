@@ -64,21 +64,6 @@ def is_open(value: Any) -> bool:
     return value is None or value == "auto"
 
 
-class _Choices:
-    """The settings of a run by name, and the list of settings chosen so far."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.values = config.named()
-        self.chosen: list[ChosenSetting] = []
-
-    def choose(self, name: str, value: Any, why: str) -> Any:
-        """Give a setting a value and a reason, unless it was given. Return the setting's value."""
-        if is_open(self.values[name]):
-            self.values[name] = value
-            self.chosen.append(ChosenSetting(name, value, why))
-        return self.values[name]
-
-
 def choose_settings(
     config: TrainConfig, facts: RunFacts
 ) -> tuple[TrainConfig, list[ChosenSetting]]:
@@ -87,9 +72,17 @@ def choose_settings(
     Returns:
         The complete settings, and the list of the chosen settings.
     """
-    choices = _Choices(config)
-    choose = choices.choose
-    n_given = choices.values["max_steps"]
+    values = config.named()
+    chosen: list[ChosenSetting] = []
+
+    def choose(name: str, value: Any, why: str) -> Any:
+        """Give a setting a value and a reason, unless it was given. Return the setting's value."""
+        if is_open(values[name]):
+            values[name] = value
+            chosen.append(ChosenSetting(name, value, why))
+        return values[name]
+
+    n_given = values["max_steps"]
     is_wide = facts.hidden_size >= _PAPER_WIDTH
     if n_given is None:
         epochs = min(10, max(1, round(_TRAINED_TOKENS / max(1, facts.n_tokens))))
@@ -99,7 +92,7 @@ def choose_settings(
         n_sequences = epochs * facts.n_sequences
     else:
         usual = _PAPER_BATCH if is_wide else _BATCH_OF_GIVEN_STEPS
-        n_sequences = n_given * (choices.values["batch_size"] or usual)
+        n_sequences = n_given * (values["batch_size"] or usual)
     is_paper = is_wide and n_sequences * facts.n_tokens >= _PAPER_TOKENS * facts.n_sequences
     if is_paper:
         size = _PAPER_BATCH
@@ -114,7 +107,7 @@ def choose_settings(
     )
     _choose_rates(choose, is_paper)
     steps_per_epoch = facts.n_sequences // size
-    n_steps = n_given or max(1, round(choices.values["epochs"] * steps_per_epoch))
+    n_steps = n_given or max(1, round(values["epochs"] * steps_per_epoch))
     choose(
         "warmup_steps",
         min(_WARMUP_STEPS, n_steps // 10),
@@ -125,7 +118,7 @@ def choose_settings(
     choose("decay_steps", -1, "until the end of the run")
     choose("validate_every", max(1, min(1000, n_steps // 10)), "ten times per run, or more often")
     choose("log_every", max(1, min(10, n_steps // 20)), "twenty times per run, or more often")
-    return config.of(**choices.values), choices.chosen
+    return config.of(**values), chosen
 
 
 def _choose_rates(choose: Any, is_paper: bool) -> None:

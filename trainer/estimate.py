@@ -13,15 +13,9 @@ import numpy as np
 import torch
 
 from ..machine import free_memory, peak_memory
+from .batches import BatchReader, await_copy
 from .config import known
-from .data import (
-    BatchReader,
-    StoreDataModule,
-    TrainingStream,
-    await_copy,
-    count_devices,
-    device_share,
-)
+from .data import StoreDataModule, TrainingStream, count_devices, device_share
 from .step import DrafterModule, Trial
 
 # Quantiles of the sequence lengths at which micro-batches are timed.
@@ -68,7 +62,7 @@ def estimate_run(
         n_steps: number of optimizer steps that the run still has to take.
     """
     config = data.config
-    lengths = data.lengths
+    lengths = data.store.lengths
     token_s, peak_bytes = _measure(data, module, precision)
     n_tokens = n_steps * known(config.data.batch_size) * lengths[data.train_sequences].mean()
     n_validations = n_steps // known(config.validation.validate_every) + 1
@@ -90,7 +84,6 @@ def _measure(
         The seconds per token of each micro-batch, and the peak memory in bytes.
     """
     machine = data.config.machine
-    lengths = data.lengths[data.train_sequences]
     fabric = L.Fabric(accelerator=machine.accelerator, devices=1, precision=precision)  # type: ignore[arg-type]
     trial = Trial(module, data.longest_sequence(), fabric.device, fabric.autocast)
     sizes = data.micro_batch_sizes(device_share(data.config, count_devices(machine)))
@@ -98,20 +91,21 @@ def _measure(
     module.drafter.to(fabric.device)
     module.frozen.to(fabric.device)
     reader = BatchReader(data.store, data.config, fabric.device)
-    stream = TrainingStream(reader, data.train_sequences, lengths, data.max_steps, 0, 1, size)
+    stream = TrainingStream(reader, data.train_sequences, data.max_steps, 0, 1, size)
     weights = list(module.drafter.parameters())
     before = [weight.detach().clone() for weight in weights]
     optimizer = module.build_optimizer(precision)
-    by_length = np.argsort(lengths, kind="stable")
+    lengths = data.store.lengths[data.train_sequences]
+    by_length = data.train_sequences[np.argsort(lengths, kind="stable")]
     token_s = []
     # The first micro-batch, with a single sequence, is a warm-up, and its time is not used.
     micro_batches = [by_length[:1]]
     for quantile in _LENGTH_QUANTILES:
         stop = max(size, round(quantile * len(by_length)))
         micro_batches.append(by_length[stop - size : stop])
-    for rows in micro_batches:
+    for sequences in micro_batches:
         started_s = time.perf_counter()
-        batch = await_copy(stream.micro_batch(rows)).decode()
+        batch = await_copy(stream.micro_batch(sequences)).decode()
         with fabric.autocast():
             loss = module.compute_terms(batch.inputs, batch.draws, batch.denominator).total
         loss.backward()

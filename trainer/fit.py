@@ -69,6 +69,7 @@ from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
 from ..text import Progress, first_line
 from . import callbacks, checkpoints
+from .batches import token_bytes
 from .config import (
     CHANGE_NO_RESULT,
     CURVES_FILE,
@@ -86,18 +87,16 @@ from .config import (
     known,
 )
 from .data import (
-    BatchReader,
     StoreDataModule,
     device_share,
     has_own_answers,
-    sequence_bytes,
     target_identity,
     trains_on_cpu,
 )
 from .defaults import CHOOSABLE, ChosenSetting, is_open, schedule_warnings
 from .estimate import RunCost, disk_range, estimate_run
 from .step import WHAT_HELPS, DrafterModule
-from .vocabulary import choose_vocabulary, size_settings
+from .vocabulary import choose_vocabulary, count_response_tokens, size_settings
 
 # Use a backend of matplotlib that needs no display. It must be chosen before pyplot is imported.
 matplotlib.use("Agg")
@@ -230,13 +229,10 @@ def _train(
     if is_first:
         _check_folder(config, out)
         check_room(out)
-    store = ActivationStore(
-        config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)
-    )
+    store = _open_store(config)
     data = StoreDataModule(store, config)
-    choose_vocabulary(store, data)
-    config = data.config  # These settings include the ones that were chosen.
-    module = build_module(store, data)
+    choose_vocabulary(data)
+    module = build_module(data)
     if is_first:
         # The disk needs room for three copies of the weights: two for the next checkpoint, which
         # has at least one optimizer moment, and one for drafter/.
@@ -246,41 +242,41 @@ def _train(
         if is_first:
             # Check again, because another process may have trained in this folder before it was
             # locked.
-            _check_folder(config, out)
+            _check_folder(data.config, out)
             if config.resume:
-                _check_resumed(config, out, store, data)
+                _check_resumed(data, out)
             checkpoints.remove_leftovers(out)
-            _record_run(config, out, store, provenance)
+            _record_run(data, out, provenance)
         if announce is not None:
             # Measure the time and memory of steps only on a CPU. On an accelerator, measuring would
             # keep other processes waiting and compile kernels, so only --dry-run measures there.
-            announce(_plan(config, store, data, module, measures=trains_on_cpu(config.machine)))
-        report = _fit(config, store, data, module, progress, is_first)
+            announce(_plan(data, module, measures=trains_on_cpu(config.machine)))
+        report = _fit(data, module, progress, is_first)
     store.close()
     return report
 
 
+def _open_store(config: TrainConfig) -> ActivationStore:
+    cache = cache_at(config.data.cache_dir, config.data.cache_gb)
+    return ActivationStore(config.store, cache=cache)
+
+
 def _fit(
-    config: TrainConfig,
-    store: ActivationStore,
-    data: StoreDataModule,
-    module: DrafterModule,
-    progress: Progress | None,
-    is_first: bool,
+    data: StoreDataModule, module: DrafterModule, progress: Progress | None, is_first: bool
 ) -> TrainReport:
     """Run the steps and write the results. Only the first process writes."""
-    out = Path(config.out)
+    out = Path(data.config.out)
     guard = callbacks.StopGuard(out / LAST)
     throughput = callbacks.Throughput()
-    saves = callbacks.Saves(out, config.record.checkpoint_every, data.max_steps)
+    saves = callbacks.Saves(out, data.config.record.checkpoint_every, data.max_steps)
     extra: list[L.Callback] = [guard, callbacks.MicroBatches(data, out / MEMORY_FILE), throughput]
     if progress:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
     # ``saves`` is the last callback, so that it saves the other callbacks' state at the same step.
-    trainer = _build_trainer(config, data, [*extra, saves])
+    trainer = _build_trainer(data, [*extra, saves])
     try:
-        _run_steps(config, trainer, data, module, guard, saves)
+        _run_steps(trainer, data, module, guard, saves)
     except Interrupted as stop:
         if is_first:
             raise
@@ -302,7 +298,7 @@ def _fit(
         best_expected_acceptance_length=saves.best if math.isfinite(saves.best) else None,
         best_half_width=saves.best_half_width if math.isfinite(saves.best_half_width) else None,
         n_validation_sequences=len(data.validation_sequences),
-        n_pending_parts=store.manifest.n_parts - len(store.commits),
+        n_pending_parts=data.store.manifest.n_parts - len(data.store.commits),
         n_tokens_total=throughput.n_tokens_total,
         n_bytes_read=throughput.n_bytes_read,
     )
@@ -326,17 +322,17 @@ def _finite_metrics(trainer: L.Trainer) -> dict[str, float]:
 
 
 def _run_steps(
-    config: TrainConfig,
     trainer: L.Trainer,
     data: StoreDataModule,
     module: DrafterModule,
     guard: callbacks.StopGuard,
     saves: callbacks.Saves,
 ) -> None:
-    last = Path(config.out) / LAST
+    last = Path(data.config.out) / LAST
+    resumes = data.config.resume
     try:
         with guard:
-            trainer.fit(module, datamodule=data, ckpt_path=last if config.resume else None)
+            trainer.fit(module, datamodule=data, ckpt_path=last if resumes else None)
             if trainer.global_step >= data.max_steps != saves.validated_step and len(
                 data.validation_sequences
             ):
@@ -351,7 +347,7 @@ def _run_steps(
         # Lightning restores a checkpoint without checking its content, so a damaged checkpoint may
         # raise any of these errors. If training has started already, the error has another cause.
         is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
-        if isinstance(error, MoaDataError) or is_other or guard.has_started or not config.resume:
+        if isinstance(error, MoaDataError) or is_other or guard.has_started or not resumes:
             raise
         raise checkpoints.damaged_checkpoint(
             last, f"{type(error).__name__} {first_line(error)}"
@@ -379,12 +375,13 @@ def _write_report(file: Path, report: TrainReport) -> None:
     write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
-def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule:
+def build_module(data: StoreDataModule) -> DrafterModule:
     """Build the module to train: frozen target weights from the store, and a drafter.
 
     The drafter has random weights, or the weights of the drafter given as ``--init-from``.
     """
     config = data.config
+    store = data.store
     frozen = FrozenTarget.load(
         store.target_path, config.target_layer_inference, None, store.manifest.target
     )
@@ -405,9 +402,8 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
         )
     # Use a separate generator, so that the initial weights do not depend on other random draws.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
-    reader = BatchReader(store, config, torch.device("cpu"))
     frozen.compute_in(drafter.dtype, casts_itself=_precision(config.machine) != "32-true")
-    drafter.adopt(frozen, lambda: reader.count_response_tokens(data.train_sequences))
+    drafter.adopt(frozen, lambda: count_response_tokens(store, data.train_sequences))
     if config.init_from and not config.resume:
         drafter = checkpoints.initial_drafter(
             config.init_from, drafter, config.drafter, frozen.facts.sizes
@@ -417,16 +413,14 @@ def build_module(store: ActivationStore, data: StoreDataModule) -> DrafterModule
     )
 
 
-def _build_trainer(
-    config: TrainConfig, data: StoreDataModule, extra: list[L.Callback]
-) -> L.Trainer:
-    out = Path(config.out)
+def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
+    config = data.config
     machine = config.machine
     has_validation = len(data.validation_sequences) > 0
     devices: Any = machine.devices if machine.devices == "auto" else int(machine.devices)
     try:
         trainer = L.Trainer(
-            default_root_dir=out,
+            default_root_dir=config.out,
             accelerator=machine.accelerator,
             devices=devices,
             num_nodes=machine.num_nodes,
@@ -517,34 +511,28 @@ def plan_run(config: TrainConfig) -> RunPlan:
     A few micro-batches are trained on to measure time and memory. Nothing is written.
     """
     keep_freed_memory()
-    with ActivationStore(
-        config.store, cache=cache_at(config.data.cache_dir, config.data.cache_gb)
-    ) as store:
+    with _open_store(config) as store:
         data = StoreDataModule(store, config)
-        choose_vocabulary(store, data)
-        return _plan(config, store, data, build_module(store, data), measures=True)
+        choose_vocabulary(data)
+        return _plan(data, build_module(data), measures=True)
 
 
-def _plan(
-    config: TrainConfig,
-    store: ActivationStore,
-    data: StoreDataModule,
-    module: DrafterModule,
-    measures: bool,
-) -> RunPlan:
+def _plan(data: StoreDataModule, module: DrafterModule, measures: bool) -> RunPlan:
+    config = data.config
+    store = data.store
     n_steps = data.max_steps - (
         checkpoints.read_step(Path(config.out) / LAST) if config.resume else 0
     )
     cost = RunCost(disk_range(module))
     if measures:
         cost = estimate_run(data, module, _precision(config.machine), n_steps)
-    n_tokens = int(data.lengths[data.train_sequences].sum())
+    n_tokens = int(store.lengths[data.train_sequences].sum())
     return RunPlan(
         n_steps=data.max_steps,
         steps_per_epoch=data.steps_per_epoch,
         n_sequences=len(data.train_sequences),
         n_tokens_per_epoch=n_tokens,
-        read_bytes_per_epoch=sequence_bytes(store, data.config, n_tokens),
+        read_bytes_per_epoch=n_tokens * token_bytes(store, config),
         n_parameters=sum(weight.numel() for weight in module.drafter.parameters()),
         cost=cost,
         other_drafter=other_drafter(config.drafter.kind, n_tokens, trains_on_cpu(config.machine)),
@@ -555,7 +543,7 @@ def _plan(
         n_validation_positions=data.n_validation_positions,
         has_own_answers=has_own_answers(store),
         chosen=tuple(data.chosen),
-        warnings=tuple(schedule_warnings(data.config, data.steps_per_epoch)),
+        warnings=tuple(schedule_warnings(config, data.steps_per_epoch)),
     )
 
 
@@ -661,9 +649,7 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
     }
 
 
-def _check_resumed(
-    config: TrainConfig, out: Path, store: ActivationStore, data: StoreDataModule
-) -> None:
+def _check_resumed(data: StoreDataModule, out: Path) -> None:
     """Refuse to resume a run with a different store, or with an incompatible number of steps.
 
     A new number of steps is incompatible if it would have changed the learning rates of steps that
@@ -676,7 +662,7 @@ def _check_resumed(
             raise TrainingError(
                 f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it."
             ) from error
-        facts = _store_facts(store)
+        facts = _store_facts(data.store)
         # Compare only recorded facts. Earlier releases recorded fewer of them, for example no
         # codec.
         refuse_other_inputs(
@@ -694,7 +680,7 @@ def _check_resumed(
             "are requested now. Give a larger --max-steps or --epochs."
         )
     before = _recorded_config(out).schedule.decay_end_step(data.steps_per_epoch)
-    now = config.schedule.decay_end_step(data.steps_per_epoch)
+    now = data.config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
         raise OutputOccupied(
             f"the learning rate of the run in {out} falls until step {before}, but would now fall "
@@ -704,14 +690,14 @@ def _check_resumed(
         )
 
 
-def _record_run(
-    config: TrainConfig, out: Path, store: ActivationStore, provenance: dict[str, Any] | None
-) -> None:
+def _record_run(data: StoreDataModule, out: Path, provenance: dict[str, Any] | None) -> None:
+    store = data.store
     # Record an absolute path, so that `export-drafter` finds the store from any working directory.
     store_path = store.path.absolute() if isinstance(store.path, Path) else store.path
     # Write RUN_FILE first, because it marks the folder as a run. If the process is killed right
     # after that, the same command starts the run again.
-    write_atomic(out / RUN_FILE, config.replaced(store=str(store_path)).to_yaml().encode())
+    config = data.config.replaced(store=str(store_path))
+    write_atomic(out / RUN_FILE, config.to_yaml().encode())
     write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
     keep_earlier_metrics(out)
     write_atomic(

@@ -137,15 +137,7 @@ class Muon(torch.optim.Optimizer):
             squares.append(state["exp_avg_sq"])
             steps.append(state["step"])
         beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        weight_decay = group["weight_decay"]
-        rates: dict[str, Any] = {
-            "beta1": beta1,
-            "beta2": beta2,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "eps": 1e-8,
-        }
         adamw(
-            parameters, gradients, means, squares, [], steps, amsgrad=False, maximize=False, **rates
-        )
+            parameters, gradients, means, squares, [], steps, amsgrad=False, maximize=False,
+            beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=1e-8,
+        )  # fmt: skip

@@ -20,7 +20,6 @@ width of a feature.
 """
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +36,6 @@ from ..storage.codecs.transform import TransformCodec
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TOKENS, to_float32
 from ..text import Progress, add_command
-from .data import read_fields
 
 # Number of drafts per round. If a drafter supports fewer drafts, its maximum is used instead.
 DRAFT_LENGTH = 5
@@ -59,7 +57,8 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
             f"the drafter of kind {drafter.kind} reads no keys and values with its settings, so "
             "it cannot show which of them matter; choose a --drafter that reads them."
         )
-    if missing := [name for name in read_fields(reads).values() if name not in store.fields]:
+    names = [*reads.fields.values(), *(f"hidden/layer_{layer}" for layer in reads.outputs)]
+    if missing := [name for name in names if name not in store.fields]:
         raise SelectionInvalid(
             f"{store.path} lacks the fields {', '.join(missing)}, which the drafter reads; add "
             f"them with {add_command(str(store.path), missing)}, or choose a drafter that was "
@@ -107,7 +106,7 @@ class DrafterMetrics:
         frozen = FrozenTarget.load(store.target_path, n_last, sizes=store.manifest.target)
         generator = torch.Generator().manual_seed(0)
         n_steps = 1 + min(DRAFT_LENGTH, drafter.config.max_depth or DRAFT_LENGTH)
-        sums: list[list[Tensor]] = []
+        sums: list[Tensor] = []
         n_tokens = 0
         for done, index in enumerate(sequences):
             if self.progress:
@@ -127,23 +126,16 @@ class DrafterMetrics:
             )
             # Add in place and one part at a time. For an 8B model, all matrices together take
             # gigabytes.
-            sums = sums or _zeros_for(gradients)
-            for totals, parts in zip(sums, gradients, strict=True):
-                for total, part in zip(totals, parts, strict=True):
-                    total += part.T @ part
+            if not sums:
+                sums = [
+                    part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in gradients
+                ]
+            for total, part in zip(sums, gradients, strict=True):
+                total += part.T @ part
             n_tokens += len(inputs.tokens[0])
-        metrics: list[list[np.ndarray]] = []
-        for totals in sums:
-            metrics.append([total.div_(n_tokens).numpy() for total in totals])
-        return metrics
-
-
-def _zeros_for(gradients: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Return a matrix of zeros, float64 [W, W], for each part of each group of layers."""
-    zeros: list[list[Tensor]] = []
-    for parts in gradients:
-        zeros.append([part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in parts])
-    return zeros
+        metrics = [total.div_(n_tokens).numpy() for total in sums]
+        # Each group has two parts: its keys and its values.
+        return [list(parts) for parts in zip(metrics[::2], metrics[1::2], strict=True)]
 
 
 def _read(store: ActivationStore, reads: Reads, index: int) -> TrainingInputs:
@@ -174,7 +166,7 @@ def drawn_gradients(
     codec: TransformCodec,
     kv_layers: Sequence[int] | None,
     generator: torch.Generator,
-) -> list[list[Tensor]]:
+) -> list[Tensor]:
     """Draw random gradients of the drafter's log-probabilities with respect to keys and values.
 
     At each drafted position, a token is drawn from the drafter's distribution. The gradients are
@@ -191,7 +183,8 @@ def drawn_gradients(
         generator: random generator for the tokens.
 
     Returns:
-        For each group, the gradients of its parts, [n_tokens, width of the part] each.
+        The gradients of the keys and the values of each group in turn, [n_tokens, width of the
+        part] each.
     """
     # Compute the gradient of the sum of log-probabilities of one drawn token per drafted position.
     # The tokens are drawn independently of each other, and each gradient has mean zero, so products
@@ -208,11 +201,7 @@ def drawn_gradients(
     outputs = drafter.drafted_features(frozen, inputs, draws)
     features = outputs.features[outputs.valid]
     by_feature = _drawn_feature_gradients(drafter, frozen, features.detach(), generator)
-    gradients = iter(torch.autograd.grad(features, leaves, by_feature, materialize_grads=True))
-    gradients_by_group: list[list[Tensor]] = []
-    for group in parts:
-        gradients_by_group.append(list(itertools.islice(gradients, len(group))))
-    return gradients_by_group
+    return list(torch.autograd.grad(features, leaves, by_feature, materialize_grads=True))
 
 
 def _drawn_feature_gradients(

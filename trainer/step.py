@@ -35,8 +35,9 @@ from ..moa.drafters.training import (
 from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
+from .batches import Batch, map_tensors
 from .config import TrainConfig, known
-from .data import Batch, draw, map_tensors, rows_of
+from .data import draw
 from .muon import Muon
 
 # Number of rows in the blocks in which Muon orthogonalizes a matrix. With entire matrices, the
@@ -95,12 +96,9 @@ def recomputed_layers(drafter: Drafter) -> Iterator[None]:
     # them when the context ends.
     before: list[dict[str, Any]] = []
     for block in blocks:
-        compiled: dict[str, Any] = {}
-        for name in _RECOMPUTED_PARTS:
-            if name in vars(block):
-                compiled[name] = vars(block)[name]
-        before.append(compiled)
-    for block in blocks:
+        before.append(
+            {name: vars(block)[name] for name in _RECOMPUTED_PARTS if name in vars(block)}
+        )
         for name in _RECOMPUTED_PARTS:
             part = partial(
                 checkpoint, getattr(block, name), use_reentrant=False, preserve_rng_state=False
@@ -240,13 +238,10 @@ class DrafterModule(L.LightningModule):
         """
         # Lightning's own clipping is not used, because it refuses fused optimizers even in
         # bf16-mixed, where gradients are not scaled.
-        parameters: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for weight in self.drafter.parameters():
-            if weight.grad is not None:
-                parameters.append(weight)
-                gradients.append(weight.grad)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        weights = list(self.drafter.parameters())
+        norm = torch.nn.utils.get_total_norm(
+            [weight.grad for weight in weights if weight.grad is not None]
+        )
         # Check activations and gradients together, once per step, because each check synchronizes
         # with the device.
         are_inputs_finite, is_norm_finite = torch.stack(
@@ -257,7 +252,7 @@ class DrafterModule(L.LightningModule):
         if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
-            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+            torch.nn.utils.clip_grads_with_norm_(weights, gradient_clip_val, norm)
 
     def _refuse_gradients_not_finite(self) -> None:
         bad: list[str] = []
@@ -310,10 +305,10 @@ class DrafterModule(L.LightningModule):
         if config.kind == "muon":
             # Embedding tables are not updated by Muon. Their rows are looked up one by one, so
             # orthogonalizing the update of the entire table has no meaning.
-            tables: set[int] = set()
-            for module in self.drafter.modules():
-                if isinstance(module, torch.nn.Embedding):
-                    tables.add(id(module.weight))
+            modules = self.drafter.modules()
+            tables = {
+                id(table.weight) for table in modules if isinstance(table, torch.nn.Embedding)
+            }
             matrices: list[Tensor] = []
             others: list[Tensor] = []
             for weight in self.drafter.parameters():
@@ -469,9 +464,7 @@ class Trial:
 
         inputs: TrainingInputs = map_tensors(self.longest, repeated)
         inputs = replace(inputs, response_mask=torch.ones_like(inputs.response_mask))
-        draws = rows_of(
-            draw(self.module.config.replaced(batch_size=size), 0, 2), torch.arange(size)
-        )
+        draws = draw(self.module.config.replaced(batch_size=size), 0, 2)
         with self.autocast():
             return self.module.compute_terms(
                 inputs, map_tensors(draws, lambda tensor: tensor.to(self.device)), 1.0

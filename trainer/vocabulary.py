@@ -6,6 +6,7 @@ See :mod:`..moa.drafters.vocabulary`.
 import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..moa.drafters.registry import drafter_class
@@ -13,8 +14,13 @@ from ..moa.drafters.vocabulary import choose_draft_vocabulary, may_be_reduced
 from ..moa.targets.facts import load_facts
 from ..storage.read.store import ActivationStore
 from .config import AnyDrafter
-from .data import BatchReader, StoreDataModule
+from .data import StoreDataModule
 from .defaults import ChosenSetting
+
+# Number of sequences that are read at once to count their tokens.
+_COUNTED_SEQUENCES = 256
+# Maximum number of sequences whose tokens are counted. A larger store is sampled evenly.
+_MOST_COUNTED = 1 << 16
 
 
 def size_settings(drafter: AnyDrafter) -> dict[str, Any]:
@@ -28,7 +34,21 @@ def size_settings(drafter: AnyDrafter) -> dict[str, Any]:
     return sizes
 
 
-def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
+def count_response_tokens(store: ActivationStore, sequences: np.ndarray) -> torch.Tensor:
+    """Count how often each token id occurs in the responses of sequences, int64 [vocabulary size].
+
+    If there are more than ``_MOST_COUNTED`` sequences, only a sample of them is counted.
+    """
+    counts = np.zeros(int(store.manifest.target["vocab_size"]), np.int64)
+    sequences = sequences[:: 1 + len(sequences) // _MOST_COUNTED]
+    # Read few sequences at a time, because all tokens of a large store may not fit into memory.
+    for part in np.array_split(sequences, -(-len(sequences) // _COUNTED_SEQUENCES) or 1):
+        read = store.read_batch(part, ["tokens", "response_mask"])
+        counts += np.bincount(read["tokens"][read["response_mask"] != 0], minlength=len(counts))
+    return torch.from_numpy(counts)
+
+
+def choose_vocabulary(data: StoreDataModule) -> None:
     """Choose the setting ``draft_vocabulary``, the number of tokens that can be drafted.
 
     The choice depends on the tokens in the training responses, and on the sizes of drafter and
@@ -36,6 +56,7 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
     vocabulary is small.
     """
     config = data.config
+    store = data.store
     is_given = config.resume or config.drafter.draft_vocabulary is not None
     if is_given or not may_be_reduced(int(store.manifest.target["vocab_size"])):
         return
@@ -44,9 +65,8 @@ def choose_vocabulary(store: ActivationStore, data: StoreDataModule) -> None:
     sizes = build.config_class.from_target(facts, **size_settings(config.drafter))
     with torch.device("meta"):
         width, n_body = build(sizes).weights_per_draft()
-    reader = BatchReader(store, config, torch.device("cpu"))
     halves = torch.stack(
-        [reader.count_response_tokens(data.train_sequences[half::2]) for half in (0, 1)]
+        [count_response_tokens(store, data.train_sequences[half::2]) for half in (0, 1)]
     )
     max_tokens = sizes.draft_vocabulary or halves.shape[1]
     choice = choose_draft_vocabulary(halves, width, n_body, facts.n_weights, max_tokens)

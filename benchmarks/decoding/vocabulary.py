@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
@@ -32,9 +31,11 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import RUN_FILE, TrainConfig
-from moa_data.trainer.data import BatchReader, StoreDataModule, ValidationBatches
+from moa_data.trainer.data import StoreDataModule, ValidationBatches
 from moa_data.trainer.step import validate_batch, validation_metrics
+from moa_data.trainer.vocabulary import count_response_tokens
 
 N_PROMPT = 200
 
@@ -120,10 +121,9 @@ def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
     data, frozen = StoreDataModule(store, config), FrozenTarget.load(store.target_path)
     reader, held_out = BatchReader(store, config, torch.device("cpu")), data.validation_sequences
     counts, others = (
-        reader.count_response_tokens(rows) for rows in (data.train_sequences, held_out)
+        count_response_tokens(store, rows) for rows in (data.train_sequences, held_out)
     )
-    lengths = store.lengths.astype(np.int64)[held_out]
-    load = partial(ValidationBatches, reader, held_out, lengths, 4)
+    load = partial(ValidationBatches, reader, held_out, 4)
     rows = []
     for n_tokens in (0, *options.sizes):
         tokens = most_frequent(counts, n_tokens)

@@ -25,7 +25,8 @@ from moa_data.machine import keep_freed_memory
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.live import Target
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.data import Batch, BatchReader, StoreDataModule, TrainingStream
+from moa_data.trainer.batches import Batch, BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import DrafterModule
 
@@ -122,11 +123,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         store = ActivationStore(options.store)
         data = StoreDataModule(store, config)
-        step = DrafterStep(build_module(store, data))
+        step = DrafterStep(build_module(data))
         target = Target.load(options.model, torch.float32, "cpu")
         rows = data.train_sequences
         reader = BatchReader(store, data.config, torch.device("cpu"))
-        stream = iter(TrainingStream(reader, rows, store.lengths[rows], n_pairs, 0, 1))
+        stream = iter(TrainingStream(reader, rows, n_pairs, 0, 1))
         pairs = [_pair(stream, step, target, online_first=bool(i % 2)) for i in range(n_pairs)][2:]
     return {"figures": _figures(np.array(pairs)), "config": config.named()}
 

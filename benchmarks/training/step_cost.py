@@ -31,7 +31,8 @@ from moa_data.machine import keep_freed_memory
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.nn import losses
 from moa_data.storage.read.store import ActivationStore
-from moa_data.trainer.data import BatchReader, StoreDataModule, TrainingStream
+from moa_data.trainer.batches import BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 
 FIRST = "eagle"
@@ -97,7 +98,7 @@ class Side:
         with tempfile.TemporaryDirectory(prefix="moa-data-bench-") as folder:
             config = small_config(str(store.path), folder, max_steps=n_steps, **sizes)
             data = StoreDataModule(store, config)
-            module = build_module(store, data)
+            module = build_module(data)
         self.n_parameters = sum(weight.numel() for weight in module.drafter.parameters())
         self._step, self._data = DrafterStep(module), data
         self.parts = Parts()
@@ -105,7 +106,7 @@ class Side:
             self.parts.watch(module.drafter)
         rows = data.train_sequences
         reader = BatchReader(store, data.config, torch.device("cpu"))
-        self._batches = iter(TrainingStream(reader, rows, store.lengths[rows], n_steps, 0, 1))
+        self._batches = iter(TrainingStream(reader, rows, n_steps, 0, 1))
         self.seconds: list[float] = []
         self.n_tokens = 0
         self.n_operations: list[int] = []

@@ -57,8 +57,9 @@ from moa_data.storage.schema import (
     tokens_field,
 )
 from moa_data.storage.write.store import StoreWriter
+from moa_data.trainer.batches import Batch, BatchReader
 from moa_data.trainer.config import AnyDrafter, TrainConfig
-from moa_data.trainer.data import Batch, BatchReader, StoreDataModule, TrainingStream
+from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import DrafterModule, Trial
 
@@ -134,7 +135,7 @@ def measure_one(store_path: Path, kind: str, options: argparse.Namespace) -> dic
     device = torch.device(options.device)
     config, store = settings(store_path, kind, device.type), ActivationStore(store_path)
     data = StoreDataModule(store, config)
-    module = build_module(store, data)
+    module = build_module(data)
     vars(module).update(log=lambda *_args, **_kwargs: None, log_dict=lambda *_args, **_kwargs: None)
     found: dict[str, Any] = {
         "n_parameters": sum(weight.numel() for weight in module.drafter.parameters())
@@ -225,7 +226,7 @@ def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Bat
         data.store, data.config.replaced(batch_size=n_sequences, prefetch_batches=1), device
     )
     rows = np.resize(data.train_sequences, n_sequences)
-    stream = TrainingStream(reader, rows, data.store.lengths.astype(np.int64)[rows], 2, 0, 1)
+    stream = TrainingStream(reader, rows, 2, 0, 1)
     return data.on_after_batch_transfer(next(iter(stream)), 0)
 
 

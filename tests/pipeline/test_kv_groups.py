@@ -42,7 +42,7 @@ from moa_data.tests.kit.families import build_family, write_family
 from moa_data.tests.kit.runs import run, settings
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.variants import quick
-from moa_data.trainer.data import BatchReader
+from moa_data.trainer.batches import BatchReader
 
 GROUPS: dict[str, dict[str, tuple[tuple[int, ...], KVShape]]] = {
     "deepseek_v3": {"kv/latent": ((0, 1, 2, 3), KVShape(1, 16, 8))},
@@ -131,11 +131,7 @@ def test_stores_are_sound_and_alike_however_they_are_made(
         reader = BatchReader(
             ActivationStore(store), settings(store, layer_groups=1), torch.device("cpu")
         )
-        batches.append(
-            reader.batch(np.arange(3), reader.store.lengths[:3], NO_DRAWS)
-            .inputs.required_kv()
-            .float()
-        )
+        batches.append(reader.batch(np.arange(3), NO_DRAWS).inputs.required_kv().float())
     assert (batches[1] - batches[0]).norm() < 0.02 * batches[0].norm()
     with pytest.raises(SelectionInvalid, match="Leave out --kv"):
         export_store(
@@ -228,15 +224,10 @@ def test_a_drafter_is_trained_and_decodes_by_what_it_has_learned_from(
                 store, settings(folder / "store", layer_groups=1, **changes), torch.device("cpu")
             )
             rows = np.arange(2)
-            inputs = reader.batch(rows, store.lengths[rows], NO_DRAWS).inputs
+            inputs = reader.batch(rows, NO_DRAWS).inputs
             # A GPU packs and decodes the values itself, so the reader must not.
             reader._decodes = False
-            there = (
-                reader.batch(rows, store.lengths[rows], NO_DRAWS)
-                .to(torch.device("cpu"))
-                .decode()
-                .inputs
-            )
+            there = reader.batch(rows, NO_DRAWS).to(torch.device("cpu")).decode().inputs
             assert torch.equal(there.required_kv(), inputs.required_kv())
             row = store.read(1, "tokens").tolist()
         cache = target.new_cache()

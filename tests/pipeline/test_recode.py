@@ -14,6 +14,7 @@ import torch
 import zarr
 
 from moa_data.errors import Interrupted, OptionInvalid
+from moa_data.moa.drafters.training import Draws
 from moa_data.pipeline.add import add
 from moa_data.pipeline.audit import audit
 from moa_data.pipeline.config import AddConfig, ExtractConfig
@@ -27,8 +28,8 @@ from moa_data.storage.schema import to_float32
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.variants import quick
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import BatchReader
 
 
 @pytest.fixture(scope="module")
@@ -254,16 +255,13 @@ def test_training_reads_what_the_store_gives(
         block_layers=1,
     )
     with ActivationStore(joint_once.out) as store:
-        inputs, encoded = BatchReader(store, settings, torch.device("cpu")).read(
-            np.array([4, 1]), store.lengths[[4, 1]]
-        )
-        for attribute, field in encoded.items():
-            name = field.codec.spec.name
-            decoded = field.decode(inputs.tokens)
+        draws = Draws(None, torch.zeros(2, dtype=torch.bool))
+        batch = BatchReader(store, settings, torch.device("meta")).batch(np.array([4, 1]), draws)
+        for item in batch.stored:
+            name = item.field.name
+            decoded = item.decode(batch.inputs.tokens)
             for row, i in enumerate((4, 1)):
                 stored = torch.from_numpy(store.read(i, name)).view(torch.bfloat16)
                 own = decoded[row, : len(stored)]
-                torch.testing.assert_close(
-                    own, stored, rtol=2**-6, atol=1e-3, msg=f"{attribute} of {i}"
-                )
-    assert len(encoded) == 1 + len(fields)
+                torch.testing.assert_close(own, stored, rtol=2**-6, atol=1e-3, msg=f"{name} of {i}")
+    assert len(batch.stored) == 1 + len(fields)

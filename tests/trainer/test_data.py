@@ -19,8 +19,9 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import run
 from moa_data.tests.kit.training import build_store
 from moa_data.trainer import data
+from moa_data.trainer.batches import Batch, BatchReader, await_copy, fields_read, start_copy
 from moa_data.trainer.config import PRESETS, TrainConfig
-from moa_data.trainer.data import Batch, BatchReader, TrainingStream, draw, start_copy
+from moa_data.trainer.data import TrainingStream, draw
 
 
 def config(**changes: Any) -> Any:
@@ -30,11 +31,9 @@ def config(**changes: Any) -> Any:
 def stream_of(
     store: Any, settings: Any, max_steps: int = 20, rank: int = 0, n_ranks: int = 1
 ) -> Any:
-    lengths = store.sequences["n_tokens"].to_numpy().astype(np.int64)
     return TrainingStream(
         BatchReader(store, settings, torch.device("cpu")),
         np.arange(len(store)),
-        lengths,
         max_steps,
         rank,
         n_ranks,
@@ -58,17 +57,13 @@ def test_batches_hold_what_the_store_holds(tmp_path: Path, dtype: str, codec: st
     )
     rows = np.array([5, 0, 11])
     reader = BatchReader(store, config(target_layer_inference=1), torch.device("meta"))
-    batch = reader.batch(
-        rows, store.lengths[rows].astype(np.int64), Draws(None, torch.zeros(3, dtype=torch.bool))
-    )
-    assert bool(batch.encoded) == (codec == "int8")
+    batch = reader.batch(rows, Draws(None, torch.zeros(3, dtype=torch.bool)))
+    assert len(batch.stored) == 3
     inputs: Any = batch.to(torch.device("cpu")).decode().inputs
     read = {"kv": inputs.kv, "hidden/last": inputs.hidden, "hidden/layer_1": inputs.entering_hidden}
-    if batch.encoded:
-        assert batch.encoded["kv"].rows["kv/key_codes"].dtype == torch.int8
-        n_code_bytes = sum(
-            rows.nbytes for item in batch.encoded.values() for rows in item.rows.values()
-        )
+    if codec == "int8":
+        assert batch.stored[0].rows["kv/key_codes"].dtype == torch.int8
+        n_code_bytes = sum(rows.nbytes for item in batch.stored for rows in item.rows.values())
         assert n_code_bytes < 0.75 * sum(values.nbytes for values in read.values())
     read |= {"tokens": inputs.tokens, "response_mask": inputs.response_mask}
     for name, values in read.items():
@@ -89,13 +84,12 @@ def test_who_decodes(int8_path: Path, device: str) -> None:
     """
     store, rows = ActivationStore(int8_path), np.arange(8)
     reader = BatchReader(store, config(), torch.device(device))
-    lengths = store.lengths[rows].astype(np.int64)
     for batches in (
-        TrainingStream(reader, rows, lengths, 10, 0, 1),
-        data.ValidationBatches(reader, rows, lengths, 4),
+        TrainingStream(reader, rows, 10, 0, 1),
+        data.ValidationBatches(reader, rows, 4),
     ):
         batch: Any = next(iter(batches))
-        assert bool(batch.encoded) == (device != "cpu")
+        assert bool(batch.stored) == (device != "cpu")
         assert batch.decode().inputs.kv.numel() > 0
 
 
@@ -144,7 +138,7 @@ def test_micro_batches_of_all_devices_make_up_the_batch(store_path: Path, n_rank
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_devices_read_their_own_sequences_alone(store_path: Path, n_ranks: int) -> None:
     """A device reads the chunks of its own sequences, and the response masks of the whole batch."""
-    fields = ["tokens", *data.needed_fields(ActivationStore(store_path), config()).values()]
+    fields = ["tokens", *(item.name for item in fields_read(ActivationStore(store_path), config()))]
     for rank in range(n_ranks):
         store = ActivationStore(store_path)
         stream = stream_of(
@@ -250,9 +244,7 @@ def test_validation_is_dealt_among_devices(store_path: Path, n_ranks: int) -> No
 
     def batches(rank: int = 0, n_ranks: int = 1) -> list[Any]:
         reader = BatchReader(store, config(), torch.device("cpu"))
-        return list(
-            data.ValidationBatches(reader, sequences, store.lengths[sequences], 4, rank, n_ranks)
-        )
+        return list(data.ValidationBatches(reader, sequences, 4, rank, n_ranks))
 
     whole, shares = batches(), [batches(rank, n_ranks) for rank in range(n_ranks)]
     assert [(batch.index, len(batch.inputs.tokens)) for batch in whole] == [
@@ -306,10 +298,10 @@ def test_the_stream_of_the_step_waits_for_the_copy(
     )
     side: Any = SimpleNamespace(device=device)
     moved = start_copy(small_batch(), side)
-    arrived = data.await_copy(moved)
+    arrived = await_copy(moved)
     assert waited == [moved.copied]
     assert arrived.copied is None
     assert sorted(recorded) == [(2,), (2, 5), (2, 5), (2, 5, 8)], (
         "each tensor, or its memory is used again too early"
     )
-    assert data.await_copy(arrived) is arrived
+    assert await_copy(arrived) is arrived

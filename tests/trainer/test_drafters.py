@@ -29,9 +29,9 @@ from moa_data.tests.kit.runs import (
 )
 from moa_data.tests.kit.training import VOCABULARY, build_store, tiny_model
 from moa_data.tests.kit.variants import quick
-from moa_data.trainer import data as data_module
+from moa_data.trainer.batches import BatchReader, StoredField, fields_read, token_bytes
 from moa_data.trainer.config import PRESETS
-from moa_data.trainer.data import Batch, BatchReader, EncodedField, StoreDataModule, draw
+from moa_data.trainer.data import StoreDataModule, draw
 from moa_data.trainer.fit import build_module, read_metrics
 
 KINDS = {kind: sizes for kind, sizes in SIZES.items() if kind != "moa"}
@@ -145,7 +145,7 @@ def test_noise_changes_the_run(hidden_store: Path, tmp_path: Path) -> None:
 
 def test_eagle3_drafts_the_most_frequent_tokens(hidden_store: Path) -> None:
     store, config = ActivationStore(hidden_store), settings(hidden_store, **own("eagle3"))
-    module = build_module(store, data := StoreDataModule(store, config))
+    module = build_module(data := StoreDataModule(store, config))
     counts = torch.zeros(VOCABULARY, dtype=torch.int64)
     for i in data.train_sequences:
         responses = store.read(i, "tokens")[store.read(i, "response_mask") > 0]
@@ -177,18 +177,17 @@ READS: list[tuple[dict[str, Any], list[int], list[str]]] = [
 
 def check_reads(
     path: Path, changes: dict[str, Any], layers: list[int], states: list[str]
-) -> dict[str, EncodedField]:
+) -> dict[str, StoredField]:
     """Compare the values that are read for a drafter with the store; return the encoded fields."""
     store, config, sequences = ActivationStore(path), settings(path, **changes), np.array(ROWS)
-    assert set(data_module.needed_fields(store, config).values()) == {
+    assert {item.name for item in fields_read(store, config)} == {
         "hidden/last",
         *states,
         *(["kv"] if layers else []),
     }
-    inputs, encoded = BatchReader(store, config, torch.device("cpu")).read(
-        sequences, store.lengths[sequences]
-    )
-    read = Batch(inputs, draw(config, 0, 10), encoded=encoded).decode().inputs
+    reader = BatchReader(store, config, torch.device("meta"))
+    batch = reader.batch(sequences, draw(config, 0, 10))
+    read = batch.decode().inputs
     entering = [] if read.entering_hidden is None else [read.entering_hidden]
     found = dict(
         zip(["hidden/last", *states], [read.hidden, *entering, *read.layer_outputs], strict=True)
@@ -202,10 +201,8 @@ def check_reads(
                 values[row, :n_tokens], expected.reshape(n_tokens, *values.shape[2:]), atol=1e-4
             )
             assert not values[row, n_tokens:].any()
-    assert data_module.sequence_bytes(store, config, 10) == 10 * 4 * (
-        len(layers) * 2 * 2 * 8 + 32 * len(found)
-    )
-    return encoded
+    assert token_bytes(store, config) == 4 * (len(layers) * 2 * 2 * 8 + 32 * len(found))
+    return {item.field.name: item for item in batch.stored if not item.field.codec.is_identity}
 
 
 @pytest.mark.parametrize(("changes", "layers", "states"), READS, ids=str)
@@ -223,7 +220,7 @@ def test_codes_of_what_a_drafter_needs_are_read(
     few_sequences: Path, tmp_path: Path, codec: str
 ) -> None:
     recode(few_sequences, codec, tmp_path / "store")
-    assert check_reads(tmp_path / "store", EAGLE3, *READS[3][1:]).keys() > {"hidden"}
+    assert check_reads(tmp_path / "store", EAGLE3, *READS[3][1:]).keys() > {"hidden/last"}
     encoded = check_reads(tmp_path / "store", {"drafter": "glide"}, [2], [])
     if codec == "transform:2@layer":
         assert all(name.startswith("kv/codes_02") for name in encoded["kv"].rows)

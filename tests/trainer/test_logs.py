@@ -17,8 +17,8 @@ from moa_data.errors import TrainingError
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import run, settings
 from moa_data.trainer import callbacks, checkpoints, data, fit
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import BatchReader
 from moa_data.trainer.fit import read_metrics, train
 from moa_data.trainer.step import DrafterModule
 
@@ -69,9 +69,7 @@ def test_waiting_is_the_time_until_a_batch_comes(
     monkeypatch.setattr(data, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     store = ActivationStore(store_path)
     reader = BatchReader(store, settings, torch.device("cpu"))
-    stream = data.TrainingStream(
-        reader, np.arange(len(store)), store.lengths.astype(np.int64), 9, 0, 1
-    )
+    stream = data.TrainingStream(reader, np.arange(len(store)), 9, 0, 1)
 
     def slowly(batches: Any) -> Iterator[Any]:
         for batch in batches:

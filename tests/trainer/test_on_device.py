@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +23,8 @@ from moa_data.tests.kit.runs import SIZES, settings
 from moa_data.tests.kit.training import build_store
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer import data as data_module
-from moa_data.trainer.data import Batch, StoreDataModule, TrainingStream, ValidationBatches
+from moa_data.trainer.batches import Batch, BatchReader
+from moa_data.trainer.data import StoreDataModule, TrainingStream, ValidationBatches
 from moa_data.trainer.fit import build_module
 from moa_data.trainer.step import Choice, Trial, validate_batch
 
@@ -89,19 +89,18 @@ class Run:
             ActivationStore(path),
         )
         self.data = StoreDataModule(self.store, self.config)
-        self.module = build_module(self.store, self.data).to(self.device)
+        self.module = build_module(self.data).to(self.device)
         self.module.frozen.to(self.device)
         vars(self.module).update(
             log=lambda *_, **__: None, log_dict=lambda *_, **__: None, _trainer=NoTrainer()
         )
-        self.reader = data_module.BatchReader(self.store, self.data.config, self.device)
+        self.reader = BatchReader(self.store, self.data.config, self.device)
         self.sequences = self.data.train_sequences
-        self.lengths = self.store.lengths.astype(np.int64)[self.sequences]
 
     def steps(self, counts: Counts, n_steps: int = N_STEPS) -> Iterator[Step]:
         """Train, and yield each step's results."""
         optimizer = self.module.build_optimizer("32-true")
-        batches = iter(TrainingStream(self.reader, self.sequences, self.lengths, n_steps, 0, 1))
+        batches = iter(TrainingStream(self.reader, self.sequences, n_steps, 0, 1))
         for _ in range(n_steps):
             counts.reset()
             loss = self.module.training_step(self.data.on_after_batch_transfer(next(batches), 0), 0)
@@ -122,7 +121,7 @@ class Run:
 
     def validated(self) -> list[float]:
         """Measure the drafts for the first sequences."""
-        batches = ValidationBatches(self.reader, self.sequences[:8], self.lengths[:8], 8)
+        batches = ValidationBatches(self.reader, self.sequences[:8], 8)
         batch = self.data.on_after_batch_transfer(next(iter(batches)), 0)
         return validate_batch(
             self.module.drafter, self.module.frozen, batch, self.config.validation.draft_length

@@ -25,8 +25,9 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.runs import SIZES, assert_same_weights, run
 from moa_data.tests.kit.variants import quick_rows
 from moa_data.trainer import step as step_module
+from moa_data.trainer.batches import BatchReader
 from moa_data.trainer.config import TrainConfig
-from moa_data.trainer.data import BatchReader, StoreDataModule, draw, rows_of
+from moa_data.trainer.data import StoreDataModule, draw, rows_of
 from moa_data.trainer.fit import build_module, plan_run, read_metrics
 from moa_data.trainer.muon import Muon, orthogonalize
 from moa_data.trainer.step import Choice, DrafterModule, Trial, recomputed_layers
@@ -45,8 +46,8 @@ def module_of(
         "out": "unused",
     }
     config = TrainConfig.of(store=str(store), draft_length=3, **(own | SIZES[kind] | changes))
-    data = StoreDataModule(opened := ActivationStore(store), config)
-    return build_module(opened, data), data
+    data = StoreDataModule(ActivationStore(store), config)
+    return build_module(data), data
 
 
 def step_of(config: TrainConfig, inputs: TrainingInputs) -> TrainingStep:
@@ -328,14 +329,9 @@ def test_a_store_with_values_that_are_not_finite_is_not_trained_on(
     read = BatchReader.batch
 
     def damaged(
-        reader: BatchReader,
-        sequences: Any,
-        lengths: Any,
-        draws: Any,
-        response: Any = None,
-        **facts: Any,
+        reader: BatchReader, sequences: Any, draws: Any, response: Any = None, **facts: Any
     ) -> Any:
-        batch = read(reader, sequences, lengths, draws, response, **facts)
+        batch = read(reader, sequences, draws, response, **facts)
         if (response is None) == is_validation and facts:
             batch.inputs.hidden[0, 0, 0] = math.nan
         return batch

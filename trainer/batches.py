@@ -1,0 +1,401 @@
+"""Read sequences of a store into micro-batches, copy them to a device, and decode them there.
+
+::
+
+    fields_read           the fields and layers that the drafter of a run reads
+    BatchReader.batch     byte ranges of all sequences -> padded rows as they are stored.
+                          CPU: decode; CUDA: start the copy on its own stream
+    await_copy            the step's stream waits for the copy
+    Batch.decode          rows -> values, on the device
+
+Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D packed KV
+width, E target width.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import SelectionInvalid, TrainingError
+from ..machine import usable_cores
+from ..moa.drafters.registry import drafter_class
+from ..moa.drafters.training import BlockDraws, Draws, TrainingInputs
+from ..moa.targets.facts import load_facts
+from ..storage.codecs.field import FieldCodec
+from ..storage.read.store import (
+    ActivationStore,
+    layer_indices,
+    row_shape,
+    shared_arrays,
+    token_shape,
+)
+from ..storage.schema import KV, TOKENS
+from ..text import add_command
+from .config import TrainConfig
+
+_LAYER_OUTPUTS = "layer_outputs"
+_RESPONSE_MASK = "response_mask"
+# Maximum number of decoding threads. 16 threads decode more than the bus to a GPU can transfer.
+_MAX_THREADS = 16
+
+
+@dataclass(frozen=True)
+class FieldRead:
+    """A field of a store that the drafter of a run reads."""
+
+    attribute: str  # Attribute of ``TrainingInputs`` that gets the values.
+    codec: FieldCodec
+    # Indices along the field's layer axis of the layers that are read. None if all layers are read
+    # or the field has no layer axis.
+    layers: list[int] | None
+    # Only for KV: the index of each of these layers on axis L of ``TrainingInputs.kv``.
+    positions: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the field."""
+        return self.codec.spec.name
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """The shape of the values of one token in the layers that are read."""
+        return token_shape(self.codec.spec, self.layers)
+
+
+def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
+    """List the fields that the drafter of a run reads, besides tokens and response masks.
+
+    KV is in several fields if the target's layers have different shapes.
+
+    Raises:
+        SelectionInvalid: the store lacks one of the fields.
+    """
+    n_layers = int(store.manifest.target["n_layers"])
+    n_last = config.target_layer_inference
+    if n_last >= n_layers:
+        raise TrainingError(
+            f"target_layer_inference is {n_last}, but it must be below the number of the target's "
+            f"layers, {n_layers}; lower --target-layer-inference."
+        )
+    if n_last:
+        # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
+        load_facts(store.target_path).layer_sizes()
+    reads = drafter_class(config.drafter.kind).reads(n_layers, config.drafter)
+    kv_layers = _kv_layers_read(store, config) if reads.kv else {}
+    wanted = [(KV, name) for name in kv_layers]
+    for attribute, name in reads.fields.items():
+        if attribute != KV or not kv_layers:
+            wanted.append((attribute, name))
+    for layer in reads.outputs:
+        wanted.append((_LAYER_OUTPUTS, f"hidden/layer_{layer}"))
+    missing = [name for _, name in wanted if name not in store.fields]
+    if missing:
+        advice = f"add them with {add_command(str(store.path), missing, n_last)}"
+        if origin := store.manifest.extraction.get("imported_from"):
+            advice = (
+                f"nothing can be added to a store that was imported from {origin}, so extract a "
+                "new store with these fields"
+            )
+        raise SelectionInvalid(
+            f"{store.path} lacks the fields {', '.join(missing)}, which this drafter reads; "
+            f"{advice}, or train another --drafter."
+        )
+    fields_of_drafter: list[FieldRead] = []
+    for attribute, name in wanted:
+        layers = kv_layers.get(name, {})
+        indices = layer_indices(store.fields[name], list(layers.values()) or None)
+        codec = store.codec.fields[name]
+        fields_of_drafter.append(FieldRead(attribute, codec, indices, tuple(layers)))
+    return fields_of_drafter
+
+
+def _kv_layers_read(store: ActivationStore, config: TrainConfig) -> dict[str, dict[int, int]]:
+    """Map each KV field that is read to its layers that are read.
+
+    The layers are a dict from the position of a layer on axis L to its index along the field's
+    layer axis. Without stored KV, the result is empty.
+    """
+    stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
+    for name, spec in store.fields.items():
+        if name.split("/")[0] == KV:
+            for index, layer in enumerate(spec.layer_numbers):
+                stored.append((layer, name, index))
+    if not stored:
+        return {}
+    stored.sort()
+    # In some targets, only some layers have KV of their own. ``kv_layers`` are indices among these
+    # layers, not among all layers.
+    chosen = drafter_class(config.drafter.kind).reads(len(stored), config.drafter).kv_layers
+    read = stored if chosen is None else [stored[layer] for layer in chosen]
+    layers: dict[str, dict[int, int]] = {}
+    for position, (_, name, index) in enumerate(read):
+        layers.setdefault(name, {})[position] = index
+    return layers
+
+
+def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
+    """Return the size of the activations that the drafter reads for one token."""
+    n_bytes = 0
+    for item in fields_read(store, config):
+        n_bytes += math.prod(item.token_shape) * item.codec.spec.storage_dtype.itemsize
+    return n_bytes
+
+
+@dataclass
+class StoredField:
+    """One field of the sequences of a micro-batch, as it is stored."""
+
+    field: FieldRead
+    rows: dict[str, Tensor]  # Maps the name of each stored array to [B, n_rows, *row_shape].
+    n_tokens: tuple[int, ...]  # Length of each sequence.
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Decode the field on the device that holds the rows.
+
+        Args:
+            tokens: token ids [B, T], which some codecs need for decoding.
+
+        Returns:
+            The values, [B, T, *token_shape], with zeros at the padding.
+        """
+        codec = self.field.codec
+        if codec.is_identity:
+            return self.rows[self.field.name]
+        device = next(iter(self.rows.values())).device
+        shape = (*tokens.shape, *self.field.token_shape)
+        values = torch.zeros(shape, dtype=getattr(torch, codec.spec.dtype), device=device)
+        for index, n_tokens in enumerate(self.n_tokens):
+            arrays = {name: rows[index] for name, rows in self.rows.items()}
+            arrays[TOKENS] = tokens[index]
+            values[index, :n_tokens] = codec.decode(arrays, 0, n_tokens, self.field.layers)
+        return values
+
+
+@dataclass
+class Batch:
+    """One micro-batch of training or validation sequences, with facts about its step."""
+
+    # Until :meth:`decode` is called, the inputs have no activations if there are ``stored`` fields.
+    inputs: TrainingInputs
+    draws: Draws
+    # Divisor of the loss, which is summed over loss positions. All micro-batches of a step have the
+    # same divisor, so that each loss position of the step has the same weight.
+    denominator: float = 1.0
+    n_tokens: int = 0  # Number of tokens without padding.
+    # Number of tokens in this micro-batch and in those that the other devices process at the same
+    # time.
+    n_tokens_of_all: int = 0
+    n_bytes_read: int = 0
+    # Index of a training micro-batch among those of its step on this device, or index of a
+    # validation batch among those of all devices.
+    index: int = 0
+    n_parts: int = 1  # Number of micro-batches in the step on this device.
+    # CUDA event that ends the copy of the batch to the device. None if there is no copy to wait
+    # for.
+    copied: torch.cuda.Event | None = None
+    stored: list[StoredField] = field(default_factory=list)  # Fields that are not decoded yet.
+    # Packed width D of KV whose layers have different widths. 0 if they have the same width.
+    kv_width: int = 0
+
+    def to(self, device: torch.device, **kwargs: Any) -> "Batch":
+        """Copy the batch to a device."""
+        copied: Batch = map_tensors(self, lambda tensor: tensor.to(device, **kwargs))
+        return copied
+
+    @torch.no_grad()
+    def decode(self) -> "Batch":
+        """Decode the stored fields on the device that holds them."""
+        if not self.stored:
+            return self
+        values: dict[str, Tensor] = {}
+        kv: list[tuple[tuple[int, ...], Tensor]] = []
+        layer_outputs: list[Tensor] = []
+        for item in self.stored:
+            decoded = item.decode(self.inputs.tokens)
+            attribute = item.field.attribute
+            if attribute == KV:
+                kv.append((item.field.positions, decoded.flatten(3)))
+            elif attribute == _LAYER_OUTPUTS:
+                layer_outputs.append(decoded)
+            else:
+                values[attribute] = decoded
+        if kv:
+            values[KV] = _pack_layers(kv, self.kv_width)
+        inputs = replace(self.inputs, **values, layer_outputs=tuple(layer_outputs))
+        return replace(self, inputs=inputs, stored=[])
+
+
+def _pack_layers(parts: list[tuple[tuple[int, ...], Tensor]], width: int) -> Tensor:
+    """Pack the KV of layers with different widths into one tensor, [B, T, L, D].
+
+    Args:
+        parts: the positions of some layers on axis L, and their KV, [B, T, n_layers, their width].
+        width: packed width D. Layers with less width are padded with zeros. 0 if all layers have
+            the same width.
+    """
+    first = parts[0][1]
+    if len(parts) == 1 and first.shape[3] >= width:
+        return first
+    n_layers = sum(len(positions) for positions, _ in parts)
+    packed = first.new_zeros(*first.shape[:2], n_layers, width)
+    for positions, layers in parts:
+        for position, layer in zip(positions, layers.unbind(2), strict=True):
+            packed[:, :, position, : layer.shape[2]] = layer
+    return packed
+
+
+def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a batch or a checkpoint, at any depth."""
+    if isinstance(item, Tensor):
+        return function(item)
+    if isinstance(item, dict):
+        return {name: map_tensors(value, function) for name, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(map_tensors(value, function) for value in item)
+    if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | StoredField):
+        mapped: dict[str, Any] = {}
+        for attribute in fields(item):
+            mapped[attribute.name] = map_tensors(getattr(item, attribute.name), function)
+        return replace(item, **mapped)
+    return item
+
+
+def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
+    """Start copying a batch from pinned memory to a device, on a separate stream.
+
+    Call :func:`await_copy` before using the copy.
+    """
+    # No reference to the pinned memory is needed, because torch does not reuse pinned memory before
+    # the copies from it are done.
+    with torch.cuda.stream(stream):
+        moved = batch.to(stream.device, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(stream)
+    return replace(moved, copied=done)
+
+
+def await_copy(batch: Batch) -> Batch:
+    """Make the current stream of the device wait until a batch has been copied to the device.
+
+    The host is not blocked.
+    """
+    if batch.copied is None:
+        return batch
+    stream = torch.cuda.current_stream(batch.inputs.tokens.device)
+    stream.wait_event(batch.copied)
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Without this call, the allocator could reuse the tensor's memory before the work queued on
+        # this stream is done.
+        tensor.record_stream(stream)
+        return tensor
+
+    map_tensors(batch, keep)
+    return replace(batch, copied=None)
+
+
+class BatchReader:
+    """Reads sequences of a store into right-padded batches for a training device."""
+
+    def __init__(
+        self, store: ActivationStore, config: TrainConfig, device: torch.device, n_ranks: int = 1
+    ) -> None:
+        self.store = store
+        self.config = config
+        # The n_ranks processes on this machine share its cores.
+        n_cores = usable_cores() // n_ranks
+        self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_cores))
+        # If training runs on the CPU, the reading thread also decodes. For any other device,
+        # encoded values are transferred, which are smaller, and the device decodes them.
+        self._decodes = device.type == "cpu"
+        # For a GPU, read into pinned memory, from which copies run at full speed. Use a separate
+        # CUDA stream for the copies, so that they overlap with other work of the GPU.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._fields = fields_read(store, config)
+        self._layers = {item.name: item.layers for item in self._fields if item.layers is not None}
+        self._token_bytes = token_bytes(store, config)
+
+    def batch(
+        self,
+        sequences: np.ndarray,
+        draws: Draws,
+        response: Tensor | None = None,
+        **facts: Any,
+    ) -> Batch:
+        """Read a micro-batch. On a CPU, decode it. For a CUDA device, start copying it there.
+
+        Args:
+            sequences: indices of the sequences.
+            draws: random numbers of the sequences.
+            response: response masks of the sequences, bool [B, at least T]. None reads them from
+                the store.
+            facts: further attributes of `Batch`.
+        """
+        if response is None:
+            response = self.response_masks(sequences)
+        lengths = self.store.lengths[sequences]
+        n_tokens = int(lengths.max())
+        buffers, views = self._buffers(len(sequences), n_tokens)
+        views[TOKENS] = np.empty(
+            (len(sequences), n_tokens), self.store.fields[TOKENS].storage_dtype
+        )
+        self.store.read_batch(
+            sequences,
+            [TOKENS, *(item.name for item in self._fields)],
+            out=views,
+            layers=self._layers,
+            n_threads=self.n_threads,
+            # Read encoded fields without decoding them. The device decodes faster than the host.
+            decoded=False,
+        )
+        stored: list[StoredField] = []
+        for item in self._fields:
+            rows = {a.name: buffers[a.name] for a in item.codec.arrays_read(item.layers)}
+            stored.append(StoredField(item, rows, tuple(lengths.tolist())))
+        inputs = TrainingInputs(
+            tokens=torch.from_numpy(views[TOKENS]).long(),
+            response_mask=response[:, :n_tokens].contiguous(),
+            kv=None,
+            hidden=torch.empty(0),
+        )
+        kv_width = int(self.store.manifest.target.get("kv_width", 0))
+        batch = Batch(
+            inputs, draws, n_tokens=int(lengths.sum()), stored=stored, kv_width=kv_width, **facts
+        )
+        if self._decodes:
+            return batch.decode()
+        return batch if self._copies is None else start_copy(batch, self._copies)
+
+    def _buffers(
+        self, n_rows: int, n_tokens: int
+    ) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
+        """Allocate a tensor for each stored array that is read, and the NumPy view of the tensor.
+
+        Both are returned by the name of the stored array.
+        """
+        plain = {item.name for item in self._fields if item.codec.is_identity}
+        arrays = shared_arrays((item.codec, item.layers) for item in self._fields)
+        buffers: dict[str, Tensor] = {}
+        views: dict[str, np.ndarray] = {}
+        for array, indices in arrays.items():
+            # NumPy has no bfloat16, so the store keeps the bits of bfloat16 values as uint16.
+            dtype = getattr(torch, array.logical_dtype if array.name in plain else array.dtype)
+            shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
+            buffer = torch.empty(shape, dtype=dtype, pin_memory=self._copies is not None)
+            buffers[array.name] = buffer
+            views[array.name] = buffer.view(getattr(torch, array.dtype)).numpy()
+        return buffers, views
+
+    def response_masks(self, sequences: np.ndarray) -> Tensor:
+        """Read the response masks of sequences, bool [B, T], padded with False."""
+        masks = self.store.read_batch(sequences, _RESPONSE_MASK)[_RESPONSE_MASK]
+        return torch.from_numpy(masks).bool()
+
+    def n_bytes(self, sequences: np.ndarray) -> int:
+        """Return the size in bytes of the padded activations of a batch of these sequences."""
+        return len(sequences) * self._token_bytes * int(self.store.lengths[sequences].max())
