@@ -184,7 +184,7 @@ def find_size_damage(
     Args:
         folder: the folder of the files.
         files: name relative to the folder -> size and checksum in the commit.
-        listed: sizes from ``Backend.listed_sizes``, which may be out of date. So a file is checked
+        listed: sizes from ``listed_sizes`` of the folder, which may be out of date. So a file is checked
             with ``stat`` if its listed size is missing or differs from the commit.
 
     Returns:
@@ -430,7 +430,7 @@ def _reading(path: StorePath) -> Iterator[None]:
             f"{_REDO}"
         ) from error
     except ValueError as error:
-        # `Backend.read` raises ValueError if a file is too long or not a regular file.
+        # `read` of a backend raises ValueError if a file is too long or not a regular file.
         raise StoreDamaged(
             f"{path} is not a valid commit file ({error}). Delete this file. {_REDO}"
         ) from error

@@ -3,14 +3,17 @@
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..errors import StorageUnavailable
 from ..files import MAX_JSON_BYTES
+
+if TYPE_CHECKING:
+    from .object_store import ObjectStore
 
 # Number of blocks of one file that are fetched in parallel.
 _BLOCKS_AHEAD = 4
@@ -31,59 +34,6 @@ class Entry(NamedTuple):
     modified: datetime | None
 
 
-class Bucket(Protocol):
-    """The interface to the files below a prefix of a bucket.
-
-    Object stores cannot rename files. Instead, the server copies a file to the new name. Every
-    method raises FileNotFoundError if a file does not exist, and StorageUnavailable if its
-    existence cannot be determined.
-    """
-
-    url: str
-
-    def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return file name -> size and time, for the file ``folder`` or all files below it.
-
-        The listing may be out of date.
-        """
-
-    def size(self, name: str) -> int:
-        """Return the current size of a file in bytes."""
-
-    def read(self, name: str, max_bytes: int | None = None) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            ValueError: the file is longer than ``max_bytes``. Nothing was read.
-        """
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return the bytes [start, stop) of files, for a sequence of (name, start, stop).
-
-        If a file ends before ``stop``, the result has fewer bytes.
-        """
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist.
-
-        Returns:
-            Whether the file now holds ``data``. This is also true if another writer wrote the same
-            data.
-        """
-
-    def replace(self, name: str, old: bytes, new: bytes) -> bool:
-        """Replace a file if its content is ``old``; return whether the content is now ``new``."""
-
-    def put(self, name: str, data: bytes | Path) -> None:
-        """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
-
-    def copy(self, source: str, target: str, n_bytes: int) -> None:
-        """Copy ``source``, a file of ``n_bytes``, atomically to ``target``."""
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete files. Files that do not exist are skipped."""
-
-
 class Stat(NamedTuple):
     """The result of :meth:`RemotePath.stat`: the attributes that are known of a remote file."""
 
@@ -94,13 +44,13 @@ class Stat(NamedTuple):
 class RemotePath:
     """A file or folder in an object store, with the interface of ``Path``.
 
-    Implements ``backend.Backend``, so that it also reads and writes the file or folder. The path of
-    the store itself has an empty key.
+    Like ``backend.LocalBackend``, it also reads and writes the file or folder. The methods of both
+    classes are documented there. The path of the store itself has an empty key.
     """
 
     uploads = True
 
-    def __init__(self, bucket: Bucket, key: str = "") -> None:
+    def __init__(self, bucket: "ObjectStore", key: str = "") -> None:
         self.bucket = bucket
         self.key = key
 
@@ -160,7 +110,7 @@ class RemotePath:
         """Return the content of the file."""
         return self.bucket.read(self.key)
 
-    def names_in(self) -> list[str]:  # noqa: D102  (Backend)
+    def names_in(self) -> list[str]:  # noqa: D102  (LocalBackend)
         return sorted({name.partition("/")[0] for name in self.names_below()})
 
     def read(self, max_bytes: int = MAX_JSON_BYTES) -> bytes:  # noqa: D102
