@@ -176,46 +176,32 @@ def array_of(file: str) -> str | None:
     return None if match is None else match[1]
 
 
-def find_size_damage(
-    folder: StorePath, files: Mapping[str, FileRecord], listed: Mapping[str, int] | None = None
-) -> Damage:
-    """Find committed files that are missing, not regular files, or of the wrong size.
+def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = None) -> None:
+    """Check that a committed file exists, is a regular file, and has the right size.
 
     Args:
-        folder: the folder of the files.
-        files: name relative to the folder -> size and checksum in the commit.
-        listed: sizes from ``listed_sizes`` of the folder, which may be out of date. So a file is checked
-            with ``stat`` if its listed size is missing or differs from the commit.
+        path: path of the file.
+        record: size and checksum of the file in its commit.
+        listed_bytes: size of the file from ``listed_sizes`` of a folder, which may be out of date.
+            So if it is missing or differs from the commit, the file is checked with ``stat``.
 
-    Returns:
-        (path, error) for each file that is missing, not regular, or of the wrong size.
+    Raises:
+        StoreDamaged: the file is missing, not regular, or of the wrong size.
     """
-    damage: Damage = []
-    for name, record in files.items():
-        if listed and listed.get(name) == record.bytes:
-            continue
-        path = folder / name
-        try:
-            status = path.stat()
-        except MISSING:
-            damage.append(
-                (
-                    path,
-                    StoreDamaged(
-                        f"{path} is missing, although a commit of the store lists it. {_REDO}"
-                    ),
-                )
-            )
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            damage.append((path, StoreDamaged(f"{path} is not a regular file. {_REDO}")))
-        elif status.st_size != record.bytes:
-            message = (
-                f"{path} has {status.st_size} bytes, but its commit lists {record.bytes} bytes. "
-                f"{_REDO}"
-            )
-            damage.append((path, StoreDamaged(message)))
-    return damage
+    if listed_bytes == record.bytes:
+        return
+    try:
+        status = path.stat()
+    except MISSING as error:
+        raise StoreDamaged(
+            f"{path} is missing, although a commit of the store lists it. {_REDO}"
+        ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreDamaged(f"{path} is not a regular file. {_REDO}")
+    if status.st_size != record.bytes:
+        raise StoreDamaged(
+            f"{path} has {status.st_size} bytes, but its commit lists {record.bytes} bytes. {_REDO}"
+        )
 
 
 def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None = None) -> bytes:
@@ -251,17 +237,15 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     commit = schema.target_commit_path(store)
 
     def compare(files: Mapping[str, FileRecord]) -> Damage:
-        if damage := find_size_damage(folder, files):
-            return damage
         for name, record in files.items():
             path = folder / name
+            check_size(path, record)
             if file_crc32(path) != record.crc32:
-                message = (
+                raise StoreDamaged(
                     f"{path} has changed since it was written: it does not match {commit}. "
                     f"{_RESTORE}"
                 )
-                damage.append((path, StoreDamaged(message)))
-        return damage
+        return []
 
     for _, error in _find_damage(commit, compare):
         raise error
@@ -272,6 +256,7 @@ def _find_damage(
 ) -> Damage:
     """Compare files with the commit that lists them, and return (path, error) for damaged files.
 
+    If the commit cannot be read, or ``compare`` raises StoreDamaged, the commit is the damaged file.
     If another process replaces the commit during the comparison, the files are compared with the
     new commit.
     """
@@ -335,29 +320,24 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
 
     def compare(records: Mapping[str, FileRecord]) -> Damage:
         if lacking := {schema.MANIFEST_NAME, schema.PLAN_NAME} - records.keys():
-            return [
-                (
-                    commit,
-                    StoreDamaged(
-                        f"{commit} is damaged: it does not list {' and '.join(sorted(lacking))}. "
-                        f"{_RESTORE}"
-                    ),
-                )
-            ]
-        for name in records:
-            if name not in (schema.MANIFEST_NAME, schema.PLAN_NAME) and not is_metadata(name):
-                message = (
+            raise StoreDamaged(
+                f"{commit} is damaged: it does not list {' and '.join(sorted(lacking))}. {_RESTORE}"
+            )
+        damage: Damage = []
+        for name, record in records.items():
+            if is_metadata(name):
+                advice = _WRITE_ANEW
+            elif name in (schema.MANIFEST_NAME, schema.PLAN_NAME):
+                advice = _RESTORE
+            else:
+                raise StoreDamaged(
                     f"{commit} is damaged: it lists {name}, which is not a file of a store. "
                     f"{_RESTORE}"
                 )
-                return [(commit, StoreDamaged(message))]
-        damage = []
-        for name, record in records.items():
+            if is_metadata(name) and not metadata:
+                continue
             path = store / name
-            advice = _WRITE_ANEW if is_metadata(name) else _RESTORE
-            if (metadata or not is_metadata(name)) and record_of(
-                content_of(path, MAX_PLAN_BYTES) or b""
-            ) != record:
+            if record_of(content_of(path, MAX_PLAN_BYTES) or b"") != record:
                 message = (
                     f"{path} is missing or has changed since it was written: its checksum differs "
                     f"from the one in its commit. {advice}"
