@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ..errors import StoreDamaged
-from ..files import MAX_JSON_BYTES, MAX_WHOLE_NUMBER, relative_name
+from ..files import MAX_JSON_BYTES, relative_name
 from . import schema
 from .backend import MISSING, backend_of, file_crc32, reads_of
 from .paths import StorePath, name_below
@@ -37,8 +37,7 @@ Damage = list[tuple[StorePath, StoreDamaged]]
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 
 
-_Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
-_FileName = Annotated[str, AfterValidator(relative_name)]
+FileName = Annotated[str, AfterValidator(relative_name)]
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class FileRecord:
     ``backend.file_crc32``).
     """
 
-    bytes: _Natural
+    bytes: schema.Natural
     crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
-_Files = Mapping[_FileName, FileRecord]
+_Files = Mapping[FileName, FileRecord]
 
 
 def record_of(content: bytes) -> FileRecord:
@@ -69,10 +68,10 @@ class PartCommit:
     relative to ``parts/``.
     """
 
-    part: _Natural
-    n_sequences: _Natural
-    n_tokens: _Natural
-    allocated_tokens: _Natural
+    part: schema.Natural
+    n_sequences: schema.Natural
+    n_tokens: schema.Natural
+    allocated_tokens: schema.Natural
     files: _Files
 
     @property

@@ -189,7 +189,7 @@ The last axis contains the key, followed by the value.
 
 
 _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
-_Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
+Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
 _EXACT = ConfigDict(strict=True, extra="forbid")
 # Configuration of JSON objects that may contain other keys, written by other programs.
@@ -214,7 +214,7 @@ class FieldSpec:
     description: str
     # Number of the target's layer at each index of the layer axis. None if the field has no layer
     # axis, or contains all layers in order. If it is None, the JSON object does not contain it.
-    layers: Annotated[tuple[_Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
+    layers: Annotated[tuple[Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
     # Width of the key if the last axis holds a key followed by a value of another width. None for
     # all other fields. If it is None, the JSON object does not contain it.
     key_width: _Count | None = None
@@ -295,7 +295,7 @@ class _Extraction(TypedDict, total=False):
     batch_tokens: _Count
     max_length: _Count
     part_tokens: _Count
-    target_layers: _Natural
+    target_layers: Natural
     compute_dtype: _Dtype
     dtype: _Dtype
 

@@ -42,18 +42,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
 from ...files import (
     PARTIAL_SUFFIX,
     disk_full_guard,
-    mapping,
-    parse_object,
-    relative_name,
     walk,
-    whole_number,
 )
 from ..backend import MISSING, backend_of, download, file_crc32
 from ..commit import (
+    FileName,
     FileRecord,
     PartCommit,
     content_of,
@@ -69,6 +69,7 @@ from ..schema import (
     PUBLISH_NAME,
     RUNS_NAME,
     TARGET_NAME,
+    Natural,
     commit_path,
     is_known,
     publication_path,
@@ -84,6 +85,19 @@ LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age in seconds at which an unpublished uploa
 def partial_name(name: str, attempt: str) -> str:
     """Return the temporary name of an unpublished file. ``attempt`` identifies its writer."""
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
+
+
+class _Record(TypedDict):
+    """The publication record, a JSON object with the attributes of a :class:`Publication`."""
+
+    attempt: str
+    commit: str
+    files: Mapping[FileName, Natural]
+    new: str
+    old: str | None
+
+
+_RECORD = TypeAdapter(_Record)
 
 
 @dataclass(frozen=True)
@@ -108,17 +122,20 @@ class Publication:
             The publication, or None without a valid record.
         """
         try:
-            content = parse_object(backend_of(publication_path(commit)).read())
-            files: dict[str, int] = {}
-            for name, n_bytes in mapping(content["files"], "files").items():
-                files[relative_name(name)] = whole_number(n_bytes, "bytes")
-            old = None if content["old"] is None else str(content["old"]).encode()
-            return cls(commit, str(content["attempt"]), files, old, str(content["new"]).encode())
+            record = _RECORD.validate_json(backend_of(publication_path(commit)).read(), strict=True)
         except MISSING:
             return None
-        except (KeyError, TypeError, ValueError):
+        except ValueError:
             backend_of(commit.parent).remove_files([publication_path(commit).name])
             return None
+        old = record["old"]
+        return cls(
+            commit,
+            record["attempt"],
+            record["files"],
+            None if old is None else old.encode(),
+            record["new"].encode(),
+        )
 
     def to_json(self) -> bytes:
         """Return the content of the publication record."""
@@ -481,16 +498,14 @@ class StoreFiles:
 
 
 def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
-    """Delete all files and folders in ``parts`` except the files in ``kept`` (relative paths)."""
-    for root, folders, names in walk(parts):
-        below = "" if root == parts else f"{root.relative_to(parts).as_posix()}/"
-        for name in list(folders):
-            if not any(file.startswith(f"{below}{name}/") for file in kept):
-                shutil.rmtree(root / name)
-                folders.remove(name)
+    """Delete the files in ``parts`` except those in ``kept`` (relative paths), and empty folders."""
+    # In reversed order, a folder comes after the folders in it.
+    for root, _, names in reversed(list(walk(parts))):
         for name in names:
-            if below + name not in kept:
+            if (root / name).relative_to(parts).as_posix() not in kept:
                 (root / name).unlink()
+        if root != parts and not os.listdir(root):
+            root.rmdir()
 
 
 def refuse_links(store: StorePath) -> None:
