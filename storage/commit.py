@@ -403,13 +403,9 @@ def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None
 def _reading(path: StorePath) -> Iterator[None]:
     try:
         yield
-    except ValidationError as error:
-        raise StoreDamaged(
-            f"{path} is not a valid commit file ({schema.first_problem(error)}). Delete this file. "
-            f"{_REDO}"
-        ) from error
+    # `read` of a backend raises ValueError if a file is too long or not a regular file.
     except ValueError as error:
-        # `read` of a backend raises ValueError if a file is too long or not a regular file.
+        problem = schema.first_problem(error) if isinstance(error, ValidationError) else error
         raise StoreDamaged(
-            f"{path} is not a valid commit file ({error}). Delete this file. {_REDO}"
+            f"{path} is not a valid commit file ({problem}). Delete this file. {_REDO}"
         ) from error

@@ -216,14 +216,14 @@ class Rope:
     def check_fits(self, n_layers: int, head_dim: int) -> None:
         """Raise ValueError if the rotation does not fit ``n_layers`` layers of this head size."""
         half = self.inv_freq.shape[-1:]
-        if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
+        if (
+            self.inv_freq.shape not in (half, (n_layers, *half))
+            or 2 * sum(half) > head_dim
+            or self.scaling.shape not in ((), (n_layers,))
+        ):
             raise ValueError(
-                f"inv_freq has shape {self.inv_freq.shape}, which does not fit keys of width "
-                f"{head_dim} in {n_layers} layers"
-            )
-        if self.scaling.shape not in ((), (n_layers,)):
-            raise ValueError(
-                f"scaling has shape {self.scaling.shape}, which does not fit {n_layers} layers"
+                f"inv_freq of shape {self.inv_freq.shape} and scaling of shape "
+                f"{self.scaling.shape} do not fit keys of width {head_dim} in {n_layers} layers"
             )
 
     def rotate(
