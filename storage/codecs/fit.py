@@ -594,79 +594,57 @@ def _order_codes(
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
     is_wide = quantisers.levels == coding.WIDE_LEVELS
-    zero_share = (codes == 0).mean(0)
-    order = []
-    arrays = []
-    levels_of = []
-    highs = []
+    # Each stored component has a digit. The code of a wide component also has a high digit.
+    stored = np.flatnonzero(quantisers.levels != DROPPED)
+    wide = np.flatnonzero(is_wide)
+    ids = np.concatenate([wide, stored])
+    is_high = np.repeat([True, False], [len(wide), len(stored)])
+    levels_of = np.where(is_wide, coding.LOW_LEVELS, quantisers.levels)[ids]
+    levels_of[is_high] = coding.HIGH_LEVELS
+    # A range of columns shares one Huffman code, so neighbouring columns should have similar
+    # statistics. Sort the digits by their number of levels and their share of zeros. High digits
+    # come first, because they are nearly always zero.
+    falling_zeros = np.where(is_high, 0, -(codes == 0).mean(0)[ids])
+    order = np.lexsort((falling_zeros, ~is_high, levels_of))
+    ids = ids[order]
+    is_high = is_high[order]
+    levels_of = levels_of[order]
+    digits = np.where(is_high, high[:, ids], low[:, ids])
+    arrays: list[int] = []
     bits = 0.0
     n_arrays = 0
-    for levels in coding.CODES_PER_BYTE:
-        ids, high_flags = _digits_with(levels, quantisers.levels, zero_share)
-        if not len(ids):
-            continue
-        packed = coding.pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
+    for levels in np.unique(levels_of).tolist():
+        packed = coding.pack(digits[:, levels_of == levels], levels)
         histograms = [np.bincount(column, minlength=256) for column in packed.T]
         counts = np.stack(histograms) / len(packed)
+        per_byte = coding.CODES_PER_BYTE[levels]
+        n_left = int((levels_of == levels).sum())
         start = 0
         # Bytes with different statistics need different Huffman codes, so each run gets an array or
         # pieces of its own.
         for end in split_by_statistics(counts, CHUNK_TOKENS):
-            arrays += [n_arrays] * (
-                min(end * coding.CODES_PER_BYTE[levels], len(ids))
-                - start * coding.CODES_PER_BYTE[levels]
-            )
+            n_digits = min((end - start) * per_byte, n_left)
+            arrays += [n_arrays] * n_digits
             bits += _stored_bits(packed[:, start:end])
             n_arrays += 1
+            n_left -= n_digits
             start = end
-        order += ids.tolist()
-        highs += high_flags.tolist()
-        levels_of += [levels] * len(ids)
-    chosen = np.array(order, np.int64)
     # The indices of components count through all parts of the group: first the keys, then the
     # values.
     firsts = np.concatenate([[0], np.cumsum(part_sizes)])
-    part = np.searchsorted(firsts, component[chosen], side="right") - 1
+    part = np.searchsorted(firsts, component[ids], side="right") - 1
     columns_table = coding.CodeColumns(
         part=part.astype(np.int32),
-        component=(component[chosen] - firsts[part]).astype(np.int32),
+        component=(component[ids] - firsts[part]).astype(np.int32),
         array=np.array(arrays, np.int32),
-        levels=np.array(levels_of, np.int32),
-        step=quantisers.step[chosen],
-        is_high=np.array(highs, np.float32),
-        rounding=quantisers.rounding[chosen],
-        shift_one=np.where(is_wide, 0, quantisers.shift_one)[chosen].astype(np.float32),
-        shift_more=np.where(is_wide, 0, quantisers.shift_more)[chosen].astype(np.float32),
+        levels=levels_of.astype(np.int32),
+        step=quantisers.step[ids],
+        is_high=is_high.astype(np.float32),
+        rounding=quantisers.rounding[ids],
+        shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids].astype(np.float32),
+        shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids].astype(np.float32),
     )
     return columns_table, bits
-
-
-def _digits_with(
-    levels: int, code_levels: np.ndarray, zero_share: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """List the digits with this number of levels, in the order in which they are stored.
-
-    Args:
-        levels: Number of different values of a digit.
-        code_levels: Number of levels of each component's code, [n_components].
-        zero_share: Share of zeros among the codes of each component, [n_components].
-
-    Returns:
-        For each digit, the index of its component, and a flag: 1 for the high digit of a wide code,
-        otherwise 0. Both are int64 [n_digits].
-    """
-    is_wide = code_levels == coding.WIDE_LEVELS
-    has_digit = code_levels == levels
-    if levels == coding.LOW_LEVELS:
-        has_digit |= is_wide
-    # A range of columns shares one Huffman code, so neighbouring columns should have similar
-    # statistics. Sort the columns by their share of zeros. High digits come first, because they are
-    # nearly always zero.
-    ids = np.flatnonzero(has_digit)
-    ids = ids[np.argsort(-zero_share[ids], kind="stable")]
-    high_ids = np.flatnonzero(is_wide & (levels == coding.HIGH_LEVELS))
-    high_flags = np.repeat([1, 0], [len(high_ids), len(ids)])
-    return np.concatenate([high_ids, ids]), high_flags
 
 
 def _stored_bits(rows: np.ndarray) -> float:
