@@ -517,23 +517,14 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         )
     n_layers = spec.token_shape[0]
     try:
-        chosen = (
-            list(range(n_layers))[layers]
-            if isinstance(layers, slice)
-            else [index(layer) for layer in layers]
-        )
-    except TypeError as error:
+        if not isinstance(layers, slice):
+            layers = [index(layer) for layer in layers]
+        indices: list[int] = np.arange(n_layers)[layers].tolist()
+    except (TypeError, IndexError) as error:
         raise SelectionInvalid(
-            f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
+            f"Field {spec.name!r} has {n_layers} layers, counted from 0, and `layers` is "
+            f"{layers!r:.60}. Pass a slice, or a list of numbers below {n_layers}."
         ) from error
-    indices: list[int] = []
-    for layer in chosen:
-        if not -n_layers <= layer < n_layers:
-            raise SelectionInvalid(
-                f"Field {spec.name!r} has {n_layers} layers, counted from 0, and {layer} is not "
-                "one of them."
-            )
-        indices.append(layer % n_layers)
     return None if indices == list(range(n_layers)) else indices
 
 

@@ -262,7 +262,7 @@ class ArrayWriter:
 
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
-            path = self._files.path_of(self._shard_name(self._n_shards))
+            path = self._files.new_path(self._shard_name(self._n_shards))
             self._shard = ShardWriter(path, self._grid, self._pool, self._files.make_durable)
             self._n_shards += 1
         self._shard.append_row(values)
@@ -299,12 +299,10 @@ class ArrayWriter:
             synced.result()
 
     def abort(self) -> None:
-        """Close the open shard, and delete the local files that still have temporary names."""
+        """Close the open shard."""
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
-        for number in range(self._n_shards):
-            self._files.path_of(self._shard_name(number)).unlink(missing_ok=True)
 
 
 class PartWriter(AbstractContextManager["PartWriter"]):

@@ -238,16 +238,17 @@ class PartFiles:
         # that were uploaded. So each PartFiles of a bucket uses different temporary names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
-        self._uploads: list[str] = []  # Temporary names, relative to ``parts/``.
+        self._paths: list[Path] = []  # Local files to which shards are written.
         self._asked_for: PartCommit | None = None
 
-    def path_of(self, name: str) -> Path:
-        """Return the path of the local file to which a shard is written.
+    def new_path(self, name: str) -> Path:
+        """Return the path of the local file to which a new shard must be written.
 
         Args:
             name: name of the shard in the commit.
         """
-        return self._folder / partial_name(name, self.attempt)
+        self._paths.append(self._folder / partial_name(name, self.attempt))
+        return self._paths[-1]
 
     def make_durable(self, fd: int, path: Path) -> None:
         """Sync a complete local file to disk, or upload it."""
@@ -257,8 +258,7 @@ class PartFiles:
             return
         # Use the wall clock, which also counts the time while the machine is suspended.
         self._first_upload_s = self._first_upload_s or time.time()
-        name = path.relative_to(self._folder).as_posix()
-        self._uploads.append(name)
+        name = name_below(self._folder, path)
         backend_of(self._store.path / PARTS_NAME / name).move_in(path)
         path.unlink()
 
@@ -297,14 +297,17 @@ class PartFiles:
         return other, False
 
     def withdraw(self) -> bool:
-        """Delete the unpublished uploads.
+        """Delete the unpublished local files and uploads.
 
         Returns:
             Whether the part is committed nevertheless. This happens if an interrupt arrives during
             or after the commit.
         """
+        for path in self._paths:
+            path.unlink(missing_ok=True)
         if self._asked_for is None:
-            backend_of(self._store.path / PARTS_NAME).remove_files(self._uploads)
+            uploads = [name_below(self._folder, path) for path in self._paths]
+            backend_of(self._store.path / PARTS_NAME).remove_files(uploads)
             return False
         # Keep the uploads: the publication record may exist even if the server's response was lost,
         # and other writers then need the uploads to finish the publication. If no record lists
