@@ -445,20 +445,15 @@ class StoreFiles:
         In a bucket, finish the publications of other writers instead.
         """
         if isinstance(self.path, Path):
-            for folder in (
-                self.path,
-                self.path / COMMITS_NAME,
-                self.path / RUNS_NAME,
-                self.path / CODEC_NAME,
-            ):
-                for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-                    if leftover.is_dir() and not leftover.is_symlink():
-                        shutil.rmtree(leftover)
-                    else:
-                        leftover.unlink(missing_ok=True)
-            for leftover in (self.path / TARGET_NAME).rglob(f"*{PARTIAL_SUFFIX}"):
-                leftover.unlink(missing_ok=True)
-            (self.path / PUBLISH_NAME).unlink(missing_ok=True)
+            leftovers = [self.path / PUBLISH_NAME]
+            for name in ("", COMMITS_NAME, RUNS_NAME, CODEC_NAME):
+                leftovers += (self.path / name).glob(f"*{PARTIAL_SUFFIX}")
+            leftovers += (self.path / TARGET_NAME).rglob(f"*{PARTIAL_SUFFIX}")
+            for leftover in leftovers:
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink(missing_ok=True)
             return
         commits = self.path / COMMITS_NAME
         for name in backend_of(commits).names_in():
