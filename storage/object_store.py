@@ -185,12 +185,9 @@ class ObjectStore:
 
         def found() -> tuple[bytes, Any]:
             response = obstore.get(self.connection, name)
-            versions = {"e_tag": response.meta["e_tag"], "version": response.meta["version"]}
-            reported: dict[str, str] = {}
-            for key, value in versions.items():
-                if value is not None:
-                    reported[key] = value
-            return response.bytes().to_bytes(), reported
+            meta: Any = response.meta
+            version = {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
+            return response.bytes().to_bytes(), version
 
         content, version = self._asked(name, found)
         return content == old and self._settled(name, new, version)
@@ -227,17 +224,16 @@ class ObjectStore:
 
     def put(self, name: str, data: bytes | Path) -> None:
         """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
+        self._repeated(name, lambda: self._upload(name, data))
 
-        def upload() -> None:
-            obstore.put(
-                self.connection,
-                name,
-                data,
-                chunk_size=REQUEST_BYTES,
-                max_concurrency=UPLOADS_AT_ONCE,
-            )
-
-        self._repeated(name, upload)
+    def _upload(self, name: str, data: Any) -> None:
+        obstore.put(
+            self.connection,
+            name,
+            data,
+            chunk_size=REQUEST_BYTES,
+            max_concurrency=UPLOADS_AT_ONCE,
+        )
 
     def copy(self, source: str, target: str, n_bytes: int) -> None:
         """Copy ``source``, a file of ``n_bytes``, atomically to ``target``."""
@@ -256,13 +252,7 @@ class ObjectStore:
 
                 # Each block is read when obstore asks for it.
                 pieces = (read(start) for start in range(0, n_bytes, REQUEST_BYTES))
-                obstore.put(
-                    self.connection,
-                    target,
-                    pieces,
-                    chunk_size=REQUEST_BYTES,
-                    max_concurrency=UPLOADS_AT_ONCE,
-                )
+                self._upload(target, pieces)
 
         self._repeated(source, copy)
 

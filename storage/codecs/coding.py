@@ -99,8 +99,7 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
     )
 
 
-@dataclass(frozen=True)
-class CodeColumns:
+class CodeColumns(NamedTuple):
     """Describes the digits that a group of layers stores for each token, in their stored order.
 
     A digit is the code (quantised value) of one component, or one of the two digits of a code that
@@ -128,7 +127,7 @@ class CodeColumns:
 
     def table(self) -> np.ndarray:
         """Return all columns as one float32 array [n_columns, 9]."""
-        return np.stack(list(vars(self).values()), axis=1).astype(np.float32)
+        return np.stack(self, axis=1).astype(np.float32)
 
     @classmethod
     def from_table(cls, table: np.ndarray) -> "CodeColumns":

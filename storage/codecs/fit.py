@@ -661,7 +661,7 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
         if fitted.regression is not None:
             regressions.append(fitted.regression)
     return coding.GroupFit(
-        tuple(compacted), replace(columns, component=component), tuple(regressions)
+        tuple(compacted), columns._replace(component=component), tuple(regressions)
     )
 
 

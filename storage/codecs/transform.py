@@ -39,7 +39,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from dataclasses import fields as fields_of
 from itertools import chain
 from typing import Any
 
@@ -499,7 +498,7 @@ class TransformCodec(FieldCodec):
             has_scale = f"{group}/{part}/scale" in state
             scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
             bases.append(Basis.scaled(mean, synthesis, scale))
-        table = load("columns", None, len(fields_of(CodeColumns)))
+        table = load("columns", None, len(CodeColumns._fields))
         columns = CodeColumns.from_table(table)
         n_components = np.array([len(basis.synthesis) for basis in bases])
         part = np.clip(columns.part, 0, self.n_parts - 1)
