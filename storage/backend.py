@@ -24,7 +24,8 @@ import numpy as np
 
 from .. import files
 from ..errors import MoaDataError, StorageUnavailable
-from .paths import REQUEST_BYTES, RemotePath, StorePath
+from .paths import RemotePath, StorePath
+from .requests import REQUEST_BYTES
 
 MISSING = (FileNotFoundError, NotADirectoryError)
 """Errors that mean 'no such file'. Any other OSError means that the file could not be checked."""

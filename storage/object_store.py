@@ -33,7 +33,7 @@ from obstore.store import from_url
 from ..errors import MoaDataError, StorageUnavailable, StoreNotFound
 from ..files import check_length
 from ..text import first_line
-from .paths import REQUEST_BYTES, Entry, requests
+from .requests import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
 """Two ranges of a file with at most this many bytes between them are read by one request.

@@ -30,7 +30,8 @@ import numpy as np
 from ..errors import OptionInvalid
 from .backend import crc32c
 from .commit import FileRecord
-from .paths import REQUEST_BYTES, RemotePath, requests
+from .paths import RemotePath
+from .requests import REQUEST_BYTES, requests
 
 FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
 SIZE_VARIABLE = "MOA_DATA_CACHE_GB"

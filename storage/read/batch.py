@@ -32,8 +32,9 @@ from ..backend import MISSING, LocalFile, crc32c, scratch_bytes
 from ..chunk import CRC_BYTES, decode_chunk
 from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid, read_grid
-from ..paths import RemotePath, StorePath, threads
+from ..paths import RemotePath, StorePath
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
+from ..requests import threads
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
 # Size of a window: number of stored bytes that are fetched from a bucket before they are decoded.

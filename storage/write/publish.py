@@ -61,7 +61,8 @@ from ..commit import (
     read_file_records,
     read_part_commit,
 )
-from ..paths import StorePath, name_below, requests
+from ..paths import StorePath, name_below
+from ..requests import requests
 from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,

@@ -25,7 +25,8 @@ from moa_data.storage.backend import (
 )
 from moa_data.storage.commit import FileRecord, check_size
 from moa_data.storage.object_store import ObjectStore
-from moa_data.storage.paths import REQUEST_BYTES, RemotePath, StorePath
+from moa_data.storage.paths import RemotePath, StorePath
+from moa_data.storage.requests import REQUEST_BYTES
 from moa_data.tests.kit.object_stores import empty_prefix, environment, use
 
 
