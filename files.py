@@ -539,17 +539,6 @@ def relative_name(name: object) -> str:
     return name
 
 
-def mapping(value: object, name: str) -> Mapping[str, Any]:
-    """Return a value of a JSON document if it is an object.
-
-    Raises:
-        ValueError: the value is anything else. The message contains ``name``.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is {_shown(value)}, expected an object")
-    return value
-
-
 def _parse_constant(allows_infinity: bool, name: str) -> float:
     if name == "NaN" or not allows_infinity:
         raise ValueError(f"the number {name} is not allowed")

@@ -1,8 +1,8 @@
 """Read and write the files of a store: whole files, and byte ranges of shards.
 
 A store is in a local folder, or below a prefix of a bucket (``object_store.ObjectStore``).
-:class:`Backend` is the interface to both. :func:`open_path` converts a URL to a path, and
-:func:`backend_of` returns the backend of a path.
+:func:`open_path` converts a URL to a path. :func:`backend_of` returns the object that reads and
+writes a path: a :class:`LocalBackend` or a ``RemotePath``. Both have the same methods.
 """
 
 import errno
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 import google_crc32c
@@ -25,7 +24,8 @@ import numpy as np
 
 from .. import files
 from ..errors import MoaDataError, StorageUnavailable
-from .paths import REQUEST_BYTES, RemotePath, StorePath
+from .paths import RemotePath, StorePath
+from .requests import REQUEST_BYTES
 
 MISSING = (FileNotFoundError, NotADirectoryError)
 """Errors that mean 'no such file'. Any other OSError means that the file could not be checked."""
@@ -56,15 +56,17 @@ def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
     return RemotePath(ObjectStore(text))
 
 
-class Backend(Protocol):
-    """The interface that reads and writes one file or folder of a store.
+@dataclass(frozen=True)
+class LocalBackend:
+    """Reads and writes one file or folder of a store in a local folder.
 
-    ``RemotePath`` implements it for object stores, and ``_FolderBackend`` for local folders. A
-    method raises one of the errors in ``MISSING`` if the file does not exist. It raises
-    StorageUnavailable or another OSError if it cannot determine whether the file exists.
+    ``RemotePath`` has the same methods for object stores. A method raises one of the errors in
+    ``MISSING`` if the file does not exist. It raises StorageUnavailable or another OSError if it
+    cannot determine whether the file exists.
     """
 
-    uploads: bool
+    path: Path
+    uploads = False
     """Whether files are uploaded from a local temporary folder and then copied on the server.
 
     If not, files are written in the folder of the store, and renamed while the store is locked.
@@ -76,6 +78,11 @@ class Backend(Protocol):
         Raises:
             OSError: the existence cannot be determined. ``Path.exists`` would return False instead.
         """
+        try:
+            self.path.stat()
+        except MISSING:
+            return False
+        return True
 
     def read(self, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
         """Return the content of the file.
@@ -84,21 +91,27 @@ class Backend(Protocol):
             ValueError: the file is longer than ``max_bytes`` or not a regular file. Nothing was
                 read.
         """
+        return files.read_bounded(self.path, max_bytes)
 
     def start_read(self) -> Callable[[], bytes]:
         """Return a function that returns the content of the file.
 
         The content of a remote file is prefetched in the background.
         """
+        return self.read
 
-    def blocks(self, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes | memoryview]:
+    def blocks(self, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes]:
         """Yield the bytes of the file in order, in blocks of at most ``block_bytes``.
 
         Blocks of a remote file are fetched in parallel.
         """
+        with open(files.open_regular(self.path), "rb", buffering=0) as file:
+            while block := file.read(block_bytes):
+                yield block
 
     def put(self, data: bytes) -> None:
         """Replace the file. After a crash, the file has either the old or the new content."""
+        files.write_atomic(self.path, data)
 
     def put_if_absent(self, data: bytes) -> bool:
         """Write the file only if it does not exist yet.
@@ -107,93 +120,6 @@ class Backend(Protocol):
             Whether the file now holds ``data``. This is also true if another writer wrote the same
             data.
         """
-
-    def replace(self, old: bytes, new: bytes) -> bool:
-        """Replace the file if its content is ``old``; return whether it is now ``new``."""
-
-    def move_in(self, local: Path) -> None:
-        """Move a local file to this path durably. An object store leaves the local file in place.
-
-        Raises:
-            StorageUnavailable: the uploaded file does not have the size of the local file.
-        """
-
-    def remove_files(self, names: Iterable[str]) -> None:
-        """Delete files below the folder. Files that do not exist are skipped.
-
-        Args:
-            names: names relative to the folder.
-        """
-
-    def make_folder(self) -> None:
-        """Create the folder and its missing parents. An object store has no folders to create."""
-
-    def sync_names(self) -> None:
-        """Sync the folder, so that created and deleted files survive a crash.
-
-        In an object store, every change is durable at once, so nothing is done.
-        """
-
-    def names_in(self) -> list[str]:
-        """Return the sorted names of the files and folders in the folder.
-
-        The list is empty if the folder does not exist.
-        """
-
-    def names_below(self) -> list[str]:
-        """Return the sorted names of all files below the folder, relative to the folder.
-
-        In a bucket, the list may be out of date.
-        """
-
-    def listed_sizes(self) -> dict[str, int]:
-        """Return name -> size in bytes for all files below a remote folder, with one request.
-
-        For a local folder the result is empty, and the caller has to call ``stat`` for each file.
-        """
-
-    def local_folder(self) -> Path:
-        """Return an existing folder on the local disk to which new files are first written.
-
-        It is the path itself or its nearest parent that exists. For a path in a bucket, it is the
-        folder for temporary files.
-        """
-
-
-def backend_of(path: StorePath) -> Backend:
-    """Return the object that reads and writes a file or folder. A remote path is this object."""
-    return path if isinstance(path, RemotePath) else _FolderBackend(path)
-
-
-@dataclass(frozen=True)
-class _FolderBackend:
-    """Implements :class:`Backend` for a path in a local folder."""
-
-    path: Path
-    uploads = False
-
-    def exists(self) -> bool:
-        try:
-            self.path.stat()
-        except MISSING:
-            return False
-        return True
-
-    def read(self, max_bytes: int = files.MAX_JSON_BYTES) -> bytes:
-        return files.read_bounded(self.path, max_bytes)
-
-    def start_read(self) -> Callable[[], bytes]:
-        return self.read
-
-    def blocks(self, block_bytes: int = REQUEST_BYTES) -> Iterator[bytes]:
-        with open(files.open_regular(self.path), "rb", buffering=0) as file:
-            while block := file.read(block_bytes):
-                yield block
-
-    def put(self, data: bytes) -> None:
-        files.write_atomic(self.path, data)
-
-    def put_if_absent(self, data: bytes) -> bool:
         path = self.path
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.PARTIAL_SUFFIX}")
         with files.disk_full_guard(path):
@@ -219,6 +145,7 @@ class _FolderBackend:
         return True
 
     def replace(self, old: bytes, new: bytes) -> bool:
+        """Replace the file if its content is ``old``; return whether it is now ``new``."""
         # Comparing and then replacing is not atomic, but the store's lock keeps other writers out.
         if not self._holds(old):
             return False
@@ -230,6 +157,11 @@ class _FolderBackend:
         return self.path.stat().st_size == n_bytes and self.read(n_bytes) == data
 
     def move_in(self, local: Path) -> None:
+        """Move a local file to this path durably. An object store leaves the local file in place.
+
+        Raises:
+            StorageUnavailable: the uploaded file does not have the size of the local file.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.fsync_directory(self.path.parent.parent)
         with open(local, "rb") as file:
@@ -237,22 +169,40 @@ class _FolderBackend:
         os.rename(local, self.path)
 
     def remove_files(self, names: Iterable[str]) -> None:
+        """Delete files below the folder. Files that do not exist are skipped.
+
+        Args:
+            names: names relative to the folder.
+        """
         for name in names:
             (self.path / name).unlink(missing_ok=True)
 
     def make_folder(self) -> None:
+        """Create the folder and its missing parents. An object store has no folders to create."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def sync_names(self) -> None:
+        """Sync the folder, so that created and deleted files survive a crash.
+
+        In an object store, every change is durable at once, so nothing is done.
+        """
         files.fsync_directory(self.path)
 
     def names_in(self) -> list[str]:
+        """Return the sorted names of the files and folders in the folder.
+
+        The list is empty if the folder does not exist.
+        """
         try:
             return sorted(os.listdir(self.path))
         except MISSING:
             return []
 
     def names_below(self) -> list[str]:
+        """Return the sorted names of all files below the folder, relative to the folder.
+
+        In a bucket, the list may be out of date.
+        """
         names_in_tree: list[str] = []
         if self.path.is_dir():
             for root, _, names in files.walk(self.path):
@@ -261,10 +211,24 @@ class _FolderBackend:
         return sorted(names_in_tree)
 
     def listed_sizes(self) -> dict[str, int]:
+        """Return name -> size in bytes for all files below a remote folder, with one request.
+
+        For a local folder the result is empty, and the caller has to call ``stat`` for each file.
+        """
         return {}
 
     def local_folder(self) -> Path:
+        """Return an existing folder on the local disk to which new files are first written.
+
+        It is the path itself or its nearest parent that exists. For a path in a bucket, it is the
+        folder for temporary files.
+        """
         return files.nearest_folder(self.path.expanduser())
+
+
+def backend_of(path: StorePath) -> LocalBackend | RemotePath:
+    """Return the object that reads and writes a file or folder. A remote path is this object."""
+    return path if isinstance(path, RemotePath) else LocalBackend(path)
 
 
 # Functions for files of all backends

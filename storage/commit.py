@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ..errors import StoreDamaged
-from ..files import MAX_JSON_BYTES, MAX_WHOLE_NUMBER, relative_name
+from ..files import MAX_JSON_BYTES, relative_name
 from . import schema
 from .backend import MISSING, backend_of, file_crc32, reads_of
 from .paths import StorePath, name_below
@@ -37,8 +37,7 @@ Damage = list[tuple[StorePath, StoreDamaged]]
 _SHARD_NAME = re.compile(r"(.+?)/c((\.\d+)+|(/\d+)+)")
 
 
-_Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
-_FileName = Annotated[str, AfterValidator(relative_name)]
+FileName = Annotated[str, AfterValidator(relative_name)]
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class FileRecord:
     ``backend.file_crc32``).
     """
 
-    bytes: _Natural
+    bytes: schema.Natural
     crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
-_Files = Mapping[_FileName, FileRecord]
+_Files = Mapping[FileName, FileRecord]
 
 
 def record_of(content: bytes) -> FileRecord:
@@ -69,10 +68,10 @@ class PartCommit:
     relative to ``parts/``.
     """
 
-    part: _Natural
-    n_sequences: _Natural
-    n_tokens: _Natural
-    allocated_tokens: _Natural
+    part: schema.Natural
+    n_sequences: schema.Natural
+    n_tokens: schema.Natural
+    allocated_tokens: schema.Natural
     files: _Files
 
     @property
@@ -176,46 +175,32 @@ def array_of(file: str) -> str | None:
     return None if match is None else match[1]
 
 
-def find_size_damage(
-    folder: StorePath, files: Mapping[str, FileRecord], listed: Mapping[str, int] | None = None
-) -> Damage:
-    """Find committed files that are missing, not regular files, or of the wrong size.
+def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = None) -> None:
+    """Check that a committed file exists, is a regular file, and has the right size.
 
     Args:
-        folder: the folder of the files.
-        files: name relative to the folder -> size and checksum in the commit.
-        listed: sizes from ``Backend.listed_sizes``, which may be out of date. So a file is checked
-            with ``stat`` if its listed size is missing or differs from the commit.
+        path: path of the file.
+        record: size and checksum of the file in its commit.
+        listed_bytes: size of the file from ``listed_sizes`` of a folder, which may be out of date.
+            So if it is missing or differs from the commit, the file is checked with ``stat``.
 
-    Returns:
-        (path, error) for each file that is missing, not regular, or of the wrong size.
+    Raises:
+        StoreDamaged: the file is missing, not regular, or of the wrong size.
     """
-    damage: Damage = []
-    for name, record in files.items():
-        if listed and listed.get(name) == record.bytes:
-            continue
-        path = folder / name
-        try:
-            status = path.stat()
-        except MISSING:
-            damage.append(
-                (
-                    path,
-                    StoreDamaged(
-                        f"{path} is missing, although a commit of the store lists it. {_REDO}"
-                    ),
-                )
-            )
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            damage.append((path, StoreDamaged(f"{path} is not a regular file. {_REDO}")))
-        elif status.st_size != record.bytes:
-            message = (
-                f"{path} has {status.st_size} bytes, but its commit lists {record.bytes} bytes. "
-                f"{_REDO}"
-            )
-            damage.append((path, StoreDamaged(message)))
-    return damage
+    if listed_bytes == record.bytes:
+        return
+    try:
+        status = path.stat()
+    except MISSING as error:
+        raise StoreDamaged(
+            f"{path} is missing, although a commit of the store lists it. {_REDO}"
+        ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreDamaged(f"{path} is not a regular file. {_REDO}")
+    if status.st_size != record.bytes:
+        raise StoreDamaged(
+            f"{path} has {status.st_size} bytes, but its commit lists {record.bytes} bytes. {_REDO}"
+        )
 
 
 def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None = None) -> bytes:
@@ -251,17 +236,15 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
     commit = schema.target_commit_path(store)
 
     def compare(files: Mapping[str, FileRecord]) -> Damage:
-        if damage := find_size_damage(folder, files):
-            return damage
         for name, record in files.items():
             path = folder / name
+            check_size(path, record)
             if file_crc32(path) != record.crc32:
-                message = (
+                raise StoreDamaged(
                     f"{path} has changed since it was written: it does not match {commit}. "
                     f"{_RESTORE}"
                 )
-                damage.append((path, StoreDamaged(message)))
-        return damage
+        return []
 
     for _, error in _find_damage(commit, compare):
         raise error
@@ -272,6 +255,7 @@ def _find_damage(
 ) -> Damage:
     """Compare files with the commit that lists them, and return (path, error) for damaged files.
 
+    If the commit cannot be read, or ``compare`` raises StoreDamaged, the commit is the damaged file.
     If another process replaces the commit during the comparison, the files are compared with the
     new commit.
     """
@@ -335,29 +319,24 @@ def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
 
     def compare(records: Mapping[str, FileRecord]) -> Damage:
         if lacking := {schema.MANIFEST_NAME, schema.PLAN_NAME} - records.keys():
-            return [
-                (
-                    commit,
-                    StoreDamaged(
-                        f"{commit} is damaged: it does not list {' and '.join(sorted(lacking))}. "
-                        f"{_RESTORE}"
-                    ),
-                )
-            ]
-        for name in records:
-            if name not in (schema.MANIFEST_NAME, schema.PLAN_NAME) and not is_metadata(name):
-                message = (
+            raise StoreDamaged(
+                f"{commit} is damaged: it does not list {' and '.join(sorted(lacking))}. {_RESTORE}"
+            )
+        damage: Damage = []
+        for name, record in records.items():
+            if is_metadata(name):
+                advice = _WRITE_ANEW
+            elif name in (schema.MANIFEST_NAME, schema.PLAN_NAME):
+                advice = _RESTORE
+            else:
+                raise StoreDamaged(
                     f"{commit} is damaged: it lists {name}, which is not a file of a store. "
                     f"{_RESTORE}"
                 )
-                return [(commit, StoreDamaged(message))]
-        damage = []
-        for name, record in records.items():
+            if is_metadata(name) and not metadata:
+                continue
             path = store / name
-            advice = _WRITE_ANEW if is_metadata(name) else _RESTORE
-            if (metadata or not is_metadata(name)) and record_of(
-                content_of(path, MAX_PLAN_BYTES) or b""
-            ) != record:
+            if record_of(content_of(path, MAX_PLAN_BYTES) or b"") != record:
                 message = (
                     f"{path} is missing or has changed since it was written: its checksum differs "
                     f"from the one in its commit. {advice}"
@@ -424,13 +403,9 @@ def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None
 def _reading(path: StorePath) -> Iterator[None]:
     try:
         yield
-    except ValidationError as error:
-        raise StoreDamaged(
-            f"{path} is not a valid commit file ({schema.first_problem(error)}). Delete this file. "
-            f"{_REDO}"
-        ) from error
+    # `read` of a backend raises ValueError if a file is too long or not a regular file.
     except ValueError as error:
-        # `Backend.read` raises ValueError if a file is too long or not a regular file.
+        problem = schema.first_problem(error) if isinstance(error, ValidationError) else error
         raise StoreDamaged(
-            f"{path} is not a valid commit file ({error}). Delete this file. {_REDO}"
+            f"{path} is not a valid commit file ({problem}). Delete this file. {_REDO}"
         ) from error

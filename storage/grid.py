@@ -183,15 +183,11 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     it is the largest divisor for which a chunk has at most ``MAX_CHUNK_BYTES``.
     """
     layer_bytes = row_bytes // n_layers
-    fitting = 1
-    for divisor in range(1, n_layers + 1):
-        if divisor > 1 and divisor * layer_bytes > MAX_CHUNK_BYTES:
-            break
-        if n_layers % divisor == 0:
-            fitting = divisor
-            if fitting * layer_bytes >= MIN_CHUNK_BYTES:
-                break
-    return fitting
+    divisors = [1]
+    for divisor in range(2, n_layers + 1):
+        if n_layers % divisor == 0 and divisor * layer_bytes <= MAX_CHUNK_BYTES:
+            divisors.append(divisor)
+    return next((n for n in divisors if n * layer_bytes >= MIN_CHUNK_BYTES), divisors[-1])
 
 
 def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, bytes]:

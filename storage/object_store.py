@@ -33,7 +33,7 @@ from obstore.store import from_url
 from ..errors import MoaDataError, StorageUnavailable, StoreNotFound
 from ..files import check_length
 from ..text import first_line
-from .paths import REQUEST_BYTES, Entry, requests
+from .requests import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
 """Two ranges of a file with at most this many bytes between them are read by one request.
@@ -65,7 +65,11 @@ class _Torn(Exception):
 
 
 class ObjectStore:
-    """The files below a prefix of a bucket. Implements ``paths.Bucket``.
+    """The files below a prefix of a bucket.
+
+    Object stores cannot rename files. Instead, the server copies a file to the new name. Every
+    method raises FileNotFoundError if a file does not exist, and StorageUnavailable if its
+    existence cannot be determined.
 
     Several threads may share an object. Pickling it pickles only the URL, and each process opens a
     connection of its own.
@@ -91,7 +95,12 @@ class ObjectStore:
             self._connected = _connect(self.url)
         return self._connected
 
-    def list_files(self, folder: str) -> dict[str, Entry]:  # noqa: D102  (Bucket)
+    def list_files(self, folder: str) -> dict[str, Entry]:
+        """Return file name -> size and time, for the file ``folder`` or all files below it.
+
+        The listing may be out of date.
+        """
+
         def list_all() -> dict[str, Entry]:
             pages = obstore.list(self.connection, folder or None, chunk_size=1000)
             entries: dict[str, Entry] = {}
@@ -102,10 +111,16 @@ class ObjectStore:
 
         return self._asked(folder, list_all)
 
-    def size(self, name: str) -> int:  # noqa: D102
+    def size(self, name: str) -> int:
+        """Return the current size of a file in bytes."""
         return int(self._asked(name, lambda: obstore.head(self.connection, name)["size"]))
 
-    def read(self, name: str, max_bytes: int | None = None) -> bytes:  # noqa: D102
+    def read(self, name: str, max_bytes: int | None = None) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            ValueError: the file is longer than ``max_bytes``. Nothing was read.
+        """
         return self._asked(name, lambda: self._get(name, max_bytes))
 
     def _get(self, name: str, max_bytes: int | None = None) -> bytes:
@@ -117,7 +132,11 @@ class ObjectStore:
             raise _Torn(f"got {len(content)} of {n_bytes} bytes")
         return content
 
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:  # noqa: D102
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
+        """Return the bytes [start, stop) of files, for a sequence of (name, start, stop).
+
+        If a file ends before ``stop``, the result has fewer bytes.
+        """
         contents: list[memoryview] = [memoryview(b"")] * len(ranges)
 
         def fetch(group: Sequence[int]) -> None:
@@ -152,18 +171,23 @@ class ObjectStore:
             return memoryview(b"")
         return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
 
-    def put_if_absent(self, name: str, data: bytes) -> bool:  # noqa: D102
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Write a file that must not exist.
+
+        Returns:
+            Whether the file now holds ``data``. This is also true if another writer wrote the same
+            data.
+        """
         return self._settled(name, data, "create")
 
-    def replace(self, name: str, old: bytes, new: bytes) -> bool:  # noqa: D102
+    def replace(self, name: str, old: bytes, new: bytes) -> bool:
+        """Replace a file if its content is ``old``; return whether the content is now ``new``."""
+
         def found() -> tuple[bytes, Any]:
             response = obstore.get(self.connection, name)
-            versions = {"e_tag": response.meta["e_tag"], "version": response.meta["version"]}
-            reported: dict[str, str] = {}
-            for key, value in versions.items():
-                if value is not None:
-                    reported[key] = value
-            return response.bytes().to_bytes(), reported
+            meta: Any = response.meta
+            version = {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
+            return response.bytes().to_bytes(), version
 
         content, version = self._asked(name, found)
         return content == old and self._settled(name, new, version)
@@ -198,19 +222,22 @@ class ObjectStore:
                 if not next(pauses):
                     raise _unavailable(self.url, name, error) from error
 
-    def put(self, name: str, data: bytes | Path) -> None:  # noqa: D102
-        def upload() -> None:
-            obstore.put(
-                self.connection,
-                name,
-                data,
-                chunk_size=REQUEST_BYTES,
-                max_concurrency=UPLOADS_AT_ONCE,
-            )
+    def put(self, name: str, data: bytes | Path) -> None:
+        """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
+        self._repeated(name, lambda: self._upload(name, data))
 
-        self._repeated(name, upload)
+    def _upload(self, name: str, data: Any) -> None:
+        obstore.put(
+            self.connection,
+            name,
+            data,
+            chunk_size=REQUEST_BYTES,
+            max_concurrency=UPLOADS_AT_ONCE,
+        )
 
-    def copy(self, source: str, target: str, n_bytes: int) -> None:  # noqa: D102
+    def copy(self, source: str, target: str, n_bytes: int) -> None:
+        """Copy ``source``, a file of ``n_bytes``, atomically to ``target``."""
+
         def copy() -> None:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
@@ -225,17 +252,13 @@ class ObjectStore:
 
                 # Each block is read when obstore asks for it.
                 pieces = (read(start) for start in range(0, n_bytes, REQUEST_BYTES))
-                obstore.put(
-                    self.connection,
-                    target,
-                    pieces,
-                    chunk_size=REQUEST_BYTES,
-                    max_concurrency=UPLOADS_AT_ONCE,
-                )
+                self._upload(target, pieces)
 
         self._repeated(source, copy)
 
-    def delete(self, names: Iterable[str]) -> None:  # noqa: D102
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files. Files that do not exist are skipped."""
+
         def delete(several: list[str]) -> None:
             try:
                 obstore.delete(self.connection, several)

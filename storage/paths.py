@@ -1,87 +1,20 @@
 """Paths of stores: local paths (``Path``), and paths in a bucket (:class:`RemotePath`)."""
 
-import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..errors import StorageUnavailable
 from ..files import MAX_JSON_BYTES
+from .requests import REQUEST_BYTES, requests
+
+if TYPE_CHECKING:
+    from .object_store import ObjectStore
 
 # Number of blocks of one file that are fetched in parallel.
 _BLOCKS_AHEAD = 4
-# Largest number of bytes that one request to a server reads, and size of the blocks of an upload.
-REQUEST_BYTES = 8 << 20
-MAX_REQUESTS = 32
-"""Upper bound on the number of concurrent requests of one process.
-
-With 8 MiB per request and 20 ms to the first byte, this many requests saturate a link of 100
-Gbit/s.
-"""
-
-
-class Entry(NamedTuple):
-    """Size and modification time of a file in a listing of a bucket."""
-
-    n_bytes: int
-    modified: datetime | None
-
-
-class Bucket(Protocol):
-    """The interface to the files below a prefix of a bucket.
-
-    Object stores cannot rename files. Instead, the server copies a file to the new name. Every
-    method raises FileNotFoundError if a file does not exist, and StorageUnavailable if its
-    existence cannot be determined.
-    """
-
-    url: str
-
-    def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return file name -> size and time, for the file ``folder`` or all files below it.
-
-        The listing may be out of date.
-        """
-
-    def size(self, name: str) -> int:
-        """Return the current size of a file in bytes."""
-
-    def read(self, name: str, max_bytes: int | None = None) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            ValueError: the file is longer than ``max_bytes``. Nothing was read.
-        """
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return the bytes [start, stop) of files, for a sequence of (name, start, stop).
-
-        If a file ends before ``stop``, the result has fewer bytes.
-        """
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist.
-
-        Returns:
-            Whether the file now holds ``data``. This is also true if another writer wrote the same
-            data.
-        """
-
-    def replace(self, name: str, old: bytes, new: bytes) -> bool:
-        """Replace a file if its content is ``old``; return whether the content is now ``new``."""
-
-    def put(self, name: str, data: bytes | Path) -> None:
-        """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
-
-    def copy(self, source: str, target: str, n_bytes: int) -> None:
-        """Copy ``source``, a file of ``n_bytes``, atomically to ``target``."""
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete files. Files that do not exist are skipped."""
 
 
 class Stat(NamedTuple):
@@ -94,13 +27,13 @@ class Stat(NamedTuple):
 class RemotePath:
     """A file or folder in an object store, with the interface of ``Path``.
 
-    Implements ``backend.Backend``, so that it also reads and writes the file or folder. The path of
-    the store itself has an empty key.
+    Like ``backend.LocalBackend``, it also reads and writes the file or folder. The methods of both
+    classes are documented there. The path of the store itself has an empty key.
     """
 
     uploads = True
 
-    def __init__(self, bucket: Bucket, key: str = "") -> None:
+    def __init__(self, bucket: "ObjectStore", key: str = "") -> None:
         self.bucket = bucket
         self.key = key
 
@@ -160,7 +93,7 @@ class RemotePath:
         """Return the content of the file."""
         return self.bucket.read(self.key)
 
-    def names_in(self) -> list[str]:  # noqa: D102  (Backend)
+    def names_in(self) -> list[str]:  # noqa: D102  (LocalBackend)
         return sorted({name.partition("/")[0] for name in self.names_below()})
 
     def read(self, max_bytes: int = MAX_JSON_BYTES) -> bytes:  # noqa: D102
@@ -224,23 +157,3 @@ def name_below(folder: StorePath, path: StorePath) -> str:
         ValueError: the file is not below the folder.
     """
     return PurePosixPath(str(path)).relative_to(str(folder)).as_posix()
-
-
-def requests() -> ThreadPoolExecutor:
-    """Return the thread pool of this process for requests to servers."""
-    return threads("object-store", MAX_REQUESTS)
-
-
-def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
-    """Return the thread pool of this process with this name.
-
-    The threads of the pool start on first use. After a fork, the child process gets a new pool.
-    """
-    # Two threads that call this function at the same time may create two pools. One of them does
-    # not stay in `_pools`, and its threads end when their work is done.
-    if (key := (name, os.getpid())) not in _pools:
-        _pools[key] = ThreadPoolExecutor(n_threads, name)
-    return _pools[key]
-
-
-_pools: dict[tuple[str, int], ThreadPoolExecutor] = {}

@@ -184,11 +184,14 @@ def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
     np.maximum.at(lengths, part, -(-ends // alignment_tokens) * alignment_tokens)
     n_sequences = np.bincount(part, minlength=len(lengths))
     n_tokens = np.bincount(part, numbers(plan, "n_tokens"), len(lengths)).astype(np.int64)
-    names = ("part", "n_sequences", "n_tokens", "allocated_tokens")
-    rows = zip(
-        range(len(lengths)), n_sequences.tolist(), n_tokens.tolist(), lengths.tolist(), strict=True
-    )
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    counts = {
+        "part": column(np.arange(len(lengths))),
+        "n_sequences": column(n_sequences),
+        "n_tokens": column(n_tokens),
+        "allocated_tokens": column(lengths),
+    }
+    rows: list[dict[str, int]] = pa.table(counts).to_pylist()
+    return rows
 
 
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:

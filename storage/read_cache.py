@@ -22,15 +22,16 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import OptionInvalid
 from .backend import crc32c
 from .commit import FileRecord
-from .paths import REQUEST_BYTES, RemotePath, requests
+from .paths import RemotePath
+from .requests import REQUEST_BYTES, requests
 
 FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
 SIZE_VARIABLE = "MOA_DATA_CACHE_GB"
@@ -115,57 +116,50 @@ class ReadCache:
 
     def read(self, ranges: Ranges) -> list[memoryview]:
         """Return the bytes of ranges. Missing blocks are fetched and then added to the cache."""
-        keys: list[list[tuple[RemoteFile, int]]] = []
-        for file, start, stop in ranges:
-            keys.append([(file, block) for block in _blocks(file, start, stop)])
         # Several ranges may need the same block. Load each block once.
-        wanted = list(dict.fromkeys(chain.from_iterable(keys)))
-        loads = requests().map(lambda key: self._load(*key), wanted)
-        blocks: dict[tuple[RemoteFile, int], bytes] = {}
-        missing: list[tuple[RemoteFile, int]] = []
-        for key, data in zip(wanted, loads, strict=True):
-            if data is None:
-                missing.append(key)
-            else:
-                blocks[key] = data
+        wanted: dict[_Block, None] = {}
+        for file, start, stop in ranges:
+            wanted |= dict.fromkeys(_blocks(file, start, stop))
+        blocks = dict(zip(wanted, requests().map(self._load, wanted), strict=True))
+        missing = [block for block, data in blocks.items() if not data]
         if missing:
-            fetched = _request([(file, *_span(file, block)) for file, block in missing])
-            for key, content in zip(missing, fetched, strict=True):
-                blocks[key] = bytes(content)
-        for _ in requests().map(lambda key: self._keep(key[0], key[1], blocks[key]), missing):
+            fetched = _request([(block.file, *block.span) for block in missing])
+            for block, content in zip(missing, fetched, strict=True):
+                blocks[block] = bytes(content)
+        for _ in requests().map(lambda block: self._keep(block, blocks[block]), missing):
             pass
         contents: list[memoryview] = []
-        for range_keys, (_, start, stop) in zip(keys, ranges, strict=True):
-            range_blocks = [blocks[key] for key in range_keys]
+        for file, start, stop in ranges:
+            range_blocks = [blocks[block] for block in _blocks(file, start, stop)]
             contents.append(_cut(range_blocks, start, stop))
         return contents
 
-    def _path(self, file: RemoteFile, block: int) -> Path:
-        return self.folder / "blocks" / file.digest[:2] / f"{file.digest}-{block:06d}"
+    def _path(self, block: "_Block") -> Path:
+        digest = block.file.digest
+        return self.folder / "blocks" / digest[:2] / f"{digest}-{block.number:06d}"
 
-    def _load(self, file: RemoteFile, block: int) -> bytes | None:
-        path = self._path(file, block)
-        start, stop = _span(file, block)
-        try:
+    def _load(self, block: "_Block") -> bytes:
+        """Read a block from the cache. The result is empty if the cache does not have the block."""
+        path = self._path(block)
+        start, stop = block.span
+        with suppress(OSError):
             content = path.read_bytes()
             data = content[: -_CRC.size]
             crc = content[-_CRC.size :]
-            if len(data) != stop - start or _CRC.pack(crc32c(data)) != crc:
-                return None
-            os.utime(path)  # Mark the block as recently used.
-        except OSError:
-            return None
-        return data
+            if len(data) == stop - start and _CRC.pack(crc32c(data)) == crc:
+                os.utime(path)  # Mark the block as recently used.
+                return data
+        return b""
 
-    def _keep(self, file: RemoteFile, block: int, data: bytes) -> None:
+    def _keep(self, block: "_Block", data: bytes) -> None:
         """Write a block to the cache. If that fails, for example on a full disk, do nothing."""
-        start, stop = _span(file, block)
+        start, stop = block.span
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
             # Do not cache this block. Either the file is shorter than its commit says, which the
             # reader of the file will detect, or the cache is smaller than one block.
             return
-        path = self._path(file, block)
+        path = self._path(block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
         with suppress(OSError):
             try:
@@ -235,14 +229,25 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
     return ReadCache(folder, int(n_gb * 1e9))
 
 
-def _blocks(file: RemoteFile, start: int, stop: int) -> range:
-    return range(
-        start // BLOCK_BYTES, -(-min(stop, file.n_bytes) // BLOCK_BYTES) if stop > start else 0
-    )
+class _Block(NamedTuple):
+    """A range of BLOCK_BYTES of a file, or the rest of the file."""
+
+    file: RemoteFile
+    number: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first byte of the block, and the end (exclusive)."""
+        start = self.number * BLOCK_BYTES
+        return start, min(start + BLOCK_BYTES, self.file.n_bytes)
 
 
-def _span(file: RemoteFile, block: int) -> tuple[int, int]:
-    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, file.n_bytes)
+def _blocks(file: RemoteFile, start: int, stop: int) -> list[_Block]:
+    """List the blocks that contain the bytes [start, stop) of a file."""
+    if start == stop:
+        return []
+    end = -(-min(stop, file.n_bytes) // BLOCK_BYTES)
+    return [_Block(file, number) for number in range(start // BLOCK_BYTES, end)]
 
 
 def _cut(blocks: Sequence[bytes], start: int, stop: int) -> memoryview:

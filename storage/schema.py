@@ -188,29 +188,39 @@ The last axis contains the key, followed by the value.
 """
 
 
+_Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
+Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
+_Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
+_EXACT = ConfigDict(strict=True, extra="forbid")
+# Configuration of JSON objects that may contain other keys, written by other programs.
+_WITH_OTHERS = ConfigDict(strict=True, extra="allow")
+
+
 @dataclass(frozen=True)
 class FieldSpec:
     """One field of a store: values of one kind for every token, such as keys and values.
 
-    A codec stores each field in one or more arrays (:class:`StoredArray`).
+    A codec stores each field in one or more arrays (:class:`StoredArray`). The manifest contains
+    each field as a JSON object, which pydantic compares with the types of these attributes.
     """
+
+    __pydantic_config__ = _EXACT
 
     name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
     dtype: str  # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
-    token_shape: tuple[int, ...]  # Shape of one token's values; ``()`` for one number per token.
+    # Shape of one token's values; ``()`` for one number per token.
+    token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
-    description: str = ""
+    description: str
     # Number of the target's layer at each index of the layer axis. None if the field has no layer
-    # axis, or contains all layers in order.
-    layers: tuple[int, ...] | None = None
+    # axis, or contains all layers in order. If it is None, the JSON object does not contain it.
+    layers: Annotated[tuple[Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
     # Width of the key if the last axis holds a key followed by a value of another width. None for
-    # all other fields.
-    key_width: int | None = None
+    # all other fields. If it is None, the JSON object does not contain it.
+    key_width: _Count | None = None
 
     def __post_init__(self) -> None:
         relative_name(self.name)
-        object.__setattr__(self, "token_shape", tuple(int(size) for size in self.token_shape))
-        object.__setattr__(self, "axes", tuple(self.axes))
         storage_dtype(self.dtype)
         if (
             not self.axes
@@ -226,19 +236,14 @@ class FieldSpec:
                 f"Field {self.name!r} has {math.prod(self.token_shape)} values per token, but the "
                 f"limit is {MAX_TOKEN_VALUES}."
             )
-        if any(size < 1 for size in self.token_shape):
-            raise ValueError(
-                f"Field {self.name!r}: every size in token_shape {self.token_shape} must be at "
-                "least 1."
-            )
         fits = self.layers is None or (
             self.layer_axis == 1 and len(self.layers) == self.token_shape[0]
         )
-        has_width = self.axes[1:] == UNEQUAL_KV_AXES
-        fits &= has_width == (self.key_width is not None)
-        if not fits or (
-            self.key_width is not None and not 0 < self.key_width < self.token_shape[-1]
-        ):
+        if self.axes[1:] == UNEQUAL_KV_AXES:
+            fits &= self.key_width is not None and self.key_width < self.token_shape[-1]
+        else:
+            fits &= self.key_width is None
+        if not fits:
             raise ValueError(
                 f"Field {self.name!r}: layers {self.layers} or key_width {self.key_width} do not "
                 f"fit token_shape {self.token_shape} with axes {self.axes}. layers needs one "
@@ -268,29 +273,6 @@ class FieldSpec:
         return range(self.token_shape[0]) if self.layers is None else self.layers
 
 
-_Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
-_Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
-_Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
-_EXACT = ConfigDict(strict=True, extra="forbid")
-# Configuration of JSON objects that may contain other keys, written by other programs.
-_WITH_OTHERS = ConfigDict(strict=True, extra="allow")
-
-
-class _FieldDocument(BaseModel):
-    """The JSON object of one field in store.json, from which a :class:`FieldSpec` is made."""
-
-    model_config = _EXACT
-
-    name: str
-    dtype: str
-    token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
-    axes: tuple[str, ...]
-    description: str
-    # store.json does not contain the following keys if their values are None.
-    layers: Annotated[tuple[_Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
-    key_width: _Count | None = None
-
-
 class _Sizes(TypedDict, total=False):
     """The object ``target`` in store.json: the sizes of the target that readers compute with."""
 
@@ -313,7 +295,7 @@ class _Extraction(TypedDict, total=False):
     batch_tokens: _Count
     max_length: _Count
     part_tokens: _Count
-    target_layers: _Natural
+    target_layers: Natural
     compute_dtype: _Dtype
     dtype: _Dtype
 
@@ -332,7 +314,7 @@ class _ManifestDocument(BaseModel):
     model_config = _EXACT
 
     format: str
-    fields: tuple[_FieldDocument, ...]
+    fields: tuple[FieldSpec, ...]
     target: _Sizes
     identities: dict[str, str]
     extraction: _Extraction
@@ -546,18 +528,13 @@ class StoreManifest:
             )
         try:
             checked = _ManifestDocument.model_validate_json(text)
-            specs = tuple(FieldSpec(**spec.model_dump()) for spec in checked.fields)
-            del document["format"]
-            return cls(**(document | {"fields": specs}))
         except ValidationError as error:
             raise StoreDamaged(
                 f"{source} has an invalid entry: {first_problem(error)}. Restore the file from a "
                 "copy."
             ) from error
-        except ValueError as error:
-            if isinstance(error, StoreDamaged):
-                raise
-            raise StoreDamaged(f"{source} has an invalid value: {error}") from error
+        del document["format"]
+        return cls(**(document | {"fields": checked.fields}))
 
 
 def first_problem(error: ValidationError) -> str:

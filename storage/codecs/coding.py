@@ -30,7 +30,7 @@ has few.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -99,8 +99,7 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
     )
 
 
-@dataclass(frozen=True)
-class CodeColumns:
+class CodeColumns(NamedTuple):
     """Describes the digits that a group of layers stores for each token, in their stored order.
 
     A digit is the code (quantised value) of one component, or one of the two digits of a code that
@@ -128,17 +127,14 @@ class CodeColumns:
 
     def table(self) -> np.ndarray:
         """Return all columns as one float32 array [n_columns, 9]."""
-        return np.stack(list(vars(self).values()), axis=1).astype(np.float32)
+        return np.stack(self, axis=1).astype(np.float32)
 
     @classmethod
     def from_table(cls, table: np.ndarray) -> "CodeColumns":
         """Create the columns from an array that :meth:`table` returned."""
-        integers = ("part", "component", "array", "levels")
-        columns: dict[str, np.ndarray] = {}
-        for values, column in zip(table.T, fields(cls), strict=True):
-            dtype = np.int32 if column.name in integers else np.float32
-            columns[column.name] = values.astype(dtype)
-        return cls(**columns)
+        columns = np.ascontiguousarray(table.T, np.float32)
+        # The first four columns contain integers.
+        return cls(*columns[:4].astype(np.int32), *columns[4:])
 
     @property
     def limit(self) -> np.ndarray:
@@ -391,33 +387,14 @@ class GroupTransform:
 
     def _make_constants(self) -> dict[str, Any]:
         columns = self.fit.columns
-        bases = self.fit.bases
-        column_ids: list[np.ndarray] = []
-        analysis: list[np.ndarray] = []
-        synthesis: list[np.ndarray] = []
-        low: list[np.ndarray] = []
-        high: list[np.ndarray] = []
-        for part, basis in enumerate(bases):
-            ids = np.flatnonzero(columns.part == part).astype(np.int32)
-            component = columns.component[ids]
-            column_ids.append(ids)
-            # The analysis matrix is divided by the steps, so that ``values @ analysis`` gives codes
-            # before rounding. The values in the tables for decoding are multiplied by the steps.
-            analysis.append(np.ascontiguousarray(basis.analysis[:, component] / columns.step[ids]))
-            synthesis.append(np.ascontiguousarray(basis.synthesis[component]))
-            low.append(self._digits(part, is_high=False))
-            high.append(self._digits(part, is_high=True))
-        to_stored = np.empty(len(columns.part), np.int32)
-        to_stored[np.concatenate(column_ids)] = np.arange(len(columns.part), dtype=np.int32)
-        return {
-            "mean": [basis.mean for basis in bases],
-            "analysis": analysis,
-            "synthesis": synthesis,
+        constants: dict[str, Any] = {
+            "mean": [basis.mean for basis in self.fit.bases],
+            "analysis": [],
+            "synthesis": [],
             "regression": list(self.fit.regressions),
-            "own": column_ids,
-            "low": low,
-            "high": high,
-            "to_stored": to_stored,
+            "own": [],
+            "low": [],
+            "high": [],
             "rounding": columns.rounding,
             "limit": columns.limit.astype(np.float32),
             "is_high": columns.is_high > 0,
@@ -426,6 +403,20 @@ class GroupTransform:
                 256 * np.arange(run.array.row_shape[0], dtype=np.int32) for run in self._runs
             ],
         }
+        for part, basis in enumerate(self.fit.bases):
+            ids = np.flatnonzero(columns.part == part).astype(np.int32)
+            component = columns.component[ids]
+            # The analysis matrix is divided by the steps, so that ``values @ analysis`` gives codes
+            # before rounding. The values in the tables for decoding are multiplied by the steps.
+            analysis = basis.analysis[:, component] / columns.step[ids]
+            constants["analysis"].append(np.ascontiguousarray(analysis))
+            constants["synthesis"].append(np.ascontiguousarray(basis.synthesis[component]))
+            constants["own"].append(ids)
+            constants["low"].append(self._digits(part, is_high=False))
+            constants["high"].append(self._digits(part, is_high=True))
+        # Encoding computes the columns part by part. This is their order in the store.
+        constants["to_stored"] = np.argsort(np.concatenate(constants["own"])).astype(np.int32)
+        return constants
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
         """For each component of a part, return the column of its low or high digit.

@@ -21,8 +21,8 @@ set. The bits and errors are measured on the second set, so that they are valid 
 which the basis was not learned.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -78,8 +78,7 @@ _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
 
 
-@dataclass(frozen=True)
-class Quantisers:
+class Quantisers(NamedTuple):
     """Quantisers of principal components, with their bits and errors.
 
     All arrays have the same shape: [n_components], or [n_components, n_options] if there are
@@ -107,19 +106,8 @@ class Quantisers:
 
         The shape changes from [n_components, n_options] to [n_components].
         """
-        columns: dict[str, np.ndarray] = {}
-        for name, array in vars(self).items():
-            columns[name] = np.take_along_axis(array, index[:, None], axis=1)[:, 0]
-        return Quantisers(**columns)
-
-    @staticmethod
-    def concatenated(groups: Sequence["Quantisers"]) -> "Quantisers":
-        """Concatenate the quantisers of several groups of components."""
-        columns: dict[str, np.ndarray] = {}
-        for column in fields(Quantisers):
-            name = column.name
-            columns[name] = np.concatenate([getattr(group, name) for group in groups])
-        return Quantisers(**columns)
+        columns = [np.take_along_axis(array, index[:, None], axis=1)[:, 0] for array in self]
+        return Quantisers(*columns)
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
@@ -149,24 +137,20 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
             ``base_step / sqrt(weight)``.
     """
     scales = np.sqrt(weights)
-    columns: list[tuple[np.ndarray, ...]] = []
+    components: list[Quantisers] = []
     for i, scale in enumerate(scales):
-        columns.append(_measure_component(np.abs(sample[:, i]) * scale, base_step))
-    levels, step, rounding, bits, error, shift_one, shift_more = (
-        np.stack(parts) for parts in zip(*columns, strict=True)
-    )
-    return Quantisers(
-        levels.astype(np.int32),
-        (step / scales[:, None]).astype(np.float32),
-        rounding.astype(np.float32),
-        shift_one.astype(np.float32),
-        shift_more.astype(np.float32),
-        bits,
-        error,
+        components.append(_measure_component(np.abs(sample[:, i]) * scale, base_step))
+    options = Quantisers(*map(np.stack, zip(*components, strict=True)))
+    return options._replace(
+        levels=options.levels.astype(np.int32),
+        step=(options.step / scales[:, None]).astype(np.float32),
+        rounding=options.rounding.astype(np.float32),
+        shift_one=options.shift_one.astype(np.float32),
+        shift_more=options.shift_more.astype(np.float32),
     )
 
 
-def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndarray, ...]:
+def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     """Measure the bits and the error of several quantisers (options) for one component.
 
     The first option is not to store the component.
@@ -176,8 +160,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
         base_step: The steps to try are multiples of this number.
 
     Returns:
-        Seven arrays [n_options], named as in :class:`Quantisers`: levels, step, rounding, bits,
-        error, shift_one and shift_more.
+        The options, float64 [n_options].
     """
     n = len(magnitude)
     # With sorted magnitudes and their cumulative sums, the sums over the magnitudes in any interval
@@ -191,8 +174,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
     steps = np.repeat(STEP_RATIOS * base_step, len(ROUNDINGS))
     roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
     zeros = np.zeros(len(steps))
-    dropped = np.array([DROPPED, 1.0, 0.5, 0.0, squares[-1] / n, 0.0, 0.0])
-    columns = [np.split(dropped, len(dropped))]
+    dropped = np.array([DROPPED, 1.0, 0.5, 0.0, 0.0, 0.0, squares[-1] / n])
+    options = [Quantisers(*np.split(dropped, len(dropped)))]
     max_code = min(int(ordered[-1] / steps.min() + 0.5), (coding.WIDE_LEVELS - 1) // 2)
     edges = (np.arange(1, max_code + 1) - roundings[:, None]) * steps[:, None]
     # ``first_index[option, code - 1]`` is the index of the smallest magnitude with this code.
@@ -206,9 +189,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
             levels == LEVELS[0] or (LEVELS[LEVELS.index(levels) - 1] - 1) // 2 < max_code
         )
         if not useful:
-            columns.append(
-                [zeros + levels, steps, roundings, zeros + np.inf, zeros + np.inf, zeros, zeros]
-            )
+            never = zeros + np.inf
+            options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
         cut = (
             start
@@ -218,10 +200,14 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> tuple[np.ndar
         counts = np.diff(np.arange(n + 1.0)[cut], axis=1)
         s1 = np.diff(sums[cut], axis=1)
         s2 = np.diff(squares[cut], axis=1)
-        columns.append(
-            [zeros + levels, steps, roundings, *_bits_and_error(counts, s1, s2, steps, levels)]
-        )
-    return tuple(np.concatenate(parts) for parts in zip(*columns, strict=True))
+        measured = _bits_and_error(counts, s1, s2, steps, levels)
+        options.append(Quantisers(zeros + levels, steps, roundings, *measured))
+    return _concatenated(options)
+
+
+def _concatenated(quantisers: Iterable[Quantisers]) -> Quantisers:
+    """Concatenate quantisers along axis 0."""
+    return Quantisers(*map(np.concatenate, zip(*quantisers, strict=True)))
 
 
 def _bits_and_error(
@@ -237,8 +223,8 @@ def _bits_and_error(
         levels: Number of levels.
 
     Returns:
-        Four arrays [n_options], named as in :class:`Quantisers`: bits, error, shift_one and
-        shift_more.
+        Four arrays [n_options], named as in :class:`Quantisers`: shift_one, shift_more, bits and
+        error.
     """
     n = counts[0].sum()
     magnitude = np.arange(counts.shape[1])
@@ -260,7 +246,7 @@ def _bits_and_error(
         - probability[:, 0]
     )
     bits = entropy + _packing_loss(probability[:, 0], levels)
-    return [bits, np.maximum(error, 0.0), shift_one, shift_more]
+    return [shift_one, shift_more, bits, np.maximum(error, 0.0)]
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
@@ -429,7 +415,7 @@ def fit_groups(
             )
     learning.progress(n_bases, n_steps, "learn: quantisers")
     groups = _measure_groups(sample, fitted, _weights(fitted, n_layers, metrics), bits_per_token)
-    options = Quantisers.concatenated([group.options for group in groups])
+    options = _concatenated(group.options for group in groups)
     ends = np.cumsum([len(group.hopeful) for group in groups])[:-1]
     # The estimated bits differ from the stored bits by a few percent, so the budget of the
     # estimated bits is scaled until the stored bits meet ``bits_per_token``.
@@ -586,87 +572,65 @@ def _order_codes(
     # Every group must store at least one component, because decoding runs on the device of the
     # group's codes.
     if (quantisers.levels == DROPPED).all():
-        quantisers = replace(
-            quantisers, levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
+        quantisers = quantisers._replace(
+            levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
         )
     # Largest code of each component. Codes are symmetric around zero.
     limits = (quantisers.levels - 1) // 2
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
     is_wide = quantisers.levels == coding.WIDE_LEVELS
-    zero_share = (codes == 0).mean(0)
-    order = []
-    arrays = []
-    levels_of = []
-    highs = []
+    # Each stored component has a digit. The code of a wide component also has a high digit.
+    stored = np.flatnonzero(quantisers.levels != DROPPED)
+    wide = np.flatnonzero(is_wide)
+    ids = np.concatenate([wide, stored])
+    is_high = np.repeat([True, False], [len(wide), len(stored)])
+    levels_of = np.where(is_wide, coding.LOW_LEVELS, quantisers.levels)[ids]
+    levels_of[is_high] = coding.HIGH_LEVELS
+    # A range of columns shares one Huffman code, so neighbouring columns should have similar
+    # statistics. Sort the digits by their number of levels and their share of zeros. High digits
+    # come first, because they are nearly always zero.
+    falling_zeros = np.where(is_high, 0, -(codes == 0).mean(0)[ids])
+    order = np.lexsort((falling_zeros, ~is_high, levels_of))
+    ids = ids[order]
+    is_high = is_high[order]
+    levels_of = levels_of[order]
+    digits = np.where(is_high, high[:, ids], low[:, ids])
+    arrays: list[int] = []
     bits = 0.0
     n_arrays = 0
-    for levels in coding.CODES_PER_BYTE:
-        ids, high_flags = _digits_with(levels, quantisers.levels, zero_share)
-        if not len(ids):
-            continue
-        packed = coding.pack(np.where(high_flags > 0, high[:, ids], low[:, ids]), levels)
+    for levels in np.unique(levels_of).tolist():
+        packed = coding.pack(digits[:, levels_of == levels], levels)
         histograms = [np.bincount(column, minlength=256) for column in packed.T]
         counts = np.stack(histograms) / len(packed)
+        per_byte = coding.CODES_PER_BYTE[levels]
+        n_left = int((levels_of == levels).sum())
         start = 0
         # Bytes with different statistics need different Huffman codes, so each run gets an array or
         # pieces of its own.
         for end in split_by_statistics(counts, CHUNK_TOKENS):
-            arrays += [n_arrays] * (
-                min(end * coding.CODES_PER_BYTE[levels], len(ids))
-                - start * coding.CODES_PER_BYTE[levels]
-            )
+            n_digits = min((end - start) * per_byte, n_left)
+            arrays += [n_arrays] * n_digits
             bits += _stored_bits(packed[:, start:end])
             n_arrays += 1
+            n_left -= n_digits
             start = end
-        order += ids.tolist()
-        highs += high_flags.tolist()
-        levels_of += [levels] * len(ids)
-    chosen = np.array(order, np.int64)
     # The indices of components count through all parts of the group: first the keys, then the
     # values.
     firsts = np.concatenate([[0], np.cumsum(part_sizes)])
-    part = np.searchsorted(firsts, component[chosen], side="right") - 1
+    part = np.searchsorted(firsts, component[ids], side="right") - 1
     columns_table = coding.CodeColumns(
         part=part.astype(np.int32),
-        component=(component[chosen] - firsts[part]).astype(np.int32),
+        component=(component[ids] - firsts[part]).astype(np.int32),
         array=np.array(arrays, np.int32),
-        levels=np.array(levels_of, np.int32),
-        step=quantisers.step[chosen],
-        is_high=np.array(highs, np.float32),
-        rounding=quantisers.rounding[chosen],
-        shift_one=np.where(is_wide, 0, quantisers.shift_one)[chosen].astype(np.float32),
-        shift_more=np.where(is_wide, 0, quantisers.shift_more)[chosen].astype(np.float32),
+        levels=levels_of.astype(np.int32),
+        step=quantisers.step[ids],
+        is_high=is_high.astype(np.float32),
+        rounding=quantisers.rounding[ids],
+        shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids].astype(np.float32),
+        shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids].astype(np.float32),
     )
     return columns_table, bits
-
-
-def _digits_with(
-    levels: int, code_levels: np.ndarray, zero_share: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """List the digits with this number of levels, in the order in which they are stored.
-
-    Args:
-        levels: Number of different values of a digit.
-        code_levels: Number of levels of each component's code, [n_components].
-        zero_share: Share of zeros among the codes of each component, [n_components].
-
-    Returns:
-        For each digit, the index of its component, and a flag: 1 for the high digit of a wide code,
-        otherwise 0. Both are int64 [n_digits].
-    """
-    is_wide = code_levels == coding.WIDE_LEVELS
-    has_digit = code_levels == levels
-    if levels == coding.LOW_LEVELS:
-        has_digit |= is_wide
-    # A range of columns shares one Huffman code, so neighbouring columns should have similar
-    # statistics. Sort the columns by their share of zeros. High digits come first, because they are
-    # nearly always zero.
-    ids = np.flatnonzero(has_digit)
-    ids = ids[np.argsort(-zero_share[ids], kind="stable")]
-    high_ids = np.flatnonzero(is_wide & (levels == coding.HIGH_LEVELS))
-    high_flags = np.repeat([1, 0], [len(high_ids), len(ids)])
-    return np.concatenate([high_ids, ids]), high_flags
 
 
 def _stored_bits(rows: np.ndarray) -> float:
@@ -697,7 +661,7 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
         if fitted.regression is not None:
             regressions.append(fitted.regression)
     return coding.GroupFit(
-        tuple(compacted), replace(columns, component=component), tuple(regressions)
+        tuple(compacted), columns._replace(component=component), tuple(regressions)
     )
 
 

@@ -19,6 +19,7 @@ NumPy and torch share one implementation. It uses only operations that round in 
 libraries and on all devices, so that the same values always give the same codes.
 """
 
+import math
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -75,17 +76,18 @@ class Int8Codec(FieldCodec):
             )
         shape = spec.token_shape
         axes = spec.axes[1:]
-        # Prefix of array names -> (width, whether scales are per channel).
-        parts = {f"{spec.name}/": (shape[-1], True)}
         if self._is_kv:
-            width = shape[3] if spec.key_width is None else spec.key_width
-            others = width if spec.key_width is None else shape[2] - width
-            shape = shape[:3]
+            # Both kinds of KV fields hold a key, followed by a value, for each layer and head.
+            self._kv_width = math.prod(shape[2:])
+            self._key_width = shape[-1] if spec.key_width is None else spec.key_width
             axes = (*axes[:2], axes[-1])
-            parts = {f"{spec.name}/key_": (width, True), f"{spec.name}/value_": (others, False)}
-        self._parts: list[_Part] = []
-        for name, (part_width, is_per_channel) in parts.items():
-            self._parts.append(_part(name, (*shape[:-1], part_width), axes, is_per_channel))
+            value_width = self._kv_width - self._key_width
+            self._parts = [
+                _part(f"{spec.name}/key_", (*shape[:2], self._key_width), axes, True),
+                _part(f"{spec.name}/value_", (*shape[:2], value_width), axes, False),
+            ]
+        else:
+            self._parts = [_part(f"{spec.name}/", shape, axes, True)]
         super().__init__(spec, _BITS, list(chain.from_iterable(self._parts)))
 
     @override
@@ -103,12 +105,10 @@ class Int8Codec(FieldCodec):
     ) -> dict[str, Array]:
         xp = array_namespace(values)
         values = xp.astype(values, xp.float32, copy=False)
-        width = self.spec.key_width
         parts = [values]
-        if self._is_kv and width is None:
-            parts = [values[:, :, :, 0, :], values[:, :, :, 1, :]]
-        elif self._is_kv:
-            parts = [values[..., :width], values[..., width:]]
+        if self._is_kv:
+            flat = xp.reshape(values, (*values.shape[:3], self._kv_width))
+            parts = [flat[..., : self._key_width], flat[..., self._key_width :]]
         encoded: dict[str, Array] = {}
         for part, part_values in zip(self._parts, parts, strict=True):
             encoded |= _encode(xp, part, part_values)
@@ -122,9 +122,8 @@ class Int8Codec(FieldCodec):
         if not self._is_kv:
             return decoded[0]
         xp = array_namespace(*decoded)
-        return (
-            xp.stack(decoded, axis=3) if self.spec.key_width is None else xp.concat(decoded, axis=3)
-        )
+        flat = xp.concat(decoded, axis=3)
+        return xp.reshape(flat, (*flat.shape[:2], *self.spec.token_shape[1:]))
 
 
 def _part(name: str, shape: tuple[int, ...], axes: tuple[str, ...], is_per_channel: bool) -> _Part:

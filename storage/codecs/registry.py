@@ -335,13 +335,11 @@ def read_basis(path: StorePath) -> bytes:
 
 def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     settings = manifest.codec.get("transform")
-    sources = {}
+    sources: dict[str, list[str]] = {}
     for name, of in settings.items() if isinstance(settings, Mapping) else ():
         if isinstance(of, Mapping) and "predicted_from" in of:
             names = of["predicted_from"]
-            if not isinstance(names, list):
-                names = [names]
-            sources[str(name)] = [str(source) for source in names]
+            sources[name] = names if isinstance(names, list) else [names]
     return sources
 
 

@@ -39,7 +39,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from dataclasses import fields as fields_of
 from itertools import chain
 from typing import Any
 
@@ -216,14 +215,14 @@ class Rope:
     def check_fits(self, n_layers: int, head_dim: int) -> None:
         """Raise ValueError if the rotation does not fit ``n_layers`` layers of this head size."""
         half = self.inv_freq.shape[-1:]
-        if self.inv_freq.shape not in (half, (n_layers, *half)) or 2 * sum(half) > head_dim:
+        if (
+            self.inv_freq.shape not in (half, (n_layers, *half))
+            or 2 * sum(half) > head_dim
+            or self.scaling.shape not in ((), (n_layers,))
+        ):
             raise ValueError(
-                f"inv_freq has shape {self.inv_freq.shape}, which does not fit keys of width "
-                f"{head_dim} in {n_layers} layers"
-            )
-        if self.scaling.shape not in ((), (n_layers,)):
-            raise ValueError(
-                f"scaling has shape {self.scaling.shape}, which does not fit {n_layers} layers"
+                f"inv_freq of shape {self.inv_freq.shape} and scaling of shape "
+                f"{self.scaling.shape} do not fit keys of width {head_dim} in {n_layers} layers"
             )
 
     def rotate(
@@ -480,17 +479,16 @@ class TransformCodec(FieldCodec):
     ) -> GroupFit:
         def load(name: str, *shape: int | None) -> np.ndarray:
             array = np.asarray(state[f"{group}/{name}"], np.float32)
-            if not _has_shape(array, shape):
+            fits = [length in (None, n) for length, n in zip(shape, array.shape, strict=False)]
+            if array.ndim != len(shape) or not all(fits):
                 raise ValueError(f"array {group}/{name} has shape {array.shape}, expected {shape}")
             return array
 
         width = len(layers) * self.layer_width
         bases = []
         for part in map(str, range(self.n_parts)):
-            mean, synthesis = (
-                load(f"{part}/mean", EARLY_POSITIONS + 1, width),
-                load(f"{part}/synthesis", None, width),
-            )
+            mean = load(f"{part}/mean", EARLY_POSITIONS + 1, width)
+            synthesis = load(f"{part}/synthesis", None, width)
             if f"{group}/{part}/analysis" in state:
                 bases.append(
                     Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis)))
@@ -500,20 +498,21 @@ class TransformCodec(FieldCodec):
             has_scale = f"{group}/{part}/scale" in state
             scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
             bases.append(Basis.scaled(mean, synthesis, scale))
-        table = load("columns", None, len(fields_of(CodeColumns)))
+        table = load("columns", None, len(CodeColumns._fields))
         columns = CodeColumns.from_table(table)
         n_components = np.array([len(basis.synthesis) for basis in bases])
-        is_known = np.isin(columns.part, range(self.n_parts)) & np.isin(
-            columns.levels, list(CODES_PER_BYTE)
+        part = np.clip(columns.part, 0, self.n_parts - 1)
+        is_valid = (
+            (columns.part == part)
+            & (columns.component >= 0)
+            & (columns.component < n_components[part])
+            & np.isin(columns.levels, list(CODES_PER_BYTE))
+            & np.isfinite(table).all(axis=1)
         )
-        is_known[is_known] = columns.component[is_known] < n_components[columns.part[is_known]]
-        if not (is_known & (columns.component >= 0)).all() or (np.diff(columns.array) < 0).any():
+        if not is_valid.all() or (np.diff(columns.array) < 0).any():
             raise ValueError(
-                f"the codec file is damaged: array {group}/columns has an entry that is out of range"
-            )
-        if not np.isfinite(table).all():
-            raise ValueError(
-                f"the codec file is damaged: array {group}/columns has NaN or infinite values"
+                f"the codec file is damaged: array {group}/columns has an entry that is NaN, "
+                "infinite or out of range"
             )
         regressions: list[np.ndarray] = []
         for part_index in range(self.n_parts if n_features else 0):
@@ -615,29 +614,23 @@ class TransformCodec(FieldCodec):
             return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         # Decode group by group, because each group has its own basis. At the end, put the layers in
         # the requested order.
-        chosen = list(range(self._n_layers)) if layers is None else layers
-        decoded = []
-        order = []
+        decoded: list[Array] = []
+        available: list[int] = []
         for group in self._groups_of(layers):
             members = self.groups[group]
-            indices: list[int] = []
-            wanted: list[int] = []
-            for i, layer in enumerate(chosen):
-                if layer in members:
-                    indices.append(i)
-                    wanted.append(layer)
-            local = [layer - members[0] for layer in wanted]
-            selection = None if local == list(range(len(members))) else local
+            wanted = [layer for layer in members if layers is None or layer in layers]
+            local = None if wanted == members else [layer - members[0] for layer in wanted]
             parts = groups[group].decode(
-                codes, first_position, n_tokens, len(members), selection, features
+                codes, first_position, n_tokens, len(members), local, features
             )
             decoded.append(self._assemble(parts, first_position, wanted))
-            order += indices
+            available += wanted
         xp = array_namespace(decoded[0])
         values = xp.concat(decoded, axis=1) if len(decoded) > 1 else decoded[0]
-        if order == sorted(order):
+        if layers is None or layers == available:
             return values
-        return xp.take(values, to_device_of(np.argsort(order).astype(np.int32), values), axis=1)
+        order = np.array([available.index(layer) for layer in layers], np.int32)
+        return xp.take(values, to_device_of(order, values), axis=1)
 
     def as_features(
         self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
@@ -886,16 +879,6 @@ class Observation(Sample):
             codes |= {} if tokens is None else {TOKENS: tokens}
             all_features.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
         return all_features
-
-
-def _has_shape(array: np.ndarray, shape: Sequence[int | None]) -> bool:
-    """Whether an array has this shape, in which None stands for any length."""
-    if array.ndim != len(shape):
-        return False
-    for length, expected in zip(array.shape, shape, strict=True):
-        if expected is not None and length != expected:
-            return False
-    return True
 
 
 def side_by_side(arrays: Sequence[Array]) -> Array:

@@ -32,8 +32,9 @@ from ..backend import MISSING, LocalFile, crc32c, scratch_bytes
 from ..chunk import CRC_BYTES, decode_chunk
 from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid, read_grid
-from ..paths import RemotePath, StorePath, threads
+from ..paths import RemotePath, StorePath
 from ..read_cache import ReadCache, RemoteFile, fetch_ranges
+from ..requests import threads
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
 # Size of a window: number of stored bytes that are fetched from a bucket before they are decoded.
@@ -110,13 +111,8 @@ class ShardReader:
                 f"{expected:#010x}. {_REPAIR}"
             )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
-        # Check offset and size separately before their sum, because the sum of two uint64 values
-        # could overflow.
-        offset = index[..., 0]
-        n_bytes = index[..., 1]
-        if bool(((offset > data_bytes) | (n_bytes > data_bytes)).any()) or bool(
-            (offset + n_bytes > data_bytes).any()
-        ):
+        # Check offset and size separately too, because the sum of two uint64 values could overflow.
+        if (index > data_bytes).any() or (index.sum(axis=-1) > data_bytes).any():
             raise StoreDamaged(
                 f"{self.path} is damaged: its index lists chunks that are missing or outside the "
                 f"file. {_REPAIR}"
@@ -295,12 +291,10 @@ class _Column:
     """The inner chunks with the same index along axis 1, and where their layers are copied to."""
 
     number: int  # Index of the chunks along axis 1.
-    # Range [start, stop) of the layer axis of ``out`` that receives all layers of the chunk in
-    # order. None if layers are copied one by one.
-    span: tuple[int, int] | None
-    # (layer in the chunk, index along the layer axis of ``out``) for each layer to copy. Used only
-    # if ``span`` is None.
-    pairs: list[tuple[int, int]]
+    # Layers of the chunk that are copied, and the indices along the layer axis of ``out`` to which
+    # they are copied. Both are slices if all layers of the chunk are copied in order.
+    inner: slice | list[int]
+    outer: slice | list[int]
 
 
 @dataclass
@@ -409,21 +403,25 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
     A column is the chunks with the same index along axis 1. It also holds the indices along the
     layer axis of the caller's buffer to which its layers are copied.
     """
+    columns: list[_Column] = []
     if layers is None:
-        every_column: list[_Column] = []
         for number in range(n_columns):
-            span = (number * chunk_layers, (number + 1) * chunk_layers)
-            every_column.append(_Column(number, span, []))
-        return every_column
-    columns: dict[int, _Column] = {}
+            outer = slice(number * chunk_layers, (number + 1) * chunk_layers)
+            columns.append(_Column(number, slice(None), outer))
+        return columns
+    # Index of a column -> (layer in the chunk, index along the layer axis of ``out``).
+    pairs_by_column: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)
-        columns.setdefault(number, _Column(number, None, [])).pairs.append((inner, position))
-    for column in columns.values():
-        first = column.pairs[0][1]
-        if column.pairs == list(enumerate(range(first, first + chunk_layers))):
-            column.span = (first, first + chunk_layers)
-    return sorted(columns.values(), key=lambda column: column.number)
+        pairs_by_column[number].append((inner, position))
+    for number, pairs in sorted(pairs_by_column.items()):
+        first = pairs[0][1]
+        if pairs == list(enumerate(range(first, first + chunk_layers))):
+            columns.append(_Column(number, slice(None), slice(first, first + chunk_layers)))
+        else:
+            inner_layers = [pair[0] for pair in pairs]
+            columns.append(_Column(number, inner_layers, [pair[1] for pair in pairs]))
+    return columns
 
 
 def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
@@ -516,11 +514,12 @@ def _decode_chunk(
     grid = reader.grid
     row_start = row * grid.chunk_tokens
     chunk_rows = grid.chunk_tokens
-    if len(destinations) == 1 and column.span is not None and destinations[0].low <= row_start:
+    is_whole = isinstance(column.outer, slice)
+    if len(destinations) == 1 and is_whole and destinations[0].low <= row_start:
         first_row = row_start - destinations[0].low
         target = destinations[0].out[first_row : first_row + chunk_rows]
-        if grid.chunks_per_row > 1 or target.ndim > 1:
-            target = target[:, column.span[0] : column.span[1]]
+        if target.ndim > 1:
+            target = target[:, column.outer]
         if target.shape == grid.chunk_shape and target.flags.c_contiguous:
             reader.decode(data, row, column.number, target)
             return
@@ -536,8 +535,7 @@ def _decode_chunk(
         high = min(destination.high, row_start + chunk_rows)
         target = destination.out[low - destination.low : high - destination.low]
         values = chunk[low - row_start : high - row_start]
-        if column.span is not None:
-            target = target if target.ndim == 1 else target[:, column.span[0] : column.span[1]]
+        if target.ndim > 1:
+            target[:, column.outer] = values[:, column.inner]
+        else:
             target[...] = values
-        for inner, position in column.pairs if column.span is None else ():
-            target[:, position] = values[:, inner]

@@ -19,7 +19,7 @@ from ...files import kind_of
 from ..backend import MISSING, backend_of, download, open_path
 from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
 from ..codecs.registry import StoreCodec
-from ..commit import check_manifest, find_size_damage, read_commits, read_file_records
+from ..commit import check_manifest, check_size, read_commits, read_file_records
 from ..paths import StorePath
 from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan, rows_where
 from ..read_cache import ReadCache, cache_at
@@ -118,10 +118,9 @@ class ActivationStore:
                     f"{commit_path(Path(), part).as_posix()} and run the same `moa-data extract` "
                     "command again: it rewrites only this part."
                 )
-            for _, error in find_size_damage(
-                self.path / PARTS_NAME, commit.files if checks_sizes else {}, listed
-            ):
-                raise error
+            if checks_sizes:
+                for name, record in commit.files.items():
+                    check_size(self.path / PARTS_NAME / name, record, listed.get(name))
         if require_complete and len(self.commits) < self.manifest.n_parts:
             pending = [part for part in range(self.manifest.n_parts) if part not in self.commits]
             raise StoreError(
@@ -518,23 +517,14 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         )
     n_layers = spec.token_shape[0]
     try:
-        chosen = (
-            list(range(n_layers))[layers]
-            if isinstance(layers, slice)
-            else [index(layer) for layer in layers]
-        )
-    except TypeError as error:
+        if not isinstance(layers, slice):
+            layers = [index(layer) for layer in layers]
+        indices: list[int] = np.arange(n_layers)[layers].tolist()
+    except (TypeError, IndexError) as error:
         raise SelectionInvalid(
-            f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
+            f"Field {spec.name!r} has {n_layers} layers, counted from 0, and `layers` is "
+            f"{layers!r:.60}. Pass a slice, or a list of numbers below {n_layers}."
         ) from error
-    indices: list[int] = []
-    for layer in chosen:
-        if not -n_layers <= layer < n_layers:
-            raise SelectionInvalid(
-                f"Field {spec.name!r} has {n_layers} layers, counted from 0, and {layer} is not "
-                "one of them."
-            )
-        indices.append(layer % n_layers)
     return None if indices == list(range(n_layers)) else indices
 
 

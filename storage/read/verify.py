@@ -7,7 +7,7 @@ and no shards.
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -35,8 +35,8 @@ from ..commit import (
     FileRecord,
     PartCommit,
     array_of,
+    check_size,
     find_manifest_damage,
-    find_size_damage,
     read_file_records,
     read_part_commit,
 )
@@ -64,6 +64,21 @@ class Finding:
     # The error that prevented the check of the file, which may be intact. None if the file is
     # damaged.
     error: OSError | MemoryError | None = None
+
+
+# Errors that a check adds to its report.
+_REPORTED = (StoreError, OSError, MemoryError)
+
+
+def _finding(part: int | None, path: str, error: StoreError | OSError | MemoryError) -> Finding:
+    """Describe an error of a check.
+
+    A StoreError or a missing file means damage. Any other error means that the file could not be
+    checked.
+    """
+    if isinstance(error, StoreError | FileNotFoundError | NotADirectoryError):
+        return Finding(part, path, str(error))
+    return Finding(part, path, reason(error), error)
 
 
 @dataclass
@@ -262,17 +277,11 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Add an error in the ``with`` block to the report instead of raising it.
-
-        A StoreError means that the file is damaged. An OSError or MemoryError means that it could
-        not be checked.
-        """
+        """Add an error in the ``with`` block to the report instead of raising it."""
         try:
             yield
-        except StoreError as error:
-            self._damage(part, path, error)
-        except (OSError, MemoryError) as error:
-            self.report.add([Finding(part, name_below(self.store, path), reason(error), error)])
+        except _REPORTED as error:
+            self.report.add([_finding(part, name_below(self.store, path), error)])
 
     def _read_commits(self, planned: Sequence[Mapping[str, int]]) -> None:
         """Read the commits of all parts, and report commits whose counts differ from the plan."""
@@ -334,27 +343,18 @@ class _Verification:
         listed = {} if part is None else self.listed
 
         def check(name: str, record: FileRecord) -> list[Finding]:
-            path = name_below(self.store, folder / name)
+            path = folder / name
             try:
-                for _, wrong in find_size_damage(folder, {name: record}, listed):
-                    return [Finding(part, path, str(wrong))]
-                got = record.crc32 if self.depth == "sizes" else file_crc32(folder / name)
-            # A missing file counts as damaged. Any other OSError means that the file could not be
-            # checked.
-            except (StoreError, *MISSING) as error:
-                return [Finding(part, path, str(error))]
-            except (OSError, MemoryError) as error:
-                return [Finding(part, path, reason(error), error)]
-            if got == record.crc32:
-                return []
-            return [
-                Finding(
-                    part,
-                    path,
-                    f"the checksum of the file is {got:#010x}, but its commit says "
-                    f"{record.crc32:#010x}",
-                )
-            ]
+                check_size(path, record, listed.get(name))
+                got = record.crc32 if self.depth == "sizes" else file_crc32(path)
+                if got != record.crc32:
+                    raise StoreDamaged(
+                        f"the checksum of the file is {got:#010x}, but its commit says "
+                        f"{record.crc32:#010x}"
+                    )
+            except _REPORTED as error:
+                return [_finding(part, name_below(self.store, path), error)]
+            return []
 
         return self.map(check, files.keys(), files.values())
 
@@ -383,64 +383,53 @@ class _Verification:
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
     sequence_name = f"sequence {row['sequence_id']} (source row {row['source_row']})"
-    part = row["part"]
-    for name, spec in reader.fields.items():
-        codec = reader.codec.fields[name]
-        messages: dict[str, str] = {}
+    for name in reader.fields:
         try:
-            if spec.name == "response_mask":
-                mask = reader.read(i, name)
-                n_masked = int(mask.sum(dtype=np.int64))
-                if mask.max(initial=0) > 1:
-                    messages[name] = "the response mask has values other than 0 and 1"
-                elif n_masked != (n_planned := row["n_response_tokens"]):
-                    messages[name] = (
-                        f"the response mask has {n_masked} response tokens, but the plan says "
-                        f"{n_planned}"
-                    )
+            if name == "response_mask":
+                problems = _mask_problems(reader.read(i, name), row["n_response_tokens"])
             else:
-                for array, n_bad, first, layers in _non_finite(reader, i, row, codec):
-                    messages[array.name] = _non_finite_message(array, n_bad, first, layers)
+                problems = _non_finite(reader, i, row["n_tokens"], reader.codec.fields[name])
         except StoreError as error:
-            messages = {name: str(error)}
+            problems = {name: str(error)}
         except (OSError, MemoryError) as error:
-            yield Finding(part, f"{schema.PARTS_NAME}/{name}", reason(error), error)
+            yield _finding(row["part"], f"{schema.PARTS_NAME}/{name}", error)
             continue
-        for array_name, message in messages.items():
-            yield Finding(part, f"{schema.PARTS_NAME}/{array_name}", f"{sequence_name}: {message}")
+        for array_name, problem in problems.items():
+            path = f"{schema.PARTS_NAME}/{array_name}"
+            yield Finding(row["part"], path, f"{sequence_name}: {problem}")
 
 
-def _non_finite_message(
-    array: schema.StoredArray, n_bad: int, first: list[int], layers: list[int]
-) -> str:
-    """Describe a result of :func:`_non_finite`."""
-    position: list[str] = []
-    for axis, index in zip(array.axes, first, strict=True):
-        position.append(f"{axis} {index}")
-    layer_text = ""
-    if layers:
-        plural = "s" if len(layers) > 1 else ""
-        layer_text = f" in layer{plural} {', '.join(map(str, layers))}"
-    return f"{n_bad} values are NaN or infinite{layer_text}; the first at {', '.join(position)}"
+def _mask_problems(mask: np.ndarray, n_planned: int) -> dict[str, str]:
+    """Compare a response mask with the number of response tokens in the plan."""
+    n_masked = int(mask.sum(dtype=np.int64))
+    if mask.max(initial=0) > 1:
+        return {"response_mask": "the response mask has values other than 0 and 1"}
+    if n_masked != n_planned:
+        return {
+            "response_mask": f"the response mask has {n_masked} response tokens, but the plan says "
+            f"{n_planned}"
+        }
+    return {}
 
 
 def _non_finite(
-    reader: ActivationStore, i: int, row: dict[str, Any], codec: FieldCodec
-) -> Iterator[tuple[schema.StoredArray, int, list[int], list[int]]]:
+    reader: ActivationStore, i: int, n_tokens: int, codec: FieldCodec
+) -> dict[str, str]:
     """Read one sequence of a field, and find stored arrays with NaN or infinite values.
 
-    Yields:
-        (array, number of NaN or infinite values, index of the first of them, numbers of the
-        target's layers that have such values).
+    Returns:
+        Name of the array -> description of its NaN and infinite values.
     """
-    bad_arrays: dict[schema.StoredArray, tuple[int, list[int], set[int]]] = {}
     spec = codec.spec
+    n_bad: Counter[schema.StoredArray] = Counter()
+    first_bad: dict[schema.StoredArray, str] = {}
+    bad_layers: dict[schema.StoredArray, set[int]] = defaultdict(set)
     # Read the sequence in slices, to limit the memory of each thread. Slices begin at multiples of
     # the alignment, so that they contain whole blocks of every codec.
     step = (
         max(1, SLICE_BYTES // spec.token_bytes // schema.ALIGNMENT_TOKENS) * schema.ALIGNMENT_TOKENS
     )
-    for start in range(0, row["n_tokens"], step):
+    for start in range(0, n_tokens, step):
         rows = reader.read_stored(i, spec.name, tokens=slice(start, start + step))
         for array in codec.arrays:
             if array.logical_dtype not in schema.FLOAT_DTYPES:
@@ -449,14 +438,24 @@ def _non_finite(
             if finite.all():
                 continue
             bad = np.argwhere(~finite)
-            n_before, first, layers = bad_arrays.get(array, (0, bad[0].tolist(), set[int]()))
-            if not n_before:
+            if array not in n_bad:
+                first = bad[0].tolist()
                 first[0] += start // array.block_tokens
+                position = [f"{axis} {n}" for axis, n in zip(array.axes, first, strict=True)]
+                first_bad[array] = ", ".join(position)
+            n_bad[array] += len(bad)
             if array.layer_axis is not None:
-                layers |= set(np.unique(bad[:, array.layer_axis]).tolist())
-            bad_arrays[array] = n_before + len(bad), first, layers
-    for array, (n_bad, first, layers) in bad_arrays.items():
-        yield array, n_bad, first, [spec.layer_numbers[layer] for layer in sorted(layers)]
+                bad_layers[array].update(np.unique(bad[:, array.layer_axis]).tolist())
+    problems: dict[str, str] = {}
+    for array, n in n_bad.items():
+        layers = [str(spec.layer_numbers[layer]) for layer in sorted(bad_layers[array])]
+        layer_text = ""
+        if layers:
+            layer_text = f" in layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}"
+        problems[array.name] = (
+            f"{n} values are NaN or infinite{layer_text}; the first at {first_bad[array]}"
+        )
+    return problems
 
 
 # Summaries

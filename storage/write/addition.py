@@ -21,7 +21,6 @@ from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
 from ..commit import FileRecord, PartCommit, array_of, read_part_commit
 from ..paths import StorePath
-from ..read.verify import unfinished_fields
 from ..schema import CODEC_NAME, FieldSpec, StoreManifest, commit_path
 from .part import PartWriter
 from .publish import changed_meanwhile
@@ -94,11 +93,11 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     for part in writer.committed_parts():
         part_path = commit_path(writer.path, part)
         commit = read_part_commit(part_path)
-        if unfinished_fields([commit], writer.codec):
-            files: dict[str, FileRecord] = {}
-            for name, record in commit.files.items():
-                if array_of(name) in arrays:
-                    files[name] = record
+        files: dict[str, FileRecord] = {}
+        for name, record in commit.files.items():
+            if array_of(name) in arrays:
+                files[name] = record
+        if files != commit.files:
             new_commit = replace(commit, files=files)
             if not backend_of(part_path).replace(commit.to_json(), new_commit.to_json()):
                 raise changed_meanwhile(part_path)

@@ -104,12 +104,9 @@ class ShardWriter:
             values: values of all chunks with the next index along axis 0, in one array. They must
                 not change until :meth:`settle` has returned.
         """
-        step = self._grid.chunk_layers
-        columns = range(self._grid.chunks_per_row)
-        chunks = [
-            values[:, column * step : (column + 1) * step] if values.ndim > 1 else values
-            for column in columns
-        ]
+        chunks = [values]
+        if values.ndim > 1:
+            chunks = np.split(values, self._grid.chunks_per_row, axis=1)
         n_per_task = max(1, TASK_BYTES // chunks[0].nbytes)
         for first in range(0, len(chunks), n_per_task):
             self._encoding.append(self._pool.encode(chunks[first : first + n_per_task]))
@@ -246,16 +243,12 @@ class ArrayWriter:
                 f"{array.logical_dtype}) and shape [n, {', '.join(map(str, array.row_shape))}], "
                 f"but the array has dtype {values.dtype} and shape {list(values.shape)}."
             )
-        if self.written and first_row < self.written[-1][1]:
-            raise StoreError(
-                f"{array.name!r}: {unit} {first_row} cannot be written, because the {unit}s before "
-                f"{self.written[-1][1]} are written already. Write the {unit}s in increasing "
-                "order."
-            )
-        if end > self._n_rows:
+        first_free = self.written[-1][1] if self.written else 0
+        if first_row < first_free or end > self._n_rows:
             raise StoreError(
                 f"{array.name!r}: cannot write {unit}s {first_row} to {end}, because the part has "
-                f"only {self._n_rows} {unit}s."
+                f"only {self._n_rows} {unit}s, and the {unit}s before {first_free} are written "
+                f"already. Write the {unit}s in increasing order."
             )
 
     def _flush_rows(self, row: int) -> None:
@@ -269,7 +262,7 @@ class ArrayWriter:
 
     def _append(self, values: np.ndarray) -> None:
         if self._shard is None:
-            path = self._files.path_of(self._shard_name(self._n_shards))
+            path = self._files.new_path(self._shard_name(self._n_shards))
             self._shard = ShardWriter(path, self._grid, self._pool, self._files.make_durable)
             self._n_shards += 1
         self._shard.append_row(values)
@@ -306,12 +299,10 @@ class ArrayWriter:
             synced.result()
 
     def abort(self) -> None:
-        """Close the open shard, and delete the local files that still have temporary names."""
+        """Close the open shard."""
         if self._shard is not None:
             self._shard.abort()
             self._shard = None
-        for number in range(self._n_shards):
-            self._files.path_of(self._shard_name(number)).unlink(missing_ok=True)
 
 
 class PartWriter(AbstractContextManager["PartWriter"]):

@@ -42,18 +42,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
 from ...files import (
     PARTIAL_SUFFIX,
     disk_full_guard,
-    mapping,
-    parse_object,
-    relative_name,
     walk,
-    whole_number,
 )
 from ..backend import MISSING, backend_of, download, file_crc32
 from ..commit import (
+    FileName,
     FileRecord,
     PartCommit,
     content_of,
@@ -61,7 +61,8 @@ from ..commit import (
     read_file_records,
     read_part_commit,
 )
-from ..paths import StorePath, name_below, requests
+from ..paths import StorePath, name_below
+from ..requests import requests
 from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
@@ -69,6 +70,7 @@ from ..schema import (
     PUBLISH_NAME,
     RUNS_NAME,
     TARGET_NAME,
+    Natural,
     commit_path,
     is_known,
     publication_path,
@@ -84,6 +86,19 @@ LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age in seconds at which an unpublished uploa
 def partial_name(name: str, attempt: str) -> str:
     """Return the temporary name of an unpublished file. ``attempt`` identifies its writer."""
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
+
+
+class _Record(TypedDict):
+    """The publication record, a JSON object with the attributes of a :class:`Publication`."""
+
+    attempt: str
+    commit: str
+    files: Mapping[FileName, Natural]
+    new: str
+    old: str | None
+
+
+_RECORD = TypeAdapter(_Record)
 
 
 @dataclass(frozen=True)
@@ -108,17 +123,20 @@ class Publication:
             The publication, or None without a valid record.
         """
         try:
-            content = parse_object(backend_of(publication_path(commit)).read())
-            files: dict[str, int] = {}
-            for name, n_bytes in mapping(content["files"], "files").items():
-                files[relative_name(name)] = whole_number(n_bytes, "bytes")
-            old = None if content["old"] is None else str(content["old"]).encode()
-            return cls(commit, str(content["attempt"]), files, old, str(content["new"]).encode())
+            record = _RECORD.validate_json(backend_of(publication_path(commit)).read(), strict=True)
         except MISSING:
             return None
-        except (KeyError, TypeError, ValueError):
+        except ValueError:
             backend_of(commit.parent).remove_files([publication_path(commit).name])
             return None
+        old = record["old"]
+        return cls(
+            commit,
+            record["attempt"],
+            record["files"],
+            None if old is None else old.encode(),
+            record["new"].encode(),
+        )
 
     def to_json(self) -> bytes:
         """Return the content of the publication record."""
@@ -221,16 +239,17 @@ class PartFiles:
         # that were uploaded. So each PartFiles of a bucket uses different temporary names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
-        self._uploads: list[str] = []  # Temporary names, relative to ``parts/``.
+        self._paths: list[Path] = []  # Local files to which shards are written.
         self._asked_for: PartCommit | None = None
 
-    def path_of(self, name: str) -> Path:
-        """Return the path of the local file to which a shard is written.
+    def new_path(self, name: str) -> Path:
+        """Return the path of the local file to which a new shard must be written.
 
         Args:
             name: name of the shard in the commit.
         """
-        return self._folder / partial_name(name, self.attempt)
+        self._paths.append(self._folder / partial_name(name, self.attempt))
+        return self._paths[-1]
 
     def make_durable(self, fd: int, path: Path) -> None:
         """Sync a complete local file to disk, or upload it."""
@@ -240,8 +259,7 @@ class PartFiles:
             return
         # Use the wall clock, which also counts the time while the machine is suspended.
         self._first_upload_s = self._first_upload_s or time.time()
-        name = path.relative_to(self._folder).as_posix()
-        self._uploads.append(name)
+        name = name_below(self._folder, path)
         backend_of(self._store.path / PARTS_NAME / name).move_in(path)
         path.unlink()
 
@@ -280,14 +298,17 @@ class PartFiles:
         return other, False
 
     def withdraw(self) -> bool:
-        """Delete the unpublished uploads.
+        """Delete the unpublished local files and uploads.
 
         Returns:
             Whether the part is committed nevertheless. This happens if an interrupt arrives during
             or after the commit.
         """
+        for path in self._paths:
+            path.unlink(missing_ok=True)
         if self._asked_for is None:
-            backend_of(self._store.path / PARTS_NAME).remove_files(self._uploads)
+            uploads = [name_below(self._folder, path) for path in self._paths]
+            backend_of(self._store.path / PARTS_NAME).remove_files(uploads)
             return False
         # Keep the uploads: the publication record may exist even if the server's response was lost,
         # and other writers then need the uploads to finish the publication. If no record lists
@@ -425,20 +446,15 @@ class StoreFiles:
         In a bucket, finish the publications of other writers instead.
         """
         if isinstance(self.path, Path):
-            for folder in (
-                self.path,
-                self.path / COMMITS_NAME,
-                self.path / RUNS_NAME,
-                self.path / CODEC_NAME,
-            ):
-                for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-                    if leftover.is_dir() and not leftover.is_symlink():
-                        shutil.rmtree(leftover)
-                    else:
-                        leftover.unlink(missing_ok=True)
-            for leftover in (self.path / TARGET_NAME).rglob(f"*{PARTIAL_SUFFIX}"):
-                leftover.unlink(missing_ok=True)
-            (self.path / PUBLISH_NAME).unlink(missing_ok=True)
+            leftovers = [self.path / PUBLISH_NAME]
+            for name in ("", COMMITS_NAME, RUNS_NAME, CODEC_NAME):
+                leftovers += (self.path / name).glob(f"*{PARTIAL_SUFFIX}")
+            leftovers += (self.path / TARGET_NAME).rglob(f"*{PARTIAL_SUFFIX}")
+            for leftover in leftovers:
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink(missing_ok=True)
             return
         commits = self.path / COMMITS_NAME
         for name in backend_of(commits).names_in():
@@ -481,16 +497,14 @@ class StoreFiles:
 
 
 def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
-    """Delete all files and folders in ``parts`` except the files in ``kept`` (relative paths)."""
-    for root, folders, names in walk(parts):
-        below = "" if root == parts else f"{root.relative_to(parts).as_posix()}/"
-        for name in list(folders):
-            if not any(file.startswith(f"{below}{name}/") for file in kept):
-                shutil.rmtree(root / name)
-                folders.remove(name)
+    """Delete the files in ``parts`` except those in ``kept`` (relative paths), and empty folders."""
+    # In reversed order, a folder comes after the folders in it.
+    for root, _, names in reversed(list(walk(parts))):
         for name in names:
-            if below + name not in kept:
+            if (root / name).relative_to(parts).as_posix() not in kept:
                 (root / name).unlink()
+        if root != parts and not os.listdir(root):
+            root.rmdir()
 
 
 def refuse_links(store: StorePath) -> None:

@@ -39,13 +39,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ...errors import (
     OutputOccupied,
@@ -73,7 +74,16 @@ from ..commit import (
 )
 from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
 from ..paths import StorePath
-from ..plan import check_plan, numbers, part_counts, plan_bytes, plan_counts, read_plan, rows_where
+from ..plan import (
+    PLAN_SCHEMA,
+    check_plan,
+    numbers,
+    part_counts,
+    plan_bytes,
+    plan_counts,
+    read_plan,
+    rows_where,
+)
 from ..read.store import read_manifest
 from ..read.verify import Depth, Finding, verify_commits
 from ..schema import (
@@ -611,22 +621,18 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
 
 
 def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
-    for row in range(min(old.num_rows, new.num_rows)):
-        a = old.slice(row, 1).to_pylist()[0]
-        b = new.slice(row, 1).to_pylist()[0]
-        if a != b:
-            was: list[str] = []
-            now: list[str] = []
-            for key in a:
-                if a[key] != b[key]:
-                    was.append(f"{key}={a[key]}")
-                    now.append(f"{key}={b[key]}")
-            return f"row {row}: {', '.join(was)}", f"row {row}: {', '.join(now)}"
+    """Describe the first row in which a column of two plans differs, or their numbers of rows."""
+    n_rows = min(old.num_rows, new.num_rows)
+    for name in PLAN_SCHEMA.names:
+        differs = pc.not_equal(old[name].slice(0, n_rows), new[name].slice(0, n_rows))
+        row = pc.index(differs, True).as_py()
+        if row >= 0:
+            return f"row {row}: {name}={old[name][row]}", f"row {row}: {name}={new[name][row]}"
     return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
 
 
 def _write_array_metadata(
-    store: StorePath, arrays: Iterable[StoredArray], n_parts: int, longest_part: int
+    store: StorePath, arrays: Sequence[StoredArray], n_parts: int, longest_part: int
 ) -> dict[str, ArrayGrid]:
     """Write the zarr.json files of arrays if they do not exist yet.
 
@@ -636,13 +642,8 @@ def _write_array_metadata(
     Returns:
         Array name -> grid.
     """
-    wanted = {array.name: array for array in arrays}
-    documents = zarr_metadata(
-        (array, array_grid(array, n_parts, longest_part)) for array in wanted.values()
-    )
-    contents: dict[str, bytes] = {}
-    for name, content in documents.items():
-        contents[f"{PARTS_NAME}/{name}"] = content
+    documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in arrays)
+    contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
     restore_files(store, contents)
     # Write the zarr.json of a group before those of the groups and arrays in it.
     for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
@@ -653,8 +654,8 @@ def _write_array_metadata(
             file.put_if_absent(content)
             backend_of(path.parent.parent).sync_names()
     grids: dict[str, ArrayGrid] = {}
-    for name, array in wanted.items():
-        grids[name] = read_grid(store / PARTS_NAME, array, n_parts, longest_part)
+    for array in arrays:
+        grids[array.name] = read_grid(store / PARTS_NAME, array, n_parts, longest_part)
     return grids
 
 

@@ -23,9 +23,10 @@ from moa_data.storage.backend import (
     download,
     open_path,
 )
-from moa_data.storage.commit import FileRecord, find_size_damage
+from moa_data.storage.commit import FileRecord, check_size
 from moa_data.storage.object_store import ObjectStore
-from moa_data.storage.paths import REQUEST_BYTES, RemotePath, StorePath
+from moa_data.storage.paths import RemotePath, StorePath
+from moa_data.storage.requests import REQUEST_BYTES
 from moa_data.tests.kit.object_stores import empty_prefix, environment, use
 
 
@@ -53,9 +54,8 @@ class BackendContract:
         listed = backend_of(location).listed_sizes()
         assert listed == (sizes if isinstance(location, RemotePath) else {})
         backend_of(location / "later").put(b"12345")  # The list is older than this file.
-        assert not find_size_damage(
-            location, {"later": FileRecord(5, 0), "b/c": FileRecord(7, 0)}, listed
-        )
+        for name, n_bytes in (("later", 5), ("b/c", 7)):
+            check_size(location / name, FileRecord(n_bytes, 0), listed.get(name))
         assert backend_of(location).names_in() == ["a", "b", "later"]
         assert backend_of(location / "nothing").names_in() == []
         assert backend_of(location / "b").exists()

@@ -105,7 +105,7 @@ def test_fields_check_themselves() -> None:
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            FieldSpec(name, dtype, shape, ("token",))
+            FieldSpec(name, dtype, shape, ("token",), "")
     with pytest.raises(ValueError, match=r"bfloat16 are stored as uint16, but .* float32"):
         to_float32(np.zeros(2, np.float32), "bfloat16")
 

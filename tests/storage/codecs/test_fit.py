@@ -110,7 +110,7 @@ def test_measured_bits_and_errors_are_those_of_the_codes() -> None:
     for component in range(3):
         for option in np.flatnonzero(np.isfinite(options.bits[component]))[17::17]:
             q = options.chosen(np.full(3, option))
-            one = Quantisers(*(values[component : component + 1] for values in vars(q).values()))
+            one = Quantisers(*(values[component : component + 1] for values in q))
             x = sample[:, component : component + 1]
             codes = quantise(x / one.step, one.rounding, (one.levels - 1) // 2)
             shift = np.where(np.abs(codes) == 1, one.shift_one, one.shift_more)

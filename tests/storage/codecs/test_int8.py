@@ -92,7 +92,7 @@ def test_zero_blocks_and_tiny_values() -> None:
 
 def test_fields_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CodecUnknown):
-        Int8Codec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b")))
+        Int8Codec(FieldSpec("x", "bfloat16", (2, 3), ("token", "a", "b"), ""))
 
 
 def write_kv(
