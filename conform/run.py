@@ -196,11 +196,11 @@ def _encode_chats(target: Target, prompts: str | None, n_prompts: int) -> list[l
 def pieces_of(target: Target) -> dict[str, Any]:
     """Return the parts of the target that a drafter's folder may contain, by name."""
     model: Any = target.model
-    heads = {
+    return {
+        "config": target.facts.config,
         EMBEDDINGS: model.get_input_embeddings().weight,
         LM_HEAD: model.get_output_embeddings().weight,
     }
-    return {"config": target.facts.config, **heads}
 
 
 def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
@@ -252,8 +252,12 @@ def compare(
 ) -> Conformance:
     """Compare an engine's rounds with ours, and look for wrong choices that explain differences."""
     texts: list[list[int]] = []
-    for prompt, answer in zip(prompts, answers, strict=True):
+    other_answers: list[int] = []
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         texts.append([*prompt, *answer["tokens"]])
+        plain = plain_generate(target, prompt, max_new_tokens=max_new_tokens)
+        if answer["tokens"] != plain.tokens:
+            other_answers.append(index)
     outputs = [_outputs(target, text) for text in texts]
     frozen = FrozenTarget.from_model(target.model, drafter.config.target_layer_inference)
 
@@ -261,11 +265,8 @@ def compare(
         reading = Reading.of(drafter, frozen, target.facts.n_layers)
         change(reading)
         for index, text in enumerate(texts):
-            differences = _partings(
-                reading, text, answers[index]["rounds"], reading.states(outputs[index])
-            )
-            for difference in differences:
-                yield Parting(index, *difference)
+            states = reading.states(outputs[index])
+            yield from _partings(reading, index, text, answers[index]["rounds"], states)
 
     def count(change: Choice, most: int) -> int:
         try:
@@ -274,7 +275,6 @@ def compare(
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
-    other_answers = _other_answers(target, prompts, answers, max_new_tokens)
     n_rounds = sum(len(answer["rounds"]) for answer in answers)
     all_partings = list(partings(lambda reading: None))
     result = Conformance(n_rounds, len(prompts), all_partings, other_answers)
@@ -294,21 +294,6 @@ def compare(
                 fewest = n_left
                 result.nearest = (name, n_left)
     return result
-
-
-def _other_answers(
-    target: Target,
-    prompts: Sequence[list[int]],
-    answers: Sequence[Mapping[str, Any]],
-    max_new_tokens: int,
-) -> list[int]:
-    """Return the indices of prompts whose answers differ from those of our plain decoding."""
-    differing: list[int] = []
-    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        plain = plain_generate(target, prompt, max_new_tokens=max_new_tokens)
-        if answer["tokens"] != plain.tokens:
-            differing.append(index)
-    return differing
 
 
 @torch.inference_mode()
@@ -332,8 +317,12 @@ def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
 
 @torch.inference_mode()
 def _partings(
-    reading: Reading, text: list[int], rounds: Sequence[tuple[int, list[int]]], states: Tensor
-) -> Iterator[tuple[int, int, int, int, float]]:
+    reading: Reading,
+    prompt: int,
+    text: list[int],
+    rounds: Sequence[tuple[int, list[int]]],
+    states: Tensor,
+) -> Iterator[Parting]:
     """Repeat the rounds of an engine's answer, and yield the first draft of each that differs.
 
     In each round, this package drafts after the tokens that the engine had committed before this
@@ -342,12 +331,13 @@ def _partings(
 
     Args:
         reading: the copy of the drafter.
+        prompt: index of the prompt.
         text: tokens of prompt and answer.
         rounds: for each round, the number of tokens before it, and the engine's drafts.
         states: [n, width], the target's states that the copy of the drafter observes.
 
     Yields:
-        The fields of :class:`Parting` after the index of the prompt.
+        At most one difference of each round.
     """
     drafter = reading.drafter
     frozen = reading.frozen
@@ -370,5 +360,5 @@ def _partings(
                 # Limit the gap, because JSON has no infinity.
                 gap = min(float(logits[best] - logits[token]), 1e9)
                 if gap > _TIES[drafter.dtype] * float(logits[best].abs()):
-                    yield n, index, best, token, gap
+                    yield Parting(prompt, n, index, best, token, gap)
                 break

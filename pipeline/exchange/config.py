@@ -41,15 +41,15 @@ class ExportConfig(Config):
 
     @override
     def problems(self) -> list[str]:
-        rows = ["--rows-only is supported only with --format speculators; leave it out"] * (
-            self.rows_only and self.format != "speculators"
-        )
-        is_misplaced = self.kv and self.format != "speculators"
-        kv = (
-            "--kv is supported only with --format speculators, because other formats lack keys and "
-            "values; leave it out"
-        )
-        return _layer_problems(self.format, self.layers) + [kv] * is_misplaced + rows
+        problems = _layer_problems(self.format, self.layers)
+        if self.kv and self.format != "speculators":
+            problems.append(
+                "--kv is supported only with --format speculators, because other formats lack keys "
+                "and values; leave it out"
+            )
+        if self.rows_only and self.format != "speculators":
+            problems.append("--rows-only is supported only with --format speculators; leave it out")
+        return problems
 
 
 class ImportConfig(Config):

@@ -435,10 +435,8 @@ def _read_sequence(
             raise DatasetError(
                 f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it."
             )
-        bits = (
-            values.contiguous().view(torch.uint16)
-            if values.dtype == torch.bfloat16
-            else values.contiguous()
-        )
-        fields[spec.name] = bits.numpy()
+        values = values.contiguous()
+        if values.dtype == torch.bfloat16:
+            values = values.view(torch.uint16)
+        fields[spec.name] = values.numpy()
     return fields
