@@ -48,7 +48,7 @@ from ...errors import DrafterError
 from ..drafters.eagle import EagleDrafter, EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
 from ..targets.facts import parse_facts
-from ..targets.model_files import find_problems
+from ..targets.model_files import FLOATS, find_problems
 from . import layout
 from .layout import ForeignConfig, Layout, Weights
 
@@ -66,7 +66,9 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
     width = sizes.hidden_size
     layout.check_shape(weights, "fc.weight", [width, 2 * width])
     fc_weight = weights["fc.weight"].clone()
-    fc_weight[:, :width] *= scale
+    # Leave out tensors of other dtypes, because `find_problems` refuses them later.
+    if fc_weight.dtype in FLOATS:
+        fc_weight[:, :width] *= scale
     return weights | {"fc.weight": fc_weight}
 
 

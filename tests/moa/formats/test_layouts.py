@@ -476,6 +476,23 @@ def test_an_fc_layer_of_another_shape_is_named(
         load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize("own_key", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
+@pytest.mark.parametrize("name", [*ENGINES, "moa-eagle"])
+def test_an_fc_layer_of_another_dtype_is_named(
+    tmp_path: Path, name: str, dtype: torch.dtype, own_key: bool
+) -> None:
+    write_usual(name, tmp_path)
+    if not own_key:
+        without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    key = next(key for key in weights if key.endswith("fc.weight"))
+    write_weights(tmp_path, weights | {key: weights[key].to(dtype)})
+    said = f"fc.weight is {str(dtype).removeprefix('torch.')}, expected float32"
+    with pytest.raises(DrafterError, match=re.escape(said)):
+        load_drafter(tmp_path)
+
+
 def test_an_fc_layer_that_eagle3_lacks_is_named(tmp_path: Path) -> None:
     write_usual("eagle3", tmp_path)
     without_own_key(tmp_path)
