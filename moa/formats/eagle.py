@@ -95,8 +95,9 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 def _check_zero_bias(weights: Weights) -> None:
     if weights["fc.bias"].any():
         raise DrafterError(
-            "the tensor fc.bias is not zero, but config.json says that this drafter has no such "
-            "bias; restore the original files, or export the drafter again."
+            f"the tensor fc.bias {list(weights['fc.bias'].shape)} is not zero, but config.json says "
+            "that this drafter has no such bias; restore the original files, or export the drafter "
+            "again."
         )
 
 
