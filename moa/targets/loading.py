@@ -286,6 +286,7 @@ def _check_fit(
     if ".experts." in problem and not problem.startswith("unexpected"):
         # transformers names only the stacked weights of the experts.
         problem = _find_expert_problem(headers) or problem
+    problem = problem or _find_cast_tensor(headers, model, info)
     head = model.get_output_embeddings().weight
     # Skip this check on the meta device, where weights have no values that transformers could
     # compare.
@@ -297,6 +298,26 @@ def _check_fit(
         problem = problem or _differing_head(head)
     if problem:
         raise _misfit(folder, config, problem)
+
+
+def _find_cast_tensor(
+    headers: Mapping[str, TensorHeader], model: Any, info: Mapping[str, Any]
+) -> str:
+    """Describe the first tensor that is not floating-point and that transformers renames or stacks.
+
+    transformers casts it without a word, and the model's names do not tell which tensor it is.
+    """
+    skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
+    # transformers ignores numbers of positions in old files of all models.
+    patterns = {r"position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
+    cast: dict[str, TensorHeader] = {}
+    for name, header in headers.items():
+        is_ignored = any(re.search(pattern, name) for pattern in patterns)
+        if _PREFIXES.sub("", name) not in skipped and not is_ignored:
+            cast[name] = header
+    return find_problems(
+        cast, {name: torch.empty(header.shape, device="meta") for name, header in cast.items()}
+    )
 
 
 def _differing_head(head: Tensor) -> str:

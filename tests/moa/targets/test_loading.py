@@ -193,6 +193,20 @@ def test_weights_of_dtypes_that_are_not_floating_point(
     refused(folder, KEYS, str(dtype).removeprefix("torch."))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_of_dtypes_that_are_not_floating_point(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    """The model has no tensors of these names, because transformers stacks the experts."""
+    build_family(family).save_pretrained(tmp_path)
+    names = sorted(load_file(tmp_path / "model.safetensors"))
+    name = [name for name in names if ".experts." in name][3]
+    change_weights(tmp_path, lambda weights: weights.update({name: weights[name].to(dtype)}))
+    shape = list(load_file(tmp_path / "model.safetensors")[name].shape)
+    refused(tmp_path, name, str(shape), "expected float32")
+
+
 def test_layers_of_unlike_sizes_are_named_too(tmp_path: Path) -> None:
     """Config attributes that differ between Gemma 4's layers cannot be read."""
     build_family("gemma4_text").save_pretrained(tmp_path)
