@@ -46,12 +46,12 @@ _DRAFTING_PARTS = (
     "hnorm",
     "shared_head",
 )
-# Names of tensors with one row per token of the vocabulary, in the families with most models.
+# Names without `_PREFIXES` of tensors with one row per token of the vocabulary, in the families with
+# most models.
 _VOCABULARY_TENSORS = (
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "transformer.wte.weight",
-    "gpt_neox.embed_in.weight",
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
     "lm_head.weight",
 )
 # Prefixes of names that transformers adds or removes if the model's own names require it.
@@ -91,9 +91,9 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
         with safe_open(file, framework="pt") as tensors:
             # `tensors` is not a dict and supports no iteration, so `keys()` is necessary.
             for name in tensors.keys():  # noqa: SIM118
-                values = tensors.get_tensor(name)
-                check_finite({name: values.to(dtype)}, folder, TargetError)
-                if name in _VOCABULARY_TENSORS:
+                values = tensors.get_tensor(name).to(dtype)
+                check_finite({name: values}, folder, TargetError)
+                if _PREFIXES.sub("", name) in _VOCABULARY_TENSORS:
                     vocabulary.append(values)
     # Some configs do not have the attribute ``tie_word_embeddings``.
     is_tied = getattr(facts.config, "tie_word_embeddings", False)
@@ -175,12 +175,12 @@ def check_vocabulary(folder: Path) -> None:
     """
     facts = load_facts(folder)
     headers = _read_headers(folder, facts.config)
-    for name in _VOCABULARY_TENSORS:
-        shape = headers[name].shape if name in headers else (facts.vocab_size,)
-        if shape[0] != facts.vocab_size:
+    for name, header in headers.items():
+        expected = (facts.vocab_size, *header.shape[1:])
+        if _PREFIXES.sub("", name) in _VOCABULARY_TENSORS and header.shape != expected:
             raise TargetError(
-                f"the weights of {folder} do not fit config.json: {name} has shape {list(shape)}, "
-                f"expected {[facts.vocab_size, *shape[1:]]}. {_ADVICE}"
+                f"the weights of {folder} do not fit config.json: {name} has shape "
+                f"{list(header.shape)}, expected {list(expected)}. {_ADVICE}"
             )
 
 
