@@ -33,7 +33,7 @@ from ..targets.model_files import (
 )
 from ..targets.template import ChatTemplate, choose_template_arguments
 from .block import DFLASH, DSPARK, HF_DFLASH, VLLM_DSPARK
-from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
+from .eagle import EAGLE, EAGLE3, EAGLE3_FLAGS, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
 from .layout import LM_HEAD, ForeignConfig, Layout, Weights, check_shape, nested, target_keys
 from .llama import LLAMA
 from .moa import MOA, MOA_VLLM
@@ -54,13 +54,14 @@ _PICKLE_INDEX = "pytorch_model.bin.index.json"
 # Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
 # some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
-# Keys of config.json that call for biases.
-_BIAS_KEYS = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
+# Keys of config.json that call for biases or norms, and that are false if they are absent.
+_FLAGS = ("attention_bias", "qkv_bias", "mlp_bias", "bias", *EAGLE3_FLAGS)
 # Keys of config.json that must have the values that our own key implies.
 _IMPLIED_KEYS = {
     "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
-    "hidden_act", "tie_word_embeddings", *_BIAS_KEYS,
+    "hidden_act", "tie_word_embeddings", "markov_rank", "markov_head_type",
+    "enable_confidence_head", "confidence_head_with_markov", *_FLAGS,
 }  # fmt: skip
 
 # Layouts by name. The order matters: a folder that this package did not write is read with the
@@ -366,16 +367,18 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
     # The target's config may be empty, because its keys are not compared.
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
-    found = {**config, **nested(config, LAYERS_KEY)}
     if "hidden_act" in written:
         # The config describes the drafter and not the target, so it calls only for written biases.
-        written = {key: False for key in _BIAS_KEYS if found.get(key)} | written
-    for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
-        if found[key] != written[key]:
-            raise DrafterError(
-                f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} implies "
-                f"{written[key]}; export the drafter again, or restore config.json."
-            )
+        written = dict.fromkeys(_FLAGS, False) | written
+    layers = nested(config, LAYERS_KEY)
+    for found in (config, layers, *(nested(part, "rope_parameters") for part in (config, layers))):
+        for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
+            # Null means false.
+            if (found[key] or False) != written[key]:
+                raise DrafterError(
+                    f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} implies "
+                    f"{written[key]}; export the drafter again, or restore config.json."
+                )
 
 
 def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> None:

@@ -435,6 +435,27 @@ def test_tensors_that_a_config_calls_for_are_missed(
         load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"enable_confidence_head": False},
+            "unexpected tensor confidence_head.proj.weight [1, 56]",
+        ),
+        ({"draft_vocab_size": 40}, "the tensor d2t [40] is missing"),
+    ],
+)
+def test_a_config_of_dspark_that_does_not_fit_its_tensors(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    write_usual("dspark", tmp_path)
+    without_own_key(tmp_path)
+    load_drafter(tmp_path)
+    change_json(tmp_path / "config.json", **change)
+    with pytest.raises(DrafterError, match=re.escape(said)):
+        load_drafter(tmp_path)
+
+
 @pytest.mark.parametrize("own_key", [True, False])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash", "dspark", "moa-vllm"])
 def test_other_activations_are_refused(tmp_path: Path, name: str, own_key: bool) -> None:
@@ -590,6 +611,9 @@ CONTRADICTIONS = [
     ("eagle", "hidden_act"), ("eagle", "tie_word_embeddings"), ("eagle", "attention_bias"),
     ("eagle", "qkv_bias"), ("eagle", "mlp_bias"), ("eagle", "bias"), ("eagle3", "mlp_bias"),
     ("dflash", "attention_bias"), ("llama", "tie_word_embeddings"), ("moa-vllm", "hidden_act"),
+    ("speculators-eagle3", "fc_norm"), ("eagle", "rope_theta"), ("moa-vllm", "rope_theta"),
+    *((name, key) for name in ("dspark", "vllm-dspark", "speculators-dspark") for key in
+      ("markov_rank", "markov_head_type", "enable_confidence_head")),
 ]  # fmt: skip
 
 
@@ -629,6 +653,26 @@ def test_a_config_that_contradicts_our_own_key_is_refused(
     for sizes in (config, config.get("transformer_layer_config", {})):
         if key in sizes:
             sizes[key] = 999
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DrafterError, match=f"{key} 999, but its entry moa_data implies"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "key"),
+    [
+        ("eagle3", None, "fc_norm"),
+        ("eagle3", "rope_parameters", "rope_theta"),
+        ("speculators-eagle3", None, "tie_word_embeddings"),
+        ("speculators-dspark", "transformer_layer_config", "tie_word_embeddings"),
+    ],
+)
+def test_no_part_of_a_config_may_contradict_our_own_key(
+    tmp_path: Path, name: str, part: str | None, key: str
+) -> None:
+    write_usual(name, tmp_path)
+    config = read_config(tmp_path)
+    (config[part] if part else config)[key] = 999
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DrafterError, match=f"{key} 999, but its entry moa_data implies"):
         load_drafter(tmp_path)
