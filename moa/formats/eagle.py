@@ -266,8 +266,10 @@ MOA_EAGLE = Layout(
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,
-    read_sizes=lambda weights, config: _read_sizes(
-        weights, EagleSizes.from_target(parse_facts(config, "config.json")).to_dict()
+    # A drafter of the MoA authors' code always has the norm.
+    read_sizes=lambda weights, config: replace(
+        _read_sizes(weights, EagleSizes.from_target(parse_facts(config, "config.json")).to_dict()),
+        eagle_input_norm=True,
     ),
 )
 

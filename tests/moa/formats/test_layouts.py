@@ -514,6 +514,16 @@ def test_an_fc_layer_of_another_dtype_is_named(
         load_drafter(tmp_path)
 
 
+def test_an_input_norm_that_the_moa_authors_eagle_lacks_is_named(tmp_path: Path) -> None:
+    """In the other layouts of EAGLE, a drafter without this norm is another drafter."""
+    write_usual("moa-eagle", tmp_path)
+    without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    write_weights(tmp_path, weights | {"spec_model.0.input_layernorm.weight": None})
+    with pytest.raises(DrafterError, match=r"missing tensor \S+input_layernorm\.weight \[48\]"):
+        load_drafter(tmp_path)
+
+
 def test_an_fc_layer_that_eagle3_lacks_is_named(tmp_path: Path) -> None:
     write_usual("eagle3", tmp_path)
     without_own_key(tmp_path)
