@@ -6,7 +6,7 @@ layouts of other programs.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +330,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             sizes = drafter_class(layout.kind).config_class.from_dict(record["drafter"])
             _check_record(sizes, layout, config, folder)
         unpacked = layout.unpack(weights, sizes)
-        _check_ignored(tensors, layout, sizes)
+        _check_ignored(tensors, layout, sizes, () if record is None else layout.needs)
         return sizes, unpacked
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
         reason = str(error)
@@ -381,17 +381,22 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
                 )
 
 
-def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> None:
+def _check_ignored(
+    tensors: Weights, layout: Layout, sizes: DrafterSizes, needed: Collection[str]
+) -> None:
     """Check tensors that are not used here, such as copies of target tensors.
 
     Other programs may use them, and values that are not finite mean that the file is damaged.
+
+    Args:
+        needed: names of tensors that must be in the file, because we wrote them.
     """
     n_rows = {LM_HEAD: len(tensors["d2t"])} if "d2t" in tensors else {}
     # For an independent drafter, the unused tensor is a copy of its own embeddings, which have the
     # drafter's width.
     width = getattr(sizes, "independent_width", sizes.hidden_size)
     for name in layout.ignored:
-        if name in tensors:
+        if name in tensors or name in needed:
             check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
             values = tensors[name]
             # Copy only tensors of other dtypes, such as float8. PyTorch finds no extremes of them.

@@ -101,9 +101,9 @@ def _check_zero_bias(weights: Weights) -> None:
         )
 
 
-def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
+def _unpack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
     unpacked = _scaled(weights, sizes, 1 / sizes.eagle_embedding_scale)
-    if not sizes.eagle_fc_bias and "fc.bias" in unpacked:
+    if not sizes.eagle_fc_bias and (needs_fc_bias or "fc.bias" in unpacked):
         layout.check_shape(unpacked, "fc.bias", [sizes.hidden_size])
         _check_zero_bias(unpacked)
         del unpacked["fc.bias"]
@@ -235,6 +235,7 @@ SGLANG_EAGLE = replace(
     requires={},
     config=_sglang_config,
     pack=partial(_pack, needs_fc_bias=True),
+    unpack=partial(_unpack, needs_fc_bias=True),
 )
 
 
