@@ -112,6 +112,7 @@ def load_drafter(
     if (folder / "drafter" / CONFIG_FILE).is_file():
         folder = folder / "drafter"
     config: DrafterSizes
+    file_name: Callable[[str], str] = str
     if (folder / CONFIG_FILE).is_file():
         values = read_json(folder / CONFIG_FILE, DrafterError)
         config = drafter_class(str(values.get("kind", MoASizes.kind))).config_class.from_dict(
@@ -119,11 +120,12 @@ def load_drafter(
         )
         weights = _read_safetensors(folder / WEIGHTS_FILE)
     elif (folder / _LAYOUT_CONFIG).is_file():
-        config, weights = _read_layout(folder)
+        config, weights, file_name = _read_layout(folder)
     else:
         raise DrafterError(_why_no_drafter(folder))
-    drafter = build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
-    check_finite(drafter.state_dict(), folder, DrafterError)
+    drafter = build_drafter(config, weights, folder, file_name).to(device, dtype).eval()
+    state = {file_name(name): value for name, value in drafter.state_dict().items()}
+    check_finite(state, folder, DrafterError)
     return drafter
 
 
@@ -191,13 +193,22 @@ def ready_drafters(
 
 
 def build_drafter(
-    config: DrafterSizes, weights: Weights, source: str | Path = "weights"
+    config: DrafterSizes,
+    weights: Weights,
+    source: str | Path = "weights",
+    file_name: Callable[[str], str] = str,
 ) -> Drafter:
-    """Build a drafter with the given weights. Other names or shapes of tensors are refused."""
+    """Build a drafter with the given weights. Other names or shapes of tensors are refused.
+
+    Error messages name ``source``, and the tensors as ``file_name`` converts their names.
+    """
     build = drafter_class(config.kind)
     with torch.device("meta"):
         state = build(config).state_dict()
-    if problem := find_problems(weights, state):
+    found, expected = (
+        {file_name(name): value for name, value in tensors.items()} for tensors in (weights, state)
+    )
+    if problem := find_problems(found, expected):
         raise DrafterError(
             f"{source}: the weights do not fit the sizes of the drafter: {problem}. Restore the "
             "drafter's files."
@@ -302,7 +313,13 @@ def _recognise(tensors: Weights, config: ForeignConfig) -> Layout | None:
     return None
 
 
-def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
+def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], str]]:
+    """Read a drafter of another program's layout.
+
+    Returns:
+        The drafter's sizes, its weights, and a function that converts their names to those in the
+        file.
+    """
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
     tensors = _renamed(_read_weight_file(folder), lambda name: name.removeprefix("model."), folder)
     record = config.get(_OWN_KEY)
@@ -331,7 +348,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             _check_record(sizes, layout, config, folder)
         unpacked = layout.unpack(weights, sizes)
         _check_ignored(tensors, layout, sizes, () if record is None else layout.needs)
-        return sizes, unpacked
+        return sizes, unpacked, layout.file_name
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
         reason = str(error)
         if isinstance(error, KeyError):

@@ -63,12 +63,12 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
 
     The product is exact if the scale is a power of two.
     """
-    width = sizes.hidden_size
-    layout.check_shape(weights, "fc.weight", [width, 2 * width])
-    fc_weight = weights["fc.weight"].clone()
-    # Leave out tensors of other dtypes, because `find_problems` refuses them later.
-    if fc_weight.dtype in FLOATS:
-        fc_weight[:, :width] *= scale
+    fc_weight = weights.get("fc.weight")
+    # `find_problems` refuses a tensor that is missing or does not fit later.
+    if fc_weight is None or fc_weight.dim() != 2 or fc_weight.dtype not in FLOATS:
+        return weights
+    fc_weight = fc_weight.clone()
+    fc_weight[:, : sizes.hidden_size] *= scale
     return weights | {"fc.weight": fc_weight}
 
 

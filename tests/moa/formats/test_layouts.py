@@ -524,6 +524,29 @@ def test_an_input_norm_that_the_moa_authors_eagle_lacks_is_named(tmp_path: Path)
         load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize("own_key", [True, False])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("moa", "Ekv2E.weight"),
+        ("moa-eagle", "spec_model_fc.weight"),
+        ("hf-dflash", "encoder.fc.weight"),
+        ("speculators-eagle3", "layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_tensors_are_named_as_in_the_file(
+    tmp_path: Path, name: str, key: str, own_key: bool
+) -> None:
+    write_usual(name, tmp_path)
+    if not own_key:
+        without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for value in (torch.ones(3, 5), torch.full_like(weights[key], torch.nan)):
+        write_weights(tmp_path, weights | {key: value})
+        with pytest.raises(DrafterError, match=rf" {key} .*{re.escape(str(list(value.shape)))}"):
+            load_drafter(tmp_path)
+
+
 def test_an_fc_layer_that_eagle3_lacks_is_named(tmp_path: Path) -> None:
     write_usual("eagle3", tmp_path)
     without_own_key(tmp_path)
