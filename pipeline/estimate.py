@@ -383,11 +383,13 @@ class WritePlan:
 
         def read(row: int) -> dict[str, np.ndarray]:
             tokens = tokens_of(row)
-            fields = capture(
+            captured = capture(
                 model, [tokens], forward.spec, getattr(torch, forward.dtype), forward.uses_cache
-            ).fields
+            )
+            # Codecs refuse such values too, but give advice that does not help if a target overflows.
+            captured.check_finite([f"{row} of the plan"])
             arrays: dict[str, np.ndarray] = {}
-            for name, values in fields.items():
+            for name, values in captured.fields.items():
                 arrays[name] = values[0].float().cpu().numpy()
             arrays[TOKENS] = tokens
             return arrays

@@ -81,6 +81,8 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         raise DrafterError(
             "config.json lacks block_size or mask_token_id; restore the original config.json."
         )
+    if (drafted := config.get("draft_vocab_size")) not in (facts["vocab_size"], None):
+        layout.check_shape(weights, "d2t", [drafted])
     fused_layers = layout.read_layer_ids(
         (config.get("eagle_aux_hidden_state_layer_ids"), 1),
         (config.get("aux_hidden_state_layer_ids"), 1),
@@ -179,7 +181,8 @@ def _read_dspark_sizes(weights: Weights, config: ForeignConfig) -> DSparkSizes:
         facts |= {"markov_rank": rank, "markov_head": heads.get("markov_head_type", "vanilla")}
     else:
         facts["markov_head"] = "none"
-    facts["confidence_head"] = "confidence_head.proj.weight" in weights
+    has_confidence = "confidence_head.proj.weight" in weights
+    facts["confidence_head"] = bool(heads.get("enable_confidence_head", has_confidence))
     if facts["confidence_head"]:
         facts["confidence_with_markov"] = bool(heads.get("confidence_head_with_markov", False))
     return DSparkSizes.from_dict(facts)

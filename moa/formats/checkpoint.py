@@ -6,7 +6,7 @@ layouts of other programs.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..targets.model_files import (
 )
 from ..targets.template import ChatTemplate, choose_template_arguments
 from .block import DFLASH, DSPARK, HF_DFLASH, VLLM_DSPARK
-from .eagle import EAGLE, EAGLE3, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
+from .eagle import EAGLE, EAGLE3, EAGLE3_FLAGS, MOA_EAGLE, SGLANG_EAGLE, VLLM_EAGLE
 from .layout import LM_HEAD, ForeignConfig, Layout, Weights, check_shape, nested, target_keys
 from .llama import LLAMA
 from .moa import MOA, MOA_VLLM
@@ -54,13 +54,14 @@ _PICKLE_INDEX = "pytorch_model.bin.index.json"
 # Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
 # some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
-# Keys of config.json that call for biases.
-_BIAS_KEYS = ("attention_bias", "qkv_bias", "mlp_bias", "bias")
+# Keys of config.json that call for biases or norms, and that are false if they are absent.
+_FLAGS = ("attention_bias", "qkv_bias", "mlp_bias", "bias", *EAGLE3_FLAGS)
 # Keys of config.json that must have the values that our own key implies.
 _IMPLIED_KEYS = {
     "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
-    "hidden_act", "tie_word_embeddings", *_BIAS_KEYS,
+    "hidden_act", "tie_word_embeddings", "markov_rank", "markov_head_type",
+    "enable_confidence_head", "confidence_head_with_markov", *_FLAGS,
 }  # fmt: skip
 
 # Layouts by name. The order matters: a folder that this package did not write is read with the
@@ -111,6 +112,7 @@ def load_drafter(
     if (folder / "drafter" / CONFIG_FILE).is_file():
         folder = folder / "drafter"
     config: DrafterSizes
+    file_name: Callable[[str], str] = str
     if (folder / CONFIG_FILE).is_file():
         values = read_json(folder / CONFIG_FILE, DrafterError)
         config = drafter_class(str(values.get("kind", MoASizes.kind))).config_class.from_dict(
@@ -118,11 +120,12 @@ def load_drafter(
         )
         weights = _read_safetensors(folder / WEIGHTS_FILE)
     elif (folder / _LAYOUT_CONFIG).is_file():
-        config, weights = _read_layout(folder)
+        config, weights, file_name = _read_layout(folder)
     else:
         raise DrafterError(_why_no_drafter(folder))
-    drafter = build_drafter(config, weights, source=folder).to(device=device, dtype=dtype).eval()
-    check_finite(drafter.state_dict(), folder, DrafterError)
+    drafter = build_drafter(config, weights, folder, file_name).to(device, dtype).eval()
+    state = {file_name(name): value for name, value in drafter.state_dict().items()}
+    check_finite(state, folder, DrafterError)
     return drafter
 
 
@@ -190,13 +193,22 @@ def ready_drafters(
 
 
 def build_drafter(
-    config: DrafterSizes, weights: Weights, source: str | Path = "weights"
+    config: DrafterSizes,
+    weights: Weights,
+    source: str | Path = "weights",
+    file_name: Callable[[str], str] = str,
 ) -> Drafter:
-    """Build a drafter with the given weights. Other names or shapes of tensors are refused."""
+    """Build a drafter with the given weights. Other names or shapes of tensors are refused.
+
+    Error messages name ``source``, and the tensors as ``file_name`` converts their names.
+    """
     build = drafter_class(config.kind)
     with torch.device("meta"):
         state = build(config).state_dict()
-    if problem := find_problems(weights, state):
+    found, expected = (
+        {file_name(name): value for name, value in tensors.items()} for tensors in (weights, state)
+    )
+    if problem := find_problems(found, expected):
         raise DrafterError(
             f"{source}: the weights do not fit the sizes of the drafter: {problem}. Restore the "
             "drafter's files."
@@ -301,7 +313,13 @@ def _recognise(tensors: Weights, config: ForeignConfig) -> Layout | None:
     return None
 
 
-def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
+def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], str]]:
+    """Read a drafter of another program's layout.
+
+    Returns:
+        The drafter's sizes, its weights, and a function that converts their names to those in the
+        file.
+    """
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
     tensors = _renamed(_read_weight_file(folder), lambda name: name.removeprefix("model."), folder)
     record = config.get(_OWN_KEY)
@@ -329,8 +347,8 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights]:
             sizes = drafter_class(layout.kind).config_class.from_dict(record["drafter"])
             _check_record(sizes, layout, config, folder)
         unpacked = layout.unpack(weights, sizes)
-        _check_ignored(tensors, layout, sizes)
-        return sizes, unpacked
+        _check_ignored(tensors, layout, sizes, () if record is None else layout.needs)
+        return sizes, unpacked, layout.file_name
     except (DrafterError, KeyError, TypeError, AttributeError) as error:
         reason = str(error)
         if isinstance(error, KeyError):
@@ -366,29 +384,36 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
     # The target's config may be empty, because its keys are not compared.
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
-    found = {**config, **nested(config, LAYERS_KEY)}
     if "hidden_act" in written:
         # The config describes the drafter and not the target, so it calls only for written biases.
-        written = {key: False for key in _BIAS_KEYS if found.get(key)} | written
-    for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
-        if found[key] != written[key]:
-            raise DrafterError(
-                f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} implies "
-                f"{written[key]}; export the drafter again, or restore config.json."
-            )
+        written = dict.fromkeys(_FLAGS, False) | written
+    layers = nested(config, LAYERS_KEY)
+    for found in (config, layers, *(nested(part, "rope_parameters") for part in (config, layers))):
+        for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
+            # Null means false.
+            if (found[key] or False) != written[key]:
+                raise DrafterError(
+                    f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} implies "
+                    f"{written[key]}; export the drafter again, or restore config.json."
+                )
 
 
-def _check_ignored(tensors: Weights, layout: Layout, sizes: DrafterSizes) -> None:
+def _check_ignored(
+    tensors: Weights, layout: Layout, sizes: DrafterSizes, needed: Collection[str]
+) -> None:
     """Check tensors that are not used here, such as copies of target tensors.
 
     Other programs may use them, and values that are not finite mean that the file is damaged.
+
+    Args:
+        needed: names of tensors that must be in the file, because we wrote them.
     """
     n_rows = {LM_HEAD: len(tensors["d2t"])} if "d2t" in tensors else {}
     # For an independent drafter, the unused tensor is a copy of its own embeddings, which have the
     # drafter's width.
     width = getattr(sizes, "independent_width", sizes.hidden_size)
     for name in layout.ignored:
-        if name in tensors:
+        if name in tensors or name in needed:
             check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
             values = tensors[name]
             # Copy only tensors of other dtypes, such as float8. PyTorch finds no extremes of them.

@@ -48,7 +48,7 @@ from ...errors import DrafterError
 from ..drafters.eagle import EagleDrafter, EagleSizes
 from ..drafters.eagle3 import Eagle3Sizes
 from ..targets.facts import parse_facts
-from ..targets.model_files import find_problems
+from ..targets.model_files import FLOATS, find_problems
 from . import layout
 from .layout import ForeignConfig, Layout, Weights
 
@@ -63,10 +63,12 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
 
     The product is exact if the scale is a power of two.
     """
-    width = sizes.hidden_size
-    layout.check_shape(weights, "fc.weight", [width, 2 * width])
-    fc_weight = weights["fc.weight"].clone()
-    fc_weight[:, :width] *= scale
+    fc_weight = weights.get("fc.weight")
+    # `find_problems` refuses a tensor that is missing or does not fit later.
+    if fc_weight is None or fc_weight.dim() != 2 or fc_weight.dtype not in FLOATS:
+        return weights
+    fc_weight = fc_weight.clone()
+    fc_weight[:, : sizes.hidden_size] *= scale
     return weights | {"fc.weight": fc_weight}
 
 
@@ -93,14 +95,15 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 def _check_zero_bias(weights: Weights) -> None:
     if weights["fc.bias"].any():
         raise DrafterError(
-            "the tensor fc.bias is not zero, but config.json says that this drafter has no such "
-            "bias; restore the original files, or export the drafter again."
+            f"the tensor fc.bias {list(weights['fc.bias'].shape)} is not zero, but config.json says "
+            "that this drafter has no such bias; restore the original files, or export the drafter "
+            "again."
         )
 
 
-def _unpack(weights: Weights, sizes: EagleSizes) -> Weights:
+def _unpack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
     unpacked = _scaled(weights, sizes, 1 / sizes.eagle_embedding_scale)
-    if not sizes.eagle_fc_bias and "fc.bias" in unpacked:
+    if not sizes.eagle_fc_bias and (needs_fc_bias or "fc.bias" in unpacked):
         layout.check_shape(unpacked, "fc.bias", [sizes.hidden_size])
         _check_zero_bias(unpacked)
         del unpacked["fc.bias"]
@@ -232,6 +235,7 @@ SGLANG_EAGLE = replace(
     requires={},
     config=_sglang_config,
     pack=partial(_pack, needs_fc_bias=True),
+    unpack=partial(_unpack, needs_fc_bias=True),
 )
 
 
@@ -263,8 +267,10 @@ MOA_EAGLE = Layout(
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,
-    read_sizes=lambda weights, config: _read_sizes(
-        weights, EagleSizes.from_target(parse_facts(config, "config.json")).to_dict()
+    # A drafter of the MoA authors' code always has the norm.
+    read_sizes=lambda weights, config: replace(
+        _read_sizes(weights, EagleSizes.from_target(parse_facts(config, "config.json")).to_dict()),
+        eagle_input_norm=True,
     ),
 )
 

@@ -46,12 +46,12 @@ _DRAFTING_PARTS = (
     "hnorm",
     "shared_head",
 )
-# Names of tensors with one row per token of the vocabulary, in the families with most models.
+# Names without `_PREFIXES` of tensors with one row per token of the vocabulary, in the families with
+# most models.
 _VOCABULARY_TENSORS = (
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "transformer.wte.weight",
-    "gpt_neox.embed_in.weight",
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
     "lm_head.weight",
 )
 # Prefixes of names that transformers adds or removes if the model's own names require it.
@@ -91,9 +91,9 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
         with safe_open(file, framework="pt") as tensors:
             # `tensors` is not a dict and supports no iteration, so `keys()` is necessary.
             for name in tensors.keys():  # noqa: SIM118
-                values = tensors.get_tensor(name)
-                check_finite({name: values.to(dtype)}, folder, TargetError)
-                if name in _VOCABULARY_TENSORS:
+                values = tensors.get_tensor(name).to(dtype)
+                check_finite({name: values}, folder, TargetError)
+                if _PREFIXES.sub("", name) in _VOCABULARY_TENSORS:
                     vocabulary.append(values)
     # Some configs do not have the attribute ``tie_word_embeddings``.
     is_tied = getattr(facts.config, "tie_word_embeddings", False)
@@ -175,12 +175,12 @@ def check_vocabulary(folder: Path) -> None:
     """
     facts = load_facts(folder)
     headers = _read_headers(folder, facts.config)
-    for name in _VOCABULARY_TENSORS:
-        shape = headers[name].shape if name in headers else (facts.vocab_size,)
-        if shape[0] != facts.vocab_size:
+    for name, header in headers.items():
+        expected = (facts.vocab_size, *header.shape[1:])
+        if _PREFIXES.sub("", name) in _VOCABULARY_TENSORS and header.shape != expected:
             raise TargetError(
-                f"the weights of {folder} do not fit config.json: {name} has shape {list(shape)}, "
-                f"expected {[facts.vocab_size, *shape[1:]]}. {_ADVICE}"
+                f"the weights of {folder} do not fit config.json: {name} has shape "
+                f"{list(header.shape)}, expected {list(expected)}. {_ADVICE}"
             )
 
 
@@ -286,6 +286,7 @@ def _check_fit(
     if ".experts." in problem and not problem.startswith("unexpected"):
         # transformers names only the stacked weights of the experts.
         problem = _find_expert_problem(headers) or problem
+    problem = problem or _find_cast_tensor(headers, model, info)
     head = model.get_output_embeddings().weight
     # Skip this check on the meta device, where weights have no values that transformers could
     # compare.
@@ -297,6 +298,26 @@ def _check_fit(
         problem = problem or _differing_head(head)
     if problem:
         raise _misfit(folder, config, problem)
+
+
+def _find_cast_tensor(
+    headers: Mapping[str, TensorHeader], model: Any, info: Mapping[str, Any]
+) -> str:
+    """Describe the first tensor that is not floating-point and that transformers renames or stacks.
+
+    transformers casts it without a word, and the model's names do not tell which tensor it is.
+    """
+    skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
+    # transformers ignores numbers of positions in old files of all models.
+    patterns = {r"position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
+    cast: dict[str, TensorHeader] = {}
+    for name, header in headers.items():
+        is_ignored = any(re.search(pattern, name) for pattern in patterns)
+        if _PREFIXES.sub("", name) not in skipped and not is_ignored:
+            cast[name] = header
+    return find_problems(
+        cast, {name: torch.empty(header.shape, device="meta") for name, header in cast.items()}
+    )
 
 
 def _differing_head(head: Tensor) -> str:

@@ -277,5 +277,6 @@ def find_problems(
             problems.append(f"{name} has shape {list(shape)}, expected {list(wanted.shape)}")
         elif dtype not in dtypes:
             known = " or ".join(str(choice).removeprefix("torch.") for choice in dtypes)
-            problems.append(f"{name} is {str(dtype).removeprefix('torch.')}, expected {known}")
+            is_dtype = str(dtype).removeprefix("torch.")
+            problems.append(f"{name} {list(shape)} is {is_dtype}, expected {known}")
     return f"{problems[0]} ({len(problems)} problems in all)" if problems else ""

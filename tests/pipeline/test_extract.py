@@ -293,6 +293,16 @@ def test_a_target_whose_values_are_not_finite_leaves_nothing(
     assert not Path(config.out).exists()
 
 
+def test_a_codec_that_learns_from_a_target_that_overflows_says_so(
+    config: ExtractConfig, model: Path
+) -> None:
+    """The advice of the codec, to choose the codec lossless, would not help."""
+    spoil_weights(model / "model.safetensors", 3e38)
+    with pytest.raises(TargetError, match="so the target overflows in its data type"):
+        extract(config.replaced(model=str(model), codec="transform:3"))
+    assert not Path(config.out).exists()
+
+
 def test_ray_leaves_nothing_of_a_target_whose_weights_cannot_be_used(
     config: ExtractConfig, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

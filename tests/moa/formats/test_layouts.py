@@ -435,6 +435,27 @@ def test_tensors_that_a_config_calls_for_are_missed(
         load_drafter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"enable_confidence_head": False},
+            "unexpected tensor confidence_head.proj.weight [1, 56]",
+        ),
+        ({"draft_vocab_size": 40}, "the tensor d2t [40] is missing"),
+    ],
+)
+def test_a_config_of_dspark_that_does_not_fit_its_tensors(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    write_usual("dspark", tmp_path)
+    without_own_key(tmp_path)
+    load_drafter(tmp_path)
+    change_json(tmp_path / "config.json", **change)
+    with pytest.raises(DrafterError, match=re.escape(said)):
+        load_drafter(tmp_path)
+
+
 @pytest.mark.parametrize("own_key", [True, False])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "dflash", "dspark", "moa-vllm"])
 def test_other_activations_are_refused(tmp_path: Path, name: str, own_key: bool) -> None:
@@ -453,7 +474,7 @@ def test_a_bias_of_fc_that_a_config_denies_is_refused(tmp_path: Path) -> None:
     drafter = build_eagle(model, eagle_input_norm=False, eagle_fc_bias=True)
     write(drafter, "eagle", tmp_path, model)
     without_own_key(tmp_path, bias=False)
-    with pytest.raises(DrafterError, match=r"fc\.bias is not zero, but config\.json"):
+    with pytest.raises(DrafterError, match=r"fc\.bias \[48\] is not zero, but config\.json"):
         load_drafter(tmp_path)
     change_json(tmp_path / "config.json", architectures=["LlamaForCausalLMEagle"])
     assert torch.equal(features(load_drafter(tmp_path), model), features(drafter, model))
@@ -474,6 +495,56 @@ def test_an_fc_layer_of_another_shape_is_named(
     said = re.escape(f"fc.weight has shape {list(shape)}, expected [48, 96]")
     with pytest.raises(DrafterError, match=said):
         load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
+@pytest.mark.parametrize("name", [*ENGINES, "moa-eagle"])
+def test_an_fc_layer_of_another_dtype_is_named(
+    tmp_path: Path, name: str, dtype: torch.dtype, own_key: bool
+) -> None:
+    write_usual(name, tmp_path)
+    if not own_key:
+        without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    key = next(key for key in weights if key.endswith("fc.weight"))
+    write_weights(tmp_path, weights | {key: weights[key].to(dtype)})
+    said = f"fc.weight [48, 96] is {str(dtype).removeprefix('torch.')}, expected float32"
+    with pytest.raises(DrafterError, match=re.escape(said)):
+        load_drafter(tmp_path)
+
+
+def test_an_input_norm_that_the_moa_authors_eagle_lacks_is_named(tmp_path: Path) -> None:
+    """In the other layouts of EAGLE, a drafter without this norm is another drafter."""
+    write_usual("moa-eagle", tmp_path)
+    without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    write_weights(tmp_path, weights | {"spec_model.0.input_layernorm.weight": None})
+    with pytest.raises(DrafterError, match=r"missing tensor \S+input_layernorm\.weight \[48\]"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("moa", "Ekv2E.weight"),
+        ("moa-eagle", "spec_model_fc.weight"),
+        ("hf-dflash", "encoder.fc.weight"),
+        ("speculators-eagle3", "layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_tensors_are_named_as_in_the_file(
+    tmp_path: Path, name: str, key: str, own_key: bool
+) -> None:
+    write_usual(name, tmp_path)
+    if not own_key:
+        without_own_key(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for value in (torch.ones(3, 5), torch.full_like(weights[key], torch.nan)):
+        write_weights(tmp_path, weights | {key: value})
+        with pytest.raises(DrafterError, match=rf" {key} .*{re.escape(str(list(value.shape)))}"):
+            load_drafter(tmp_path)
 
 
 def test_an_fc_layer_that_eagle3_lacks_is_named(tmp_path: Path) -> None:
@@ -502,12 +573,14 @@ def test_an_additional_layer_that_does_not_return_its_input_is_named(
         load_drafter(tmp_path)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [*ENGINES, "dspark", "speculators-eagle3", "speculators-dspark", "moa-eagle"]
+)
 def test_missing_tensors_are_named_with_their_shape(tmp_path: Path, name: str) -> None:
     model = build_model()
     write(build(name, model), name, tmp_path, model)
     weights = load_file(tmp_path / "model.safetensors")
-    for key in weights.keys() - {EMBEDDINGS, "fc.bias"}:
+    for key in weights.keys() - {"t2d"}:  # d2t names the same tokens
         write_weights(tmp_path, weights | {key: None})
         with pytest.raises(DrafterError, match=r"tensor \S+ \[.*missing|missing tensor \S+ \["):
             load_drafter(tmp_path)
@@ -573,6 +646,9 @@ CONTRADICTIONS = [
     ("eagle", "hidden_act"), ("eagle", "tie_word_embeddings"), ("eagle", "attention_bias"),
     ("eagle", "qkv_bias"), ("eagle", "mlp_bias"), ("eagle", "bias"), ("eagle3", "mlp_bias"),
     ("dflash", "attention_bias"), ("llama", "tie_word_embeddings"), ("moa-vllm", "hidden_act"),
+    ("speculators-eagle3", "fc_norm"), ("eagle", "rope_theta"), ("moa-vllm", "rope_theta"),
+    *((name, key) for name in ("dspark", "vllm-dspark", "speculators-dspark") for key in
+      ("markov_rank", "markov_head_type", "enable_confidence_head")),
 ]  # fmt: skip
 
 
@@ -612,6 +688,26 @@ def test_a_config_that_contradicts_our_own_key_is_refused(
     for sizes in (config, config.get("transformer_layer_config", {})):
         if key in sizes:
             sizes[key] = 999
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DrafterError, match=f"{key} 999, but its entry moa_data implies"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "key"),
+    [
+        ("eagle3", None, "fc_norm"),
+        ("eagle3", "rope_parameters", "rope_theta"),
+        ("speculators-eagle3", None, "tie_word_embeddings"),
+        ("speculators-dspark", "transformer_layer_config", "tie_word_embeddings"),
+    ],
+)
+def test_no_part_of_a_config_may_contradict_our_own_key(
+    tmp_path: Path, name: str, part: str | None, key: str
+) -> None:
+    write_usual(name, tmp_path)
+    config = read_config(tmp_path)
+    (config[part] if part else config)[key] = 999
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DrafterError, match=f"{key} 999, but its entry moa_data implies"):
         load_drafter(tmp_path)

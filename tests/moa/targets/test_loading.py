@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +194,20 @@ def test_weights_of_dtypes_that_are_not_floating_point(
     refused(folder, KEYS, str(dtype).removeprefix("torch."))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_of_dtypes_that_are_not_floating_point(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    """The model has no tensors of these names, because transformers stacks the experts."""
+    build_family(family).save_pretrained(tmp_path)
+    names = sorted(load_file(tmp_path / "model.safetensors"))
+    name = [name for name in names if ".experts." in name][3]
+    change_weights(tmp_path, lambda weights: weights.update({name: weights[name].to(dtype)}))
+    shape = list(load_file(tmp_path / "model.safetensors")[name].shape)
+    refused(tmp_path, name, str(shape), "expected float32")
+
+
 def test_layers_of_unlike_sizes_are_named_too(tmp_path: Path) -> None:
     """Config attributes that differ between Gemma 4's layers cannot be read."""
     build_family("gemma4_text").save_pretrained(tmp_path)
@@ -207,6 +222,32 @@ def test_tied_weights_may_be_there_twice(folder: Path) -> None:
     change_json(folder / "config.json", tie_word_embeddings=True)
     load_target_model(folder, torch.float32, "cpu")
     check_weights(folder, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_tied_head_that_differs_is_named_without_a_prefix_too(
+    tmp_path: Path, family: str
+) -> None:
+    build_family(family).save_pretrained(tmp_path)
+
+    def change(weights: dict[str, Tensor]) -> None:
+        for name in weights.keys() - {HEAD}:
+            weights[re.sub(r"^(model|transformer)\.", "", name)] = weights.pop(name)
+
+    change_weights(tmp_path, change)
+    change_json(tmp_path / "config.json", tie_word_embeddings=True)
+    refused(tmp_path, f"{HEAD} [67, 48] differs from the embeddings")
+
+
+def test_a_tied_head_is_compared_in_the_dtype_of_use(folder: Path) -> None:
+    """Its copy may be stored in another dtype."""
+    change_weights(
+        folder, lambda weights: weights.update({HEAD: weights[EMBEDDINGS].to(torch.bfloat16)})
+    )
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    load_target_model(folder, torch.bfloat16, "cpu")
+    check_weights(folder, torch.bfloat16)
+    refused(folder, f"{HEAD} [67, 48] differs from the embeddings")
 
 
 @pytest.mark.parametrize("change", ["missing", "missing expert", "another shape"])
