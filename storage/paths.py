@@ -1,5 +1,6 @@
 """Paths of stores: local paths (``Path``), and paths in a bucket (:class:`RemotePath`)."""
 
+import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
