@@ -194,7 +194,7 @@ class ChatTemplate:
         text after it. If the text after the last response does not begin with a control token, it
         is the end of turn as a whole, or nothing if other text follows an earlier response. If the
         template writes no text after the last response, the end of turn is the first control token
-        between a response and the next turn.
+        between a response and the next turn, unless this token starts turns.
 
         Args:
             header: rendering of a chat with one user message.
@@ -204,8 +204,13 @@ class ChatTemplate:
         between = self._text_after([user, _ANSWER, user])
         if not last:
             end = self._control_token_end(between, 0)
-            # If the token also occurs before the first message, it starts turns.
-            return "" if between[:end].strip() in header else between[:end]
+            token = between[:end].strip()
+            # A token that starts turns is among the first tokens of a chat, or it is the only token
+            # before the text of the next turn. The end of a user turn is in the header too, but the
+            # start of the next turn follows it.
+            is_alone = not self._control_token_end(between, end)
+            starts_turns = token in self._leading_tokens(header) or (is_alone and token in header)
+            return "" if starts_turns else between[:end]
         is_shared = not between or between.startswith(last)
         end = self._control_token_end(last, 0) or (len(last) if is_shared else 0)
         further = self._control_token_end(last, end)
