@@ -214,6 +214,8 @@ def parse_chat(row: Any) -> Chat | Rejection:
         return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     answers = [message for message in chat.messages if message["role"] == "assistant"]
     cut = find_cut(row, is_last=False)
+    if roles[-1] != "assistant":
+        cut = cut or find_cut(row)
     for answer in answers:
         if mark := _find_skip_mark(answer):
             return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
@@ -546,7 +548,7 @@ def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str
     return ""
 
 
-def names_beside_chat(row: Any, shown_keys: Collection[str]) -> list[str]:
+def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool) -> list[str]:
     """List the columns of a row and the keys of its messages that are not part of the tokens.
 
     The keys of tool calls are listed too. Empty values do not count.
@@ -554,10 +556,13 @@ def names_beside_chat(row: Any, shown_keys: Collection[str]) -> list[str]:
     Args:
         row: what :func:`parse_chat` has parsed.
         shown_keys: names of :func:`additional_keys` that the chat template shows.
+        ends_in_call: whether the last message calls a tool. Its turn then has an end even if the
+            row says that it was cut off, so such a column is listed.
     """
     names: list[str] = []
+    reasons = {*_END_REASONS} if ends_in_call else {*_CUT_REASONS, *_END_REASONS}
     for column in _additional(row, _READ_COLUMNS):
-        is_known = {*_CUT_REASONS, *_END_REASONS}.issuperset(_words(row[column]))
+        is_known = reasons.issuperset(_words(row[column]))
         if not (_is_finish_key(column) and is_known):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:

@@ -1064,6 +1064,22 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
 
 
+@pytest.mark.parametrize("reason", ["length", ["stop", "length"]])
+def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> None:
+    row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS, ASKS], "finish_reason": reason}
+    found = tokenize_row(template_of("chatml"), row, 100)
+    rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+
+
+def test_a_call_that_was_cut_is_named() -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    row = {"messages": [ASKS, ANSWERS | {"tool_calls": [call]}]}
+    for reason, beside in (("length", ("column finish_reason",)), ("tool_calls", ())):
+        found = tokenize_row(template_of("qwen2.5"), row | {"finish_reason": reason}, 1000)
+        assert isinstance(found, TokenizedChat), found
+        assert found.beside == beside
+
+
 @pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason"])
 def test_a_finish_reason_may_have_other_names(key: str) -> None:
     cut = {"messages": [ASKS, ANSWERS], key: "max_tokens"}
