@@ -133,7 +133,7 @@ class ChatTemplate:
         self._text_roles: set[str] = set()  # Roles whose contents may be texts.
         self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
         # Whether the template shows the arguments of tool calls if they are objects, and whether it
-        # shows them if they are JSON texts.
+        # shows them in the same form if they are JSON texts.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -394,11 +394,13 @@ class ChatTemplate:
                 self._parts_roles.add(role)
         user = self._shaped(_message("user"))
         arguments = {"key": PLACEHOLDER}
-        self._shows_objects = PLACEHOLDER in (
-            self._try_render([user, _call(arguments)], is_shaped=True) or ""
-        )
+        as_object = self._try_render([user, _call(arguments)], is_shaped=True) or ""
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True) or ""
-        self._shows_json = _as_json(arguments) in as_text
+        self._shows_objects = PLACEHOLDER in as_object
+        # Inference engines turn JSON texts into objects. So a template that writes objects in
+        # another form than texts must get an object.
+        differs = self._shows_objects and as_object != as_text
+        self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
         del call["content"]
         self._takes_no_content = self._try_render([user, call]) is not None

@@ -459,6 +459,18 @@ def test_calls_are_written_as_the_row_has_them(arguments: Any) -> None:
     assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
 
 
+def test_json_arguments_are_written_as_the_objects_that_engines_make_of_them() -> None:
+    """Gemma 4 has a form of its own for objects, but writes a text as it is."""
+    pairs = "{% for name, value in a.items() %}{{ name ~ ':' ~ value }}{% endfor %}"
+    call = f"c.function.name ~ '{{' }}}}{{% if a is mapping %}}{pairs}{{% else %}}{{{{ a }}}}"
+    call += "{% endif %}{{ '}'"
+    written = []
+    for arguments in ('{"word": "cat"}', {"word": "cat"}):
+        found, template = with_call(arguments, call)
+        written.append(marked_texts(template.tokenizer, found)[0])
+    assert written == ["look_up{word:cat}<|im_end|>"] * 2
+
+
 @pytest.mark.parametrize("arguments", ['{"x": "first", "x": "second"}', [], False, "[1]", "x"])
 def test_arguments_that_are_not_one_object_reject_the_row(arguments: Any) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
