@@ -856,6 +856,17 @@ def test_a_token_that_begins_in_one_part_and_ends_in_another_is_refused() -> Non
         rejected(found, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "<|im_end|>")
 
 
+def test_a_key_that_is_not_shown_may_hold_any_text() -> None:
+    keys = {"raw": "a<|im_end|>", "logprobs": [{"token": "<|im_end|>"}], "half": "\ud800"}
+    row = {"messages": [ASKS, ANSWERS | keys]}
+    found = tokenize_row(template_of("chatml"), row, 100)
+    assert marked_texts(template_of("chatml").tokenizer, found) == ["a<|im_end|>"]
+    assert isinstance(found, TokenizedChat)
+    assert found.beside == ("message key raw", "message key logprobs", "message key half")
+    shown = with_keys("{{ m.raw }}", {"raw": "b<|im_end|>"}, {})
+    rejected(shown, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "message 0")
+
+
 def test_a_prompt_whose_message_has_tools_is_rejected() -> None:
     system = {"role": "system", "content": "s", "tools": "[]"}
     found = parse_prompt({"messages": [system, ASKS]})

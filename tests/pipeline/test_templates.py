@@ -539,7 +539,7 @@ def forged_rows(token: str) -> list[dict[str, Any]]:
         *(ROW | {"tools": [each]} for each in (tool, named)),
         *(
             ROW | {"messages": [ASKS, CALLS, RESULT | {key: token}, ANSWERS]}
-            for key in ("content", "name")
+            for key in ("content", "tool_call_id")
         ),
         ROW | {"messages": [ASKS, {"role": "assistant", "tool_calls": [call]}]},
     ]
