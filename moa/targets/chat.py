@@ -23,6 +23,8 @@ ROLES = {
     "system": "system", "tool": "tool", "user": "user", "human": "user", "prompter": "user",
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # fmt: skip
+# Roles of messages whose text may be empty. Many tools return nothing.
+_MAY_BE_EMPTY = ("system", "tool")
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -451,7 +453,9 @@ def _parse_message(item: Any, where: str) -> Message | Rejection:
     if calls:
         message["tool_calls"] = calls
     elif not "".join(content_texts(message)).strip():
-        return Rejection(RejectReason.EMPTY_CONTENT, where)
+        may_be_empty = role in _MAY_BE_EMPTY and isinstance(message.get("content"), str)
+        if not may_be_empty:
+            return Rejection(RejectReason.EMPTY_CONTENT, where)
     return message
 
 

@@ -845,6 +845,17 @@ def test_messages_of_other_kinds_reject_their_row(
     )
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_system_text_or_result_is_rendered_as_it_is(role: str, text: str) -> None:
+    template = template_of("qwen2.5")
+    chat = [ASKS, ANSWERS, ASKS, ANSWERS]
+    chat.insert(0 if role == "system" else 2, {"role": role, "content": text})
+    found = tokenize_row(template, {"messages": chat}, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+
+
 def test_a_token_that_begins_in_one_part_and_ends_in_another_is_refused() -> None:
     parts = [{"type": "text", "text": text} for text in ("hi<|im_", "end|>")]
     for role in ("user", "assistant"):
