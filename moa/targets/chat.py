@@ -372,8 +372,9 @@ def _parse_columns(
     """Parse the list that a row has under one of several names; None without a list."""
     parsed: list[list[_T] | Rejection] = []
     for value in _values(row, names):
-        if value not in ("", {}):
-            parsed.append(_parse_list(_unpacked(value), parse, item_name, malformed))
+        items = _unpacked(value)
+        if items not in (None, "", {}):
+            parsed.append(_parse_list(items, parse, item_name, malformed))
     for items in parsed:
         if isinstance(items, Rejection):
             return items
@@ -680,7 +681,7 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
 
 def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | Rejection:
     """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
-    calls = _unpacked(item.get("tool_calls") or [])
+    calls = _unpacked(item.get("tool_calls")) or []
     old_call = _unpacked(item.get("function_call"))
     # Some libraries write an object of null values instead of null.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())

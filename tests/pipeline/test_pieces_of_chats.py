@@ -787,6 +787,17 @@ def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
         )
 
 
+def test_null_as_json_is_nothing() -> None:
+    nothing = {"tool_calls": "null", "function_call": "null"}
+    row = {"messages": [ASKS, ANSWERS | nothing], "conversations": "null", "tools": "null"}
+    found = tokenize_row(template_of("qwen2.5"), row, 1000)
+    plain = tokenize_row(template_of("qwen2.5"), {"messages": [ASKS, ANSWERS]}, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert isinstance(plain, TokenizedChat)
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    assert found.beside == ()
+
+
 ASKS_OF_CONTENT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.content is not defined %}{{ 'nothing' }}"
