@@ -55,6 +55,8 @@ _UNREAD_DIRECTLY = re.compile(
 # Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
 # They are ignored.
 _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
+# Keys of an object that does the same in requests to Anthropic's API.
+_THINKING_SETTINGS = {"type", "budget_tokens"}
 # Keys that mark whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner
 # and others. Training uses a message if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
@@ -513,9 +515,11 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
         fields.append((str(key), value, _UNREAD_DIRECTLY))
     for key, value, pattern in fields:
         is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
+        is_setting = isinstance(value, Mapping) and _THINKING_SETTINGS.issuperset(value)
         if (
             pattern.fullmatch(_snake_case(key))
             and is_content
+            and not is_setting
             and str(value).strip().lower() not in _SWITCHES
         ):
             return key

@@ -756,6 +756,17 @@ def test_columns_that_say_nothing_of_the_chat_keep_the_row(column: dict[str, Any
     assert isinstance(nested, TokenizedChat), nested
 
 
+def test_a_setting_of_a_request_is_named_and_thoughts_reject_the_row() -> None:
+    row: dict[str, Any] = {"messages": [ASKS, ANSWERS]}
+    setting = {"type": "enabled", "budget_tokens": 1024}
+    found = tokenize_row(template_of("chatml"), row | {"thinking": setting}, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("column thinking",)
+    thoughts = {"type": "thinking", "thinking": "Hm."}
+    found = tokenize_row(template_of("chatml"), row | {"thinking": thoughts}, 100)
+    rejected(found, RejectReason.CONTENT_NOT_READ, "thinking")
+
+
 def test_a_column_is_read_once() -> None:
     columns = Columns.parse(["user=system+q", "assistant=a"])
     template = template_of("chatml")
