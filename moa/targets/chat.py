@@ -117,9 +117,9 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Keys that say why an answer ended, in the APIs of OpenAI and Anthropic, and their values. The first
-# values say that the answer was cut off at a token limit.
-_FINISH_KEYS = ("finish_reason", "stop_reason")
+# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google and Ollama, and their
+# values. The first values say that the answer was cut off at a token limit.
+_FINISH_KEYS = ("finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons")
 _CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "model_length")
 _END_REASONS = (
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
@@ -249,9 +249,15 @@ def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
         if not isinstance(reasons, (list, tuple)):
             reasons = [reasons]
         reasons = reasons[-1:] if is_last else reasons[:-1]
-        if not set(_CUT_REASONS).isdisjoint(_words(reasons)):
+        if not set(_CUT_REASONS).isdisjoint(_reasons(reasons)):
             return f"{key} {item[key]!r:.40}"
     return ""
+
+
+def _reasons(value: Any) -> Iterator[str]:
+    """Yield the reasons in a value. A text such as ``FinishReason.STOP`` comes from an enum."""
+    for word in _words(value):
+        yield word.rpartition(".")[2]
 
 
 def _is_finish_key(key: Any) -> bool:
@@ -571,7 +577,7 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
     names: list[str] = []
     reasons = {*_END_REASONS} if ends_in_call else {*_CUT_REASONS, *_END_REASONS}
     for column in _additional(row, _READ_COLUMNS):
-        is_known = reasons.issuperset(_words(row[column]))
+        is_known = reasons.issuperset(_reasons(row[column]))
         if not (_is_finish_key(column) and is_known):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:

@@ -1136,7 +1136,23 @@ def test_a_call_that_was_cut_is_named() -> None:
         assert found.beside == beside
 
 
-@pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason"])
+@pytest.mark.parametrize(
+    ("column", "is_cut"),
+    [
+        ({"finish_reasons": ["length"]}, True),
+        ({"finish_reason": "FinishReason.MAX_TOKENS"}, True),
+        ({"finish_reason": "FinishReason.STOP"}, False),
+    ],
+)
+def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_cut: bool) -> None:
+    found = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS]} | column, 100)
+    answer = "a" if is_cut else "a<|im_end|>"
+    assert marked_texts(template_of("chatml").tokenizer, found) == [answer]
+    assert isinstance(found, TokenizedChat)
+    assert found.beside == ()
+
+
+@pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason", "done_reason"])
 def test_a_finish_reason_may_have_other_names(key: str) -> None:
     cut = {"messages": [ASKS, ANSWERS], key: "max_tokens"}
     of_message = {"messages": [ASKS, ANSWERS | {key: "MAX_TOKENS"}]}
