@@ -179,7 +179,7 @@ def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
             drawn.answers.append("look_up")
             add("tool", text(), tool_call_id="abcdefghi")
         add("assistant", content())
-        drawn.answers.append("".join(texts_of(drawn.messages[-1])))
+        drawn.answers.append("\n".join(texts_of(drawn.messages[-1])))
     is_sharegpt = "calls" not in drawn.features and draw(st.booleans())
     rows = [message_of_row(draw, message, is_sharegpt) for message in drawn.messages]
     if system == "column":
@@ -272,7 +272,7 @@ def reference_tokens(name: str, drawn: Drawn) -> list[int]:
         if content is None:  # Templates that refuse null content get an empty text.
             content = None if form.takes_no_content else ""
         elif form.contents == "text":
-            content = "".join(texts_of(message))
+            content = "\n".join(texts_of(message))
         elif form.contents == "parts":
             content = [{"type": "text", "text": text} for text in texts_of(message)]
         messages.append(message | {"content": content})
@@ -879,14 +879,24 @@ def test_an_empty_system_text_or_result_is_rendered_as_it_is(role: str, text: st
 
 
 def test_a_token_that_begins_in_one_part_and_ends_in_another_is_refused() -> None:
-    parts = [{"type": "text", "text": text} for text in ("hi<|im_", "end|>")]
+    token = "<end_of_utterance>"
+    parts = [{"type": "text", "text": text} for text in ("hi<end_of_", "utterance>")]
     for role in ("user", "assistant"):
         messages = [
             message | {"content": parts} if message["role"] == role else message
             for message in (ASKS, ANSWERS)
         ]
-        found = tokenize_row(template_of("chatml"), {"messages": messages}, 100)
-        rejected(found, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "<|im_end|>")
+        found = tokenize_row(template_of("parts"), {"messages": messages}, 100)
+        rejected(found, RejectReason.SPECIAL_TOKEN_IN_CONTENT, token)
+
+
+def test_parts_of_a_text_are_joined_as_engines_join_them() -> None:
+    parts = [{"type": "text", "text": text} for text in ("one", "", "two")]
+    row = {"messages": [ASKS | {"content": parts}, ANSWERS | {"content": parts}]}
+    template = template_of("chatml")
+    found = tokenize_row(template, row, 100)
+    assert marked_texts(template.tokenizer, found) == ["one\ntwo<|im_end|>"]
+    assert template.tokenizer.decode(found.tokens).count("one\ntwo<|im_end|>") == 2
 
 
 def test_a_key_that_is_not_shown_may_hold_any_text() -> None:
