@@ -20,11 +20,12 @@ _T = TypeVar("_T")
 _Parse = Callable[[Any, str], _T | "Rejection"]
 
 ROLES = {
-    "system": "system", "tool": "tool", "user": "user", "human": "user", "prompter": "user",
+    "system": "system", "developer": "developer", "tool": "tool",
+    "user": "user", "human": "user", "prompter": "user",
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # fmt: skip
 # Roles of messages whose text may be empty. Many tools return nothing.
-_MAY_BE_EMPTY = ("system", "tool")
+_MAY_BE_EMPTY = ("system", "developer", "tool")
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -183,10 +184,11 @@ class UnreadableRow:
 class Chat:
     """The chat of one row.
 
-    A message has a role (system, user, assistant or tool) and a content. The content is either the
-    unchanged text, or a list of text parts. A message that calls tools may have no content. If the
-    message in the row has tool calls, ``tool_calls`` lists them. The arguments of each call are an
-    object or the JSON of an object. A message also keeps its other keys of the row.
+    A message has a role (system, developer, user, assistant or tool) and a content. The content is
+    either the unchanged text, or a list of text parts. A message that calls tools may have no
+    content. If the message in the row has tool calls, ``tool_calls`` lists them. The arguments of
+    each call are an object or the JSON of an object. A message also keeps its other keys of the
+    row.
     """
 
     messages: list[Message]

@@ -42,7 +42,7 @@ RENDER_ERRORS = (
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 # moa-data puts this comment before a template that it renders with the fixed time. transformers
 # caches compiled templates by their text. So other users of transformers, who need the real time,
 # get another compiled template. Jinja drops the line break after the comment, so the template still
@@ -413,7 +413,7 @@ class ChatTemplate:
         }
         before = beginnings.get(role, [])
         probe: Message = {"role": role, "content": content}
-        after = [_message("user")] if role == "system" else []
+        after = [_message("user")] if role in ("system", "developer") else []
         as_texts = [*before, probe, *after]
         as_parts = [*map(_in_parts, before), probe, *map(_in_parts, after)]
         is_shown = False

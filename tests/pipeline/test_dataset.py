@@ -316,6 +316,7 @@ def test_rows_without_these_columns_are_rejected(
         ("user=a", "Expected either messages=COLUMN, or columns for both user and assistant"),
         ("messages=a,user=b,assistant=c", "Expected either messages=COLUMN"),
         ("messages=a+b", "messages must be read from one column"),
+        ("developer=a", "columns has 'developer=a'. Expected ROLE=COLUMN"),
     ],
 )
 def test_columns_that_make_no_chat_are_refused(columns: str, message: str) -> None:

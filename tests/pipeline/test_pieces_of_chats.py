@@ -846,7 +846,6 @@ def test_white_space_of_all_kinds_is_kept(answer: str) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"role": "developer", "content": "Be brief."}, RejectReason.UNKNOWN_ROLE),
         ({"role": "function", "name": "look_up", "content": "r"}, RejectReason.UNKNOWN_ROLE),
         ({"role": "tool", "content": {"celsius": 22}}, RejectReason.EMPTY_CONTENT),
         ({"role": "tool", "content": [{"celsius": 22}]}, RejectReason.NON_TEXT_PART),
@@ -876,6 +875,20 @@ def test_an_empty_system_text_or_result_is_rendered_as_it_is(role: str, text: st
     found = tokenize_row(template, {"messages": chat}, 1000)
     assert isinstance(found, TokenizedChat), found
     assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+def test_a_developer_message_is_rendered_or_rejects_its_row(content: Any) -> None:
+    chat = [{"role": "developer", "content": content}, ASKS, ANSWERS]
+    for name in ("chatml", "parts"):
+        template = template_of(name)
+        found = tokenize_row(template, {"messages": chat}, 1000)
+        assert isinstance(found, TokenizedChat), found
+        expected = template.tokenizer.apply_chat_template(template.shape(chat), tokenize=False)
+        assert template.tokenizer.decode(found.tokens) == expected
+        assert expected.count("Be brief.") == 1
+    found = tokenize_row(template_of("qwen2.5"), {"messages": chat}, 1000)
+    rejected(found, RejectReason.NOT_SHOWN, "message 0 (developer)")
 
 
 def test_a_token_that_begins_in_one_part_and_ends_in_another_is_refused() -> None:
