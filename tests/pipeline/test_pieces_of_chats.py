@@ -908,6 +908,7 @@ def test_parts_of_a_text_are_joined_as_engines_join_them() -> None:
     row = {"messages": [ASKS | {"content": parts}, ANSWERS | {"content": parts}]}
     template = template_of("chatml")
     found = tokenize_row(template, row, 100)
+    assert isinstance(found, TokenizedChat), found
     assert marked_texts(template.tokenizer, found) == ["one\ntwo<|im_end|>"]
     assert template.tokenizer.decode(found.tokens).count("one\ntwo<|im_end|>") == 2
 
