@@ -570,7 +570,7 @@ class Columns:
                 not equals
                 or not all(columns)
                 or role not in ("messages", "tools", *ROLES.values())
-                or role == "tool"
+                or role in ("tool", "developer")
             ):
                 raise OptionInvalid(
                     f"--columns has {text!r}. Expected ROLE=COLUMN, as in "

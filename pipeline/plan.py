@@ -94,6 +94,8 @@ class ExtractPlan(WritePlan):
     dataset: str  # text with the dataset's name, its split and the number of files
     # Whether the chat template writes an end-of-turn token after the last message of a chat.
     ends_last_turn: bool
+    # Whether any response mask covers the end of an answer.
+    covers_ends: bool
 
     def rows_read(self) -> list[str]:
         """Return lines of text with the number of rows that were read, and of rejected rows."""
@@ -106,7 +108,12 @@ class ExtractPlan(WritePlan):
             *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
-        if not self.ends_last_turn:
+        if not self.covers_ends:
+            lines.append(
+                "end of turn  The chat template does not mark the end of an answer, so drafters do "
+                "not learn where an answer ends."
+            )
+        elif not self.ends_last_turn:
             lines.append(
                 "end of turn  The chat template writes no end-of-turn token after the last answer "
                 "of a chat, so drafters learn the end of an answer only from earlier turns."
@@ -250,6 +257,7 @@ def build_plan(
         keeps_texts=stored_sequences is not None,
         dataset=source.describe(),
         ends_last_turn=bool(template.text_after_last),
+        covers_ends=bool(template.end_of_turn),
     )
 
 

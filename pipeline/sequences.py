@@ -391,7 +391,8 @@ def tokenize_row(
     tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut, is_generated)
     if isinstance(tokenized, Rejection):
         return tokenized
-    beside = names_beside_chat(row, tokenized.shown_keys)
+    ends_in_call = "tool_calls" in chat.messages[-1]
+    beside = names_beside_chat(row, tokenized.shown_keys, ends_in_call)
     for name in NEEDED_KEYS:
         if name in beside:
             return Rejection(

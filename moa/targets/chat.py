@@ -20,9 +20,12 @@ _T = TypeVar("_T")
 _Parse = Callable[[Any, str], _T | "Rejection"]
 
 ROLES = {
-    "system": "system", "tool": "tool", "user": "user", "human": "user", "prompter": "user",
+    "system": "system", "developer": "developer", "tool": "tool",
+    "user": "user", "human": "user", "prompter": "user",
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # fmt: skip
+# Roles of messages whose text may be empty. Many tools return nothing.
+_MAY_BE_EMPTY = ("system", "developer", "tool")
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
@@ -53,6 +56,8 @@ _UNREAD_DIRECTLY = re.compile(
 # Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
 # They are ignored.
 _SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
+# Keys of an object that does the same in requests to Anthropic's API.
+_THINKING_SETTINGS = {"type", "budget_tokens"}
 # Keys that mark whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner
 # and others. Training uses a message if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
@@ -113,9 +118,9 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Keys that say why an answer ended, in the APIs of OpenAI and Anthropic, and their values. The first
-# values say that the answer was cut off at a token limit.
-_FINISH_KEYS = ("finish_reason", "stop_reason")
+# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google and Ollama, and their
+# values. The first values say that the answer was cut off at a token limit.
+_FINISH_KEYS = ("finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons")
 _CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "model_length")
 _END_REASONS = (
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
@@ -179,10 +184,11 @@ class UnreadableRow:
 class Chat:
     """The chat of one row.
 
-    A message has a role (system, user, assistant or tool) and a content. The content is either the
-    unchanged text, or a list of text parts. A message that calls tools may have no content. If the
-    message in the row has tool calls, ``tool_calls`` lists them. The arguments of each call are an
-    object or the JSON of an object. A message also keeps its other keys of the row.
+    A message has a role (system, developer, user, assistant or tool) and a content. The content is
+    either the unchanged text, or a list of text parts. A message that calls tools may have no
+    content. If the message in the row has tool calls, ``tool_calls`` lists them. The arguments of
+    each call are an object or the JSON of an object. A message also keeps its other keys of the
+    row.
     """
 
     messages: list[Message]
@@ -214,6 +220,8 @@ def parse_chat(row: Any) -> Chat | Rejection:
         return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     answers = [message for message in chat.messages if message["role"] == "assistant"]
     cut = find_cut(row, is_last=False)
+    if roles[-1] != "assistant":
+        cut = cut or find_cut(row)
     for answer in answers:
         if mark := _find_skip_mark(answer):
             return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
@@ -243,9 +251,15 @@ def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
         if not isinstance(reasons, (list, tuple)):
             reasons = [reasons]
         reasons = reasons[-1:] if is_last else reasons[:-1]
-        if not set(_CUT_REASONS).isdisjoint(_words(reasons)):
+        if not set(_CUT_REASONS).isdisjoint(_reasons(reasons)):
             return f"{key} {item[key]!r:.40}"
     return ""
+
+
+def _reasons(value: Any) -> Iterator[str]:
+    """Yield the reasons in a value. A text such as ``FinishReason.STOP`` comes from an enum."""
+    for word in _words(value):
+        yield word.rpartition(".")[2]
 
 
 def _is_finish_key(key: Any) -> bool:
@@ -296,7 +310,7 @@ def _parse_questions(turns: Any) -> Chat | Rejection:
 def _plain(message: Message) -> Message:
     plain = {key: value for key, value in message.items() if key in _PLAIN_KEYS}
     if "content" in message:
-        plain["content"] = "".join(content_texts(message))
+        plain["content"] = joined_text(message)
     return plain
 
 
@@ -304,6 +318,11 @@ def content_texts(message: Message) -> list[str]:
     """Return the texts of a message's content, one text per content part."""
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def joined_text(message: Message) -> str:
+    """Return a message's content as one text, as vLLM and llama.cpp join the texts of parts."""
+    return "\n".join(filter(None, content_texts(message)))
 
 
 def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
@@ -368,8 +387,9 @@ def _parse_columns(
     """Parse the list that a row has under one of several names; None without a list."""
     parsed: list[list[_T] | Rejection] = []
     for value in _values(row, names):
-        if value not in ("", {}):
-            parsed.append(_parse_list(_unpacked(value), parse, item_name, malformed))
+        items = _unpacked(value)
+        if items not in (None, "", {}):
+            parsed.append(_parse_list(items, parse, item_name, malformed))
     for items in parsed:
         if isinstance(items, Rejection):
             return items
@@ -404,7 +424,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
     message_texts: list[str] = []
     for message in chat.messages:
         if message["role"] == "system":
-            message_texts.append("".join(content_texts(message)))
+            message_texts.append(joined_text(message))
     system_texts = [text.strip() for text in column_texts + message_texts]
     if not column_texts or (message_texts and len(set(system_texts)) == 1):
         return chat
@@ -449,7 +469,9 @@ def _parse_message(item: Any, where: str) -> Message | Rejection:
     if calls:
         message["tool_calls"] = calls
     elif not "".join(content_texts(message)).strip():
-        return Rejection(RejectReason.EMPTY_CONTENT, where)
+        may_be_empty = role in _MAY_BE_EMPTY and isinstance(message.get("content"), str)
+        if not may_be_empty:
+            return Rejection(RejectReason.EMPTY_CONTENT, where)
     return message
 
 
@@ -506,9 +528,11 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
         fields.append((str(key), value, _UNREAD_DIRECTLY))
     for key, value, pattern in fields:
         is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
+        is_setting = isinstance(value, Mapping) and _THINKING_SETTINGS.issuperset(value)
         if (
             pattern.fullmatch(_snake_case(key))
             and is_content
+            and not is_setting
             and str(value).strip().lower() not in _SWITCHES
         ):
             return key
@@ -546,7 +570,7 @@ def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str
     return ""
 
 
-def names_beside_chat(row: Any, shown_keys: Collection[str]) -> list[str]:
+def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool) -> list[str]:
     """List the columns of a row and the keys of its messages that are not part of the tokens.
 
     The keys of tool calls are listed too. Empty values do not count.
@@ -554,10 +578,13 @@ def names_beside_chat(row: Any, shown_keys: Collection[str]) -> list[str]:
     Args:
         row: what :func:`parse_chat` has parsed.
         shown_keys: names of :func:`additional_keys` that the chat template shows.
+        ends_in_call: whether the last message calls a tool. Its turn then has an end even if the
+            row says that it was cut off, so such a column is listed.
     """
     names: list[str] = []
+    reasons = {*_END_REASONS} if ends_in_call else {*_CUT_REASONS, *_END_REASONS}
     for column in _additional(row, _READ_COLUMNS):
-        is_known = {*_CUT_REASONS, *_END_REASONS}.issuperset(_words(row[column]))
+        is_known = reasons.issuperset(_reasons(row[column]))
         if not (_is_finish_key(column) and is_known):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:
@@ -671,7 +698,7 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
 
 def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | Rejection:
     """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
-    calls = _unpacked(item.get("tool_calls") or [])
+    calls = _unpacked(item.get("tool_calls")) or []
     old_call = _unpacked(item.get("function_call"))
     # Some libraries write an object of null values instead of null.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())

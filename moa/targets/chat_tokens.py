@@ -194,16 +194,23 @@ def tokenize_chat(
     template = template.for_tools(tools)
     messages = template.shape(messages)
     try:
-        if unusable := template.find_unusable_text(messages, tools):
+        names = set(itertools.chain.from_iterable(map(additional_keys, messages)))
+        bare = [without_keys(message, names) for message in messages]
+        if unusable := template.find_unusable_text(bare, tools):
             return Rejection(*unusable)
         text = template.render(messages, tools)
+        shown_keys = _find_shown_keys(template, messages, tools, text)
+        # Keys that are not shown may hold any text, such as the raw output of a model.
+        hidden_keys = names.difference(shown_keys)
+        messages = [without_keys(message, hidden_keys) for message in messages]
+        if shown_keys and (unusable := template.find_unusable_text(messages, tools)):
+            return Rejection(*unusable)
         marked = _MarkedChat(messages, tools)
         if hidden := _find_hidden_piece(template, marked, text):
             return hidden
         spans = _response_spans(template, messages, tools, text, marked)
         if isinstance(spans, Rejection):
             return spans
-        shown_keys = _find_shown_keys(template, messages, tools, text)
         responses = [text[slice(*span)] for span in spans]
         if foreign := _find_foreign_key(template, messages, tools, shown_keys, responses):
             detail = f"{foreign}, which the chat template needs for a response or writes into it"
@@ -320,9 +327,6 @@ def _find_foreign_key(
     An example is the result of a tool in the message that calls the tool. A key without which the
     template fails is returned, too. The return value is an empty text if no key changes a response.
     """
-    names = itertools.chain.from_iterable(map(additional_keys, messages))
-    hidden_keys = set(names).difference(shown_keys)
-    messages = [without_keys(message, hidden_keys) for message in messages]
     for name in shown_keys:
         stripped = [
             without_keys(message, [name]) if message["role"] == "assistant" else message

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, RejectReason, content_texts, with_functions
+from .chat import Message, RejectReason, content_texts, joined_text, with_functions
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -42,7 +42,7 @@ RENDER_ERRORS = (
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
-_ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 # moa-data puts this comment before a template that it renders with the fixed time. transformers
 # caches compiled templates by their text. So other users of transformers, who need the real time,
 # get another compiled template. Jinja drops the line break after the comment, so the template still
@@ -133,7 +133,7 @@ class ChatTemplate:
         self._text_roles: set[str] = set()  # Roles whose contents may be texts.
         self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
         # Whether the template shows the arguments of tool calls if they are objects, and whether it
-        # shows them if they are JSON texts.
+        # shows them in the same form if they are JSON texts.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -194,7 +194,7 @@ class ChatTemplate:
         text after it. If the text after the last response does not begin with a control token, it
         is the end of turn as a whole, or nothing if other text follows an earlier response. If the
         template writes no text after the last response, the end of turn is the first control token
-        between a response and the next turn.
+        between a response and the next turn, unless this token starts turns.
 
         Args:
             header: rendering of a chat with one user message.
@@ -204,8 +204,13 @@ class ChatTemplate:
         between = self._text_after([user, _ANSWER, user])
         if not last:
             end = self._control_token_end(between, 0)
-            # If the token also occurs before the first message, it starts turns.
-            return "" if between[:end].strip() in header else between[:end]
+            token = between[:end].strip()
+            # A token that starts turns is among the first tokens of a chat, or it is the only token
+            # before the text of the next turn. The end of a user turn is in the header too, but the
+            # start of the next turn follows it.
+            is_alone = not self._control_token_end(between, end)
+            starts_turns = token in self._leading_tokens(header) or (is_alone and token in header)
+            return "" if starts_turns else between[:end]
         is_shared = not between or between.startswith(last)
         end = self._control_token_end(last, 0) or (len(last) if is_shared else 0)
         further = self._control_token_end(last, end)
@@ -299,7 +304,7 @@ class ChatTemplate:
         """
         role = message["role"]
         if "content" in message or not self._takes_no_content:
-            text = "".join(content_texts(message))
+            text = joined_text(message)
             is_text = isinstance(message.get("content", text), str)
             if is_text and role in self._parts_roles and role not in self._text_roles:
                 message = message | {"content": _parts(text)}
@@ -389,11 +394,13 @@ class ChatTemplate:
                 self._parts_roles.add(role)
         user = self._shaped(_message("user"))
         arguments = {"key": PLACEHOLDER}
-        self._shows_objects = PLACEHOLDER in (
-            self._try_render([user, _call(arguments)], is_shaped=True) or ""
-        )
+        as_object = self._try_render([user, _call(arguments)], is_shaped=True) or ""
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True) or ""
-        self._shows_json = _as_json(arguments) in as_text
+        self._shows_objects = PLACEHOLDER in as_object
+        # Inference engines turn JSON texts into objects. So a template that writes objects in
+        # another form than texts must get an object.
+        differs = self._shows_objects and as_object != as_text
+        self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
         del call["content"]
         self._takes_no_content = self._try_render([user, call]) is not None
@@ -406,7 +413,7 @@ class ChatTemplate:
         }
         before = beginnings.get(role, [])
         probe: Message = {"role": role, "content": content}
-        after = [_message("user")] if role == "system" else []
+        after = [_message("user")] if role in ("system", "developer") else []
         as_texts = [*before, probe, *after]
         as_parts = [*map(_in_parts, before), probe, *map(_in_parts, after)]
         is_shown = False

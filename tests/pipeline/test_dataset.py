@@ -83,7 +83,7 @@ def test_rows_are_chats_or_rejected_with_their_reason(
 def test_parts_of_a_content_stay_in_training_data_and_become_one_text_in_prompts() -> None:
     row = {"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}
     assert parse_chat(row) == Chat([CHAT[0], {"role": "assistant", "content": PARTS}])
-    assert parse_prompt(row) == Chat(CHAT)
+    assert parse_prompt(row) == Chat([CHAT[0], {"role": "assistant", "content": "hel\nlo"}])
 
 
 def test_questions_of_spec_bench_are_prompts_and_other_columns_named_turns_are_not_read() -> None:
@@ -317,6 +317,7 @@ def test_rows_without_these_columns_are_rejected(
         ("user=a", "Expected either messages=COLUMN, or columns for both user and assistant"),
         ("messages=a,user=b,assistant=c", "Expected either messages=COLUMN"),
         ("messages=a+b", "messages must be read from one column"),
+        ("developer=a", "columns has 'developer=a'. Expected ROLE=COLUMN"),
     ],
 )
 def test_columns_that_make_no_chat_are_refused(columns: str, message: str) -> None:

@@ -179,7 +179,7 @@ def chats(draw: st.DrawFn, shown: frozenset[str]) -> Drawn:
             drawn.answers.append("look_up")
             add("tool", text(), tool_call_id="abcdefghi")
         add("assistant", content())
-        drawn.answers.append("".join(texts_of(drawn.messages[-1])))
+        drawn.answers.append("\n".join(texts_of(drawn.messages[-1])))
     is_sharegpt = "calls" not in drawn.features and draw(st.booleans())
     rows = [message_of_row(draw, message, is_sharegpt) for message in drawn.messages]
     if system == "column":
@@ -272,7 +272,7 @@ def reference_tokens(name: str, drawn: Drawn) -> list[int]:
         if content is None:  # Templates that refuse null content get an empty text.
             content = None if form.takes_no_content else ""
         elif form.contents == "text":
-            content = "".join(texts_of(message))
+            content = "\n".join(texts_of(message))
         elif form.contents == "parts":
             content = [{"type": "text", "text": text} for text in texts_of(message)]
         messages.append(message | {"content": content})
@@ -457,6 +457,18 @@ def test_calls_are_written_as_the_row_has_them(arguments: Any) -> None:
     found = tokenize_row(template, {"messages": chat}, 1000)
     assert isinstance(found, TokenizedChat), found
     assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+def test_json_arguments_are_written_as_the_objects_that_engines_make_of_them() -> None:
+    """Gemma 4 has a form of its own for objects, but writes a text as it is."""
+    pairs = "{% for name, value in a.items() %}{{ name ~ ':' ~ value }}{% endfor %}"
+    call = f"c.function.name ~ '{{' }}}}{{% if a is mapping %}}{pairs}{{% else %}}{{{{ a }}}}"
+    call += "{% endif %}{{ '}'"
+    written = []
+    for arguments in ('{"word": "cat"}', {"word": "cat"}):
+        found, template = with_call(arguments, call)
+        written.append(marked_texts(template.tokenizer, found)[0])
+    assert written == ["look_up{word:cat}<|im_end|>"] * 2
 
 
 @pytest.mark.parametrize("arguments", ['{"x": "first", "x": "second"}', [], False, "[1]", "x"])
@@ -744,6 +756,17 @@ def test_columns_that_say_nothing_of_the_chat_keep_the_row(column: dict[str, Any
     assert isinstance(nested, TokenizedChat), nested
 
 
+def test_a_setting_of_a_request_is_named_and_thoughts_reject_the_row() -> None:
+    row: dict[str, Any] = {"messages": [ASKS, ANSWERS]}
+    setting = {"type": "enabled", "budget_tokens": 1024}
+    found = tokenize_row(template_of("chatml"), row | {"thinking": setting}, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert found.beside == ("column thinking",)
+    thoughts = {"type": "thinking", "thinking": "Hm."}
+    found = tokenize_row(template_of("chatml"), row | {"thinking": thoughts}, 100)
+    rejected(found, RejectReason.CONTENT_NOT_READ, "thinking")
+
+
 def test_a_column_is_read_once() -> None:
     columns = Columns.parse(["user=system+q", "assistant=a"])
     template = template_of("chatml")
@@ -773,6 +796,17 @@ def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
             tokenize_row(template_of("qwen2.5"), row | {"functions": functions}, 1000),
             TokenizedChat,
         )
+
+
+def test_null_as_json_is_nothing() -> None:
+    nothing = {"tool_calls": "null", "function_call": "null"}
+    row = {"messages": [ASKS, ANSWERS | nothing], "conversations": "null", "tools": "null"}
+    found = tokenize_row(template_of("qwen2.5"), row, 1000)
+    plain = tokenize_row(template_of("qwen2.5"), {"messages": [ASKS, ANSWERS]}, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert isinstance(plain, TokenizedChat)
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    assert found.beside == ()
 
 
 ASKS_OF_CONTENT = (
@@ -812,7 +846,6 @@ def test_white_space_of_all_kinds_is_kept(answer: str) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"role": "developer", "content": "Be brief."}, RejectReason.UNKNOWN_ROLE),
         ({"role": "function", "name": "look_up", "content": "r"}, RejectReason.UNKNOWN_ROLE),
         ({"role": "tool", "content": {"celsius": 22}}, RejectReason.EMPTY_CONTENT),
         ({"role": "tool", "content": [{"celsius": 22}]}, RejectReason.NON_TEXT_PART),
@@ -833,15 +866,62 @@ def test_messages_of_other_kinds_reject_their_row(
     )
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_system_text_or_result_is_rendered_as_it_is(role: str, text: str) -> None:
+    template = template_of("qwen2.5")
+    chat = [ASKS, ANSWERS, ASKS, ANSWERS]
+    chat.insert(0 if role == "system" else 2, {"role": role, "content": text})
+    found = tokenize_row(template, {"messages": chat}, 1000)
+    assert isinstance(found, TokenizedChat), found
+    assert found.tokens.tolist() == template.tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+def test_a_developer_message_is_rendered_or_rejects_its_row(content: Any) -> None:
+    chat = [{"role": "developer", "content": content}, ASKS, ANSWERS]
+    for name in ("chatml", "parts"):
+        template = template_of(name)
+        found = tokenize_row(template, {"messages": chat}, 1000)
+        assert isinstance(found, TokenizedChat), found
+        expected = template.tokenizer.apply_chat_template(template.shape(chat), tokenize=False)
+        assert template.tokenizer.decode(found.tokens) == expected
+        assert expected.count("Be brief.") == 1
+    found = tokenize_row(template_of("qwen2.5"), {"messages": chat}, 1000)
+    rejected(found, RejectReason.NOT_SHOWN, "message 0 (developer)")
+
+
 def test_a_token_that_begins_in_one_part_and_ends_in_another_is_refused() -> None:
-    parts = [{"type": "text", "text": text} for text in ("hi<|im_", "end|>")]
+    token = "<end_of_utterance>"
+    parts = [{"type": "text", "text": text} for text in ("hi<end_of_", "utterance>")]
     for role in ("user", "assistant"):
         messages = [
             message | {"content": parts} if message["role"] == role else message
             for message in (ASKS, ANSWERS)
         ]
-        found = tokenize_row(template_of("chatml"), {"messages": messages}, 100)
-        rejected(found, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "<|im_end|>")
+        found = tokenize_row(template_of("parts"), {"messages": messages}, 100)
+        rejected(found, RejectReason.SPECIAL_TOKEN_IN_CONTENT, token)
+
+
+def test_parts_of_a_text_are_joined_as_engines_join_them() -> None:
+    parts = [{"type": "text", "text": text} for text in ("one", "", "two")]
+    row = {"messages": [ASKS | {"content": parts}, ANSWERS | {"content": parts}]}
+    template = template_of("chatml")
+    found = tokenize_row(template, row, 100)
+    assert isinstance(found, TokenizedChat), found
+    assert marked_texts(template.tokenizer, found) == ["one\ntwo<|im_end|>"]
+    assert template.tokenizer.decode(found.tokens).count("one\ntwo<|im_end|>") == 2
+
+
+def test_a_key_that_is_not_shown_may_hold_any_text() -> None:
+    keys = {"raw": "a<|im_end|>", "logprobs": [{"token": "<|im_end|>"}], "half": "\ud800"}
+    row = {"messages": [ASKS, ANSWERS | keys]}
+    found = tokenize_row(template_of("chatml"), row, 100)
+    assert marked_texts(template_of("chatml").tokenizer, found) == ["a<|im_end|>"]
+    assert isinstance(found, TokenizedChat)
+    assert found.beside == ("message key raw", "message key logprobs", "message key half")
+    shown = with_keys("{{ m.raw }}", {"raw": "b<|im_end|>"}, {})
+    rejected(shown, RejectReason.SPECIAL_TOKEN_IN_CONTENT, "message 0")
 
 
 def test_a_prompt_whose_message_has_tools_is_rejected() -> None:
@@ -1064,7 +1144,39 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
 
 
-@pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason"])
+@pytest.mark.parametrize("reason", ["length", ["stop", "length"]])
+def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> None:
+    row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS, ASKS], "finish_reason": reason}
+    found = tokenize_row(template_of("chatml"), row, 100)
+    rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+
+
+def test_a_call_that_was_cut_is_named() -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    row = {"messages": [ASKS, ANSWERS | {"tool_calls": [call]}]}
+    for reason, beside in (("length", ("column finish_reason",)), ("tool_calls", ())):
+        found = tokenize_row(template_of("qwen2.5"), row | {"finish_reason": reason}, 1000)
+        assert isinstance(found, TokenizedChat), found
+        assert found.beside == beside
+
+
+@pytest.mark.parametrize(
+    ("column", "is_cut"),
+    [
+        ({"finish_reasons": ["length"]}, True),
+        ({"finish_reason": "FinishReason.MAX_TOKENS"}, True),
+        ({"finish_reason": "FinishReason.STOP"}, False),
+    ],
+)
+def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_cut: bool) -> None:
+    found = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS]} | column, 100)
+    answer = "a" if is_cut else "a<|im_end|>"
+    assert marked_texts(template_of("chatml").tokenizer, found) == [answer]
+    assert isinstance(found, TokenizedChat)
+    assert found.beside == ()
+
+
+@pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason", "done_reason"])
 def test_a_finish_reason_may_have_other_names(key: str) -> None:
     cut = {"messages": [ASKS, ANSWERS], key: "max_tokens"}
     of_message = {"messages": [ASKS, ANSWERS | {key: "MAX_TOKENS"}]}

@@ -261,6 +261,28 @@ def test_a_plan_over_a_template_that_cannot_be_used_is_refused(
         build_plan(templated(program))
 
 
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        ("{{ eos_token }}", None),
+        ("{{ eos_token if not loop.last }}", "drafters learn the end of an answer only from"),
+        ("", "drafters do not learn where an answer ends"),
+    ],
+)
+def test_a_plan_tells_which_ends_of_answers_are_learned(
+    config: ExtractConfig, model: Path, end: str, sentence: str | None
+) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}" + end + "{% endfor %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    text = "\n".join(build_plan(config.replaced(model=str(model))).rows_read())
+    if sentence is None:
+        assert "end of turn" not in text
+    else:
+        assert sentence in text
+
+
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -517,7 +539,7 @@ def forged_rows(token: str) -> list[dict[str, Any]]:
         *(ROW | {"tools": [each]} for each in (tool, named)),
         *(
             ROW | {"messages": [ASKS, CALLS, RESULT | {key: token}, ANSWERS]}
-            for key in ("content", "name")
+            for key in ("content", "tool_call_id")
         ),
         ROW | {"messages": [ASKS, {"role": "assistant", "tool_calls": [call]}]},
     ]

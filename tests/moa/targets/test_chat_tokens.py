@@ -284,6 +284,33 @@ def test_an_end_of_turn_between_turns_is_trained_where_a_last_response_has_none(
     assert template.end_of_turn == ""  # the header of the next turn is not an end of turn
 
 
+@pytest.mark.parametrize(
+    "start", ["", "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"]
+)
+def test_an_end_of_turn_that_other_turns_have_too_is_trained(start: str) -> None:
+    """Qwen 1.5 writes a system turn of its own, and no end after the last message."""
+    other = CHATML_TEMPLATE.replace(
+        "+ '<|im_end|>\n' }}",
+        "+ ('' if loop.last and m['role'] == 'assistant' else '<|im_end|>\n') }}",
+    )
+    assert other != CHATML_TEMPLATE
+    template = ChatTemplate(build_tokenizer(start + other, None, "<|im_end|>"))
+    assert template.end_of_turn == "<|im_end|>"
+    chat = tokenize_chat(template, turns("q", "one", "q", "two"), 100)
+    assert marked_texts(template.tokenizer, chat) == ["one<|im_end|>", "two"]
+
+
+@pytest.mark.parametrize("start", ["", "You help.\n", "<|begin_of_text|>You help.<|im_end|>\n"])
+def test_a_token_that_only_starts_turns_is_not_trained_as_their_end(start: str) -> None:
+    """Baichuan writes one token before each turn, and GLM-4 does too."""
+    text = start + "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|answer|>' }}"
+    text += "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|answer|>{% endif %}"
+    tokenizer = build_tokenizer(text, "<|begin_of_text|>", "<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|answer|>"]})
+    chat = tokenized(tokenizer, turns("q", "one", "q", "two"))
+    assert marked_texts(tokenizer, chat) == ["one", "two"]
+
+
 def test_a_header_without_a_generation_prompt_is_not_trained() -> None:
     """Some templates write no generation prompt after a response, but the header of the next one."""
     conditional = CHATML_TEMPLATE.replace(
