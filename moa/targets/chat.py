@@ -310,7 +310,7 @@ def _parse_questions(turns: Any) -> Chat | Rejection:
 def _plain(message: Message) -> Message:
     plain = {key: value for key, value in message.items() if key in _PLAIN_KEYS}
     if "content" in message:
-        plain["content"] = joined_text(message)
+        plain["content"] = content_text(message)
     return plain
 
 
@@ -320,7 +320,7 @@ def content_texts(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
-def joined_text(message: Message) -> str:
+def content_text(message: Message) -> str:
     """Return a message's content as one text, as vLLM and llama.cpp join the texts of parts."""
     return "\n".join(filter(None, content_texts(message)))
 
@@ -424,7 +424,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
     message_texts: list[str] = []
     for message in chat.messages:
         if message["role"] == "system":
-            message_texts.append(joined_text(message))
+            message_texts.append(content_text(message))
     system_texts = [text.strip() for text in column_texts + message_texts]
     if not column_texts or (message_texts and len(set(system_texts)) == 1):
         return chat

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, RejectReason, content_texts, joined_text, with_functions
+from .chat import Message, RejectReason, content_text, content_texts, with_functions
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -304,7 +304,7 @@ class ChatTemplate:
         """
         role = message["role"]
         if "content" in message or not self._takes_no_content:
-            text = joined_text(message)
+            text = content_text(message)
             is_text = isinstance(message.get("content", text), str)
             if is_text and role in self._parts_roles and role not in self._text_roles:
                 message = message | {"content": _parts(text)}

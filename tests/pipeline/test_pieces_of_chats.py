@@ -903,7 +903,7 @@ def test_a_token_that_begins_in_one_part_and_ends_in_another_is_refused() -> Non
         rejected(found, RejectReason.SPECIAL_TOKEN_IN_CONTENT, token)
 
 
-def test_parts_of_a_text_are_joined_as_engines_join_them() -> None:
+def test_parts_of_a_text_become_one_text_as_in_engines() -> None:
     parts = [{"type": "text", "text": text} for text in ("one", "", "two")]
     row = {"messages": [ASKS | {"content": parts}, ANSWERS | {"content": parts}]}
     template = template_of("chatml")
