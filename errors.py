@@ -63,6 +63,12 @@ class StoreNotFound(StoreError, FileNotFoundError):
     """The folder is not an activation store (no ``store.json``)."""
 
 
+def _shortened(value: Any, max_chars: int = 32) -> str:
+    """Return the text of a value, with … in place of what exceeds ``max_chars``."""
+    text = repr(value)
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
 class StoreMismatch(StoreError):
     """An existing store was made from inputs that differ from the current inputs.
 
@@ -99,7 +105,7 @@ class StoreMismatch(StoreError):
             old, new = changes[key]
             self.add_note(f"{key}: the store has {old!r}, this command has {new!r}")
             prefix = ".".join(key.split(".")[: 1 if key.startswith("codec.") else 2])
-            line = f"{key}: the store has {old!r:.32}, this command has {new!r:.32}"
+            line = f"{key}: the store has {_shortened(old)}, this command has {_shortened(new)}"
             lines.setdefault(prefix, line)
         shown = list(lines.values())[: self._MAX_SHOWN]
         if n_more := len(changes) - len(shown):

@@ -540,7 +540,8 @@ class StoreManifest:
 def first_problem(error: ValidationError) -> str:
     """Return a one-line description of the first problem in a document, with its location."""
     problem = error.errors()[0]
-    return ": ".join([".".join(map(str, problem["loc"])), problem["msg"]]).removeprefix(": ")
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    return ": ".join([".".join(map(str, problem["loc"])), message]).removeprefix(": ")
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

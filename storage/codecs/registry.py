@@ -339,7 +339,8 @@ def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     for name, of in settings.items() if isinstance(settings, Mapping) else ():
         if isinstance(of, Mapping) and "predicted_from" in of:
             names = of["predicted_from"]
-            sources[name] = names if isinstance(names, list) else [names]
+            listed = names if isinstance(names, list) else [names]
+            sources[name] = [str(source) for source in listed]
     return sources
 
 

@@ -535,7 +535,11 @@ def _decode_chunk(
         high = min(destination.high, row_start + chunk_rows)
         target = destination.out[low - destination.low : high - destination.low]
         values = chunk[low - row_start : high - row_start]
-        if target.ndim > 1:
-            target[:, column.outer] = values[:, column.inner]
-        else:
+        if target.ndim == 1:
             target[...] = values
+        elif isinstance(column.inner, list) and isinstance(column.outer, list):
+            # Indexing with lists would copy the values twice.
+            for inner, outer in zip(column.inner, column.outer, strict=True):
+                target[:, outer] = values[:, inner]
+        else:
+            target[:, column.outer] = values[:, column.inner]

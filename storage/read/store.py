@@ -520,10 +520,13 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         if not isinstance(layers, slice):
             layers = [index(layer) for layer in layers]
         indices: list[int] = np.arange(n_layers)[layers].tolist()
-    except (TypeError, IndexError) as error:
+    except TypeError as error:
         raise SelectionInvalid(
-            f"Field {spec.name!r} has {n_layers} layers, counted from 0, and `layers` is "
-            f"{layers!r:.60}. Pass a slice, or a list of numbers below {n_layers}."
+            f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
+        ) from error
+    except IndexError as error:  # NumPy names the first index that is out of bounds.
+        raise SelectionInvalid(
+            f"Field {spec.name!r} has {n_layers} layers, counted from 0: {error}."
         ) from error
     return None if indices == list(range(n_layers)) else indices
 

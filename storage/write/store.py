@@ -621,14 +621,21 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
 
 
 def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
-    """Describe the first row in which a column of two plans differs, or their numbers of rows."""
+    """Describe the first row in which two plans differ, or else their numbers of rows."""
     n_rows = min(old.num_rows, new.num_rows)
+    first_rows: dict[str, int] = {}
     for name in PLAN_SCHEMA.names:
         differs = pc.not_equal(old[name].slice(0, n_rows), new[name].slice(0, n_rows))
         row = pc.index(differs, True).as_py()
         if row >= 0:
-            return f"row {row}: {name}={old[name][row]}", f"row {row}: {name}={new[name][row]}"
-    return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
+            first_rows[name] = row
+    if not first_rows:
+        return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
+    row = min(first_rows.values())
+    names = [name for name in first_rows if first_rows[name] == row]
+    was = ", ".join(f"{name}={old[name][row]}" for name in names)
+    now = ", ".join(f"{name}={new[name][row]}" for name in names)
+    return f"row {row}: {was}", f"row {row}: {now}"
 
 
 def _write_array_metadata(

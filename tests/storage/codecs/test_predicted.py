@@ -131,7 +131,9 @@ def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CodecUnknown, match="no field 'kv'"):
         StoreCodec("transform:1,from-kv", FIELDS[:-1])
     manifest: StoreManifest = replace(RECIPE.manifest, codec=learned(TestFromKv.name).describe())
-    for field, names in ((LAST, [TOKENS]), (LAST, [LAST]), (KV, LAST), (LAST, "hidden/layer_3")):
+    for field, names in (
+        (LAST, [TOKENS]), (LAST, [LAST]), (KV, LAST), (LAST, "hidden/layer_3"), (KV, [[LAST]]),
+    ):  # fmt: skip
         settings = {name: dict(of) for name, of in manifest.codec["transform"].items()}
         settings[field]["predicted_from"] = names
         with pytest.raises(CodecUnknown, match="predicted from"):

@@ -135,6 +135,8 @@ def test_every_changed_key_is_named(store: Path, recipe: Recipe) -> None:
         "extraction.max_length": (256, 128),
         "fields.hidden/last.dtype": ("bfloat16", "float32"),
     }
+    long = StoreMismatch("s", {"identities.target.path": ("/models/a" * 9, "/models/a" * 9 + "b")})
+    assert f"the store has '{'/models/a' * 3}/mo…, this command has" in str(long)
     notes = caught.value.__notes__
     for key, (old, new) in caught.value.changes.items():
         assert f"{key}: the store has {old!r}, this command has {new!r}" in notes
