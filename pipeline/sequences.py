@@ -379,8 +379,8 @@ def tokenize_row(
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
-    A row with the ``finish_reason`` or ``stop_reason`` ``length`` or ``max_tokens`` ends with an
-    answer that was cut off at a token limit, as in the APIs of OpenAI and Anthropic.
+    A row may say in a column such as ``finish_reason`` that its last answer was cut off at a token
+    limit; see :func:`.find_cut`.
     """
     row = content if columns is None else columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)

@@ -55,9 +55,14 @@ _UNREAD_DIRECTLY = re.compile(
 )
 # Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
 # They are ignored.
-_SWITCHES = ("on", "off", "yes", "no", "true", "false", "none", "low", "medium", "high")
-# Keys of an object that does the same in requests to Anthropic's API.
-_THINKING_SETTINGS = {"type", "budget_tokens"}
+_SWITCHES = {
+    "on", "off", "yes", "no", "true", "false", "none", "enabled", "disabled", "adaptive", "auto",
+    "minimal", "low", "medium", "high", "xhigh", "max", "summarized", "detailed", "concise",
+}  # fmt: skip
+# Keys of an object that does the same in requests to Anthropic, OpenAI and OpenRouter.
+_THINKING_SETTINGS = {
+    "type", "budget_tokens", "display", "effort", "enabled", "exclude", "max_tokens", "summary",
+}  # fmt: skip
 # Keys that mark whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner
 # and others. Training uses a message if its train mark is true, or if its skip mark is false.
 _TRAIN_MARK = re.compile(
@@ -528,15 +533,16 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
         fields.append((str(key), value, _UNREAD_DIRECTLY))
     for key, value, pattern in fields:
         is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
-        is_setting = isinstance(value, Mapping) and _THINKING_SETTINGS.issuperset(value)
-        if (
-            pattern.fullmatch(_snake_case(key))
-            and is_content
-            and not is_setting
-            and str(value).strip().lower() not in _SWITCHES
-        ):
+        if pattern.fullmatch(_snake_case(key)) and is_content and not _is_switch(value):
             return key
     return ""
+
+
+def _is_switch(value: Any) -> bool:
+    """Whether a value only turns reasoning on or off, or limits it."""
+    if isinstance(value, Mapping):
+        return _THINKING_SETTINGS.issuperset(value) and all(map(_is_switch, value.values()))
+    return isinstance(value, (bool, int, float)) or str(value).strip().lower() in _SWITCHES
 
 
 def _find_channel(message: Mapping[Any, Any]) -> str:

@@ -182,7 +182,7 @@ class ChatTemplate:
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after(self, messages: list[Message]) -> str:
-        """Return the text after the first answer of a chat; empty if the template refuses it."""
+        """Return the text after the placeholder in a chat; empty if the template refuses it."""
         return (self._try_render(messages) or "").partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
@@ -205,12 +205,13 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # A token that starts turns is among the first tokens of a chat, or it is the only token
-            # before the text of the next turn. The end of a user turn is in the header too, but the
-            # start of the next turn follows it.
-            is_alone = not self._control_token_end(between, end)
-            starts_turns = token in self._leading_tokens(header) or (is_alone and token in header)
-            return "" if starts_turns else between[:end]
+            # A token that starts turns is among the first tokens of a chat, or follows its default
+            # system text. The token that ends turns also ends the user's turn.
+            question = {"role": "user", "content": PLACEHOLDER}
+            ends_question = self._text_after([question, _message("assistant")]).startswith(token)
+            starts_turns = token in self._leading_tokens(header)
+            is_end = token not in header or (ends_question and not starts_turns)
+            return between[:end] if is_end else ""
         is_shared = not between or between.startswith(last)
         end = self._control_token_end(last, 0) or (len(last) if is_shared else 0)
         further = self._control_token_end(last, end)

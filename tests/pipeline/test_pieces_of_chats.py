@@ -756,15 +756,32 @@ def test_columns_that_say_nothing_of_the_chat_keep_the_row(column: dict[str, Any
     assert isinstance(nested, TokenizedChat), nested
 
 
-def test_a_setting_of_a_request_is_named_and_thoughts_reject_the_row() -> None:
-    row: dict[str, Any] = {"messages": [ASKS, ANSWERS]}
-    setting = {"type": "enabled", "budget_tokens": 1024}
-    found = tokenize_row(template_of("chatml"), row | {"thinking": setting}, 100)
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("thinking", {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}),
+        ("reasoning", {"effort": "high"}),
+        ("reasoning", {"enabled": True, "max_tokens": 2000}),
+    ],
+)
+def test_a_setting_of_a_request_is_named(column: str, value: dict[str, Any]) -> None:
+    row = {"messages": [ASKS, ANSWERS], column: value}
+    found = tokenize_row(template_of("chatml"), row, 100)
     assert isinstance(found, TokenizedChat), found
-    assert found.beside == ("column thinking",)
-    thoughts = {"type": "thinking", "thinking": "Hm."}
-    found = tokenize_row(template_of("chatml"), row | {"thinking": thoughts}, 100)
-    rejected(found, RejectReason.CONTENT_NOT_READ, "thinking")
+    assert found.beside == (f"column {column}",)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("thinking", {"type": "thinking", "thinking": "Hm."}),
+        ("thinking", {"type": "The user wants a cat."}),
+        ("image", {"type": "file"}),
+    ],
+)
+def test_thoughts_and_images_reject_the_row(column: str, value: dict[str, Any]) -> None:
+    found = tokenize_row(template_of("chatml"), {"messages": [ASKS, ANSWERS], column: value}, 100)
+    rejected(found, RejectReason.CONTENT_NOT_READ, column)
 
 
 def test_a_column_is_read_once() -> None:

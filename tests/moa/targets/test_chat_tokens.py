@@ -300,11 +300,13 @@ def test_an_end_of_turn_that_other_turns_have_too_is_trained(start: str) -> None
     assert marked_texts(template.tokenizer, chat) == ["one<|im_end|>", "two"]
 
 
+@pytest.mark.parametrize("also", ["", "<|im_end|>"])
 @pytest.mark.parametrize("start", ["", "You help.\n", "<|begin_of_text|>You help.<|im_end|>\n"])
-def test_a_token_that_only_starts_turns_is_not_trained_as_their_end(start: str) -> None:
-    """Baichuan writes one token before each turn, and GLM-4 does too."""
+def test_tokens_that_only_start_turns_are_not_trained_as_their_end(start: str, also: str) -> None:
+    """Baichuan and GLM-4 write one token before each turn. A template may also write two."""
     text = start + "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|answer|>' }}"
-    text += "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|answer|>{% endif %}"
+    text += also + "{{ m.content }}{% endfor %}"
+    text += "{% if add_generation_prompt %}<|answer|>" + also + "{% endif %}"
     tokenizer = build_tokenizer(text, "<|begin_of_text|>", "<|im_end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|answer|>"]})
     chat = tokenized(tokenizer, turns("q", "one", "q", "two"))
