@@ -336,17 +336,17 @@ class BatchReader:
                 the store.
             facts: further attributes of `Batch`.
         """
-        if response is None:
-            response = self.response_masks(sequences)
         lengths = self.store.lengths[sequences]
         n_tokens = int(lengths.max())
         buffers, views = self._buffers(len(sequences), n_tokens)
-        views[TOKENS] = np.empty(
-            (len(sequences), n_tokens), self.store.fields[TOKENS].storage_dtype
-        )
+        names = [TOKENS] if response is not None else [TOKENS, _RESPONSE_MASK]
+        for name in names:
+            views[name] = np.empty(
+                (len(sequences), n_tokens), self.store.fields[name].storage_dtype
+            )
         self.store.read_batch(
             sequences,
-            [TOKENS, *(item.name for item in self._fields)],
+            [*names, *(item.name for item in self._fields)],
             out=views,
             layers=self._layers,
             n_threads=self.n_threads,
@@ -357,6 +357,8 @@ class BatchReader:
         for item in self._fields:
             rows = {a.name: buffers[a.name] for a in item.codec.arrays_read(item.layers)}
             stored.append(StoredField(item, rows, tuple(lengths.tolist())))
+        if response is None:
+            response = torch.from_numpy(views[_RESPONSE_MASK]).bool()
         inputs = TrainingInputs(
             tokens=torch.from_numpy(views[TOKENS]).long(),
             response_mask=response[:, :n_tokens].contiguous(),

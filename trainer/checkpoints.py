@@ -90,8 +90,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             state = json.loads((tensors.metadata() or {})[_STATE])
             waiting = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
             checkpoint = _from_json(state, waiting)
-            if not isinstance(checkpoint, dict):
-                raise TypeError("a checkpoint is a dictionary")
     except SafetensorError as error:
         raise damaged_checkpoint(path, str(error)) from error
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -99,6 +97,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise damaged_checkpoint(
             path, f"no training state in its header ({type(error).__name__})"
         ) from error
+    if not isinstance(checkpoint, dict):
+        raise damaged_checkpoint(path, "no training state in its header")
     return checkpoint
 
 

@@ -37,9 +37,7 @@ from ..moa.drafters.training import BlockDraws, Draws, TrainingInputs, draw_anch
 from ..moa.nn import masks
 from ..storage.backend import backend_of
 from ..storage.plan import numbers
-from ..storage.read.store import (
-    ActivationStore,
-)
+from ..storage.read.store import ActivationStore
 from ..storage.schema import ANSWERS_BY, RUNS_NAME
 from .batches import Batch, BatchReader, await_copy, fields_read
 from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known

@@ -272,10 +272,11 @@ class Drafter(nn.Module, ABC):
 
         Tokens outside the draft vocabulary get -inf.
         """
-        if self.draft_tokens is None:
+        tokens = self.draft_tokens
+        if tokens is None:
             return logits
         spread = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return spread.index_copy(-1, self.draft_tokens, logits)
+        return spread.index_copy(-1, tokens, logits)
 
     def confidence(self, features: Tensor) -> Tensor | None:
         """Estimate the acceptance probability [...] of the next draft; None by default.

@@ -105,7 +105,8 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     last = sum(counts) - 1
     starts = list(itertools.accumulate(counts[:-1], initial=0))
     indices = np.minimum(np.add.outer(starts, np.arange(width)), last)  # [B, n]
-    return rows_in_order[to_device(indices, rows_in_order.device)]
+    chosen = rows_in_order.index_select(0, to_device(indices.ravel(), rows_in_order.device))
+    return chosen.view(*indices.shape, *rows_in_order.shape[1:])
 
 
 def fitting_counts(

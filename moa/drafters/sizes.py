@@ -259,10 +259,12 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
     """Check that default layers ascend, which they do not if the target has too few layers."""
     if list(layers) != sorted(set(layers)):
+        n_read = min(len(layers), n_layers)
+        spread = [index * (n_layers - 1) // max(1, n_read - 1) for index in range(n_read)]
         raise DrafterError(
             f"the drafter reads {len(layers)} layers of the target, and a target with {n_layers} "
-            "layers has too few for the default choice. Choose the layers yourself: --fused-layers "
-            f"{','.join(map(str, range(min(len(layers), n_layers))))}."
+            "layers has too few for the default choice. Choose the layers yourself, for example "
+            f"spread evenly over the target: --fused-layers {','.join(map(str, spread))}."
         )
 
 

@@ -196,7 +196,10 @@ class KVBuffer:
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
-        """Append the rows of another cache with the same number and size of heads."""
+        """Append the rows of another cache with the same number and size of heads.
+
+        The other cache must not be used afterwards.
+        """
         full = other._buffer if self._buffer is None else self._buffer
         if full is not None:
             n_slots = max(self.capacity, other.capacity)

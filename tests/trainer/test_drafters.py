@@ -290,7 +290,7 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
             hidden_store,
             {"drafter": "eagle3", "fused_layers": None},
             DrafterError,
-            "--fused-layers 0,1,2",
+            "spread evenly over the target: --fused-layers 0,1,2",
         ),
         (hidden_store, {"drafter": "eagle3", "fused_layers": (0, 7)}, DrafterError, "0,7"),
         (
