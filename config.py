@@ -49,10 +49,10 @@ _COMMON = "common"
 Common = Annotated[_Value, _COMMON]
 
 
-def _as_words(items: Iterable[Any]) -> tuple[Any, ...]:
+def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
     """Turn mappings, as written in YAML, into NAME=VALUE texts, as written on the command line."""
     texts: list[Any] = []
-    for item in items:
+    for item in items or ():
         if not isinstance(item, Mapping):
             texts.append(item)
             continue

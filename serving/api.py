@@ -323,21 +323,24 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
+    @classmethod
     @override
-    def model_post_init(self, context: Any) -> None:
-        if self.prompt is not None:
+    def parse(cls, body: bytes) -> Self:
+        request = super().parse(body)
+        if request.prompt is not None:
             kind = "prompt"
             settings_of_others: tuple[str, ...] = ("messages", "tools", "add_generation_prompt")
-        elif self.messages is not None:
+        elif request.messages is not None:
             kind = "messages"
             settings_of_others = ("add_special_tokens",)
         else:
             message = "the request lacks prompt or messages."
             raise ApiError(400, message, "prompt", "missing_required_parameter")
         for name in settings_of_others:
-            if getattr(self, name):
+            if getattr(request, name):
                 message = f"{name} does not apply to a request with {kind}. Leave it out."
                 raise ApiError(400, message, name, "unsupported_parameter")
+        return request
 
 
 class DetokenizeRequest(Body):
@@ -361,6 +364,12 @@ def _invalid(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {reason}.", code="invalid_json")
     if first["type"] == "missing":
         return ApiError(400, f"the request lacks {param}.", param, "missing_required_parameter")
+    if param == "stop":
+        message = (
+            f"stop must be a text or a list of at most {_MAX_STOPS} texts, each of 1 to "
+            f"{_MAX_STOP_CHARS} characters."
+        )
+        return ApiError(400, message, param, "invalid_value")
     return ApiError(
         400, f"{param or 'the body'}: {first['msg'].rstrip('.')}.", param or None, "invalid_value"
     )

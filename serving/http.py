@@ -273,7 +273,8 @@ class Service:
             )
             raise ApiError(408, message, None, "timeout") from error
         asked = kind.parse(b"".join(parts))
-        self._check_model(asked.model or self.model_name)
+        if asked.model is not None:
+            self._check_model(asked.model)
         return asked
 
     async def _prompt(

@@ -171,9 +171,10 @@ def test_qwen3_writes_its_empty_thoughts_as_prompt_or_as_answer() -> None:
         ("a=1,b=text,c=[],d=a=b", {"a": 1, "b": "text", "c": [], "d": "a=b"}),
         ('{"a": [1, 2], "b": {"c": null}}', {"a": [1, 2], "b": {"c": None}}),
         ("", {}),
+        (None, {}),
     ],
 )
-def test_arguments_are_read(texts: str, expected: dict[str, object]) -> None:
+def test_arguments_are_read(texts: str | None, expected: dict[str, object]) -> None:
     given = {"model": "m", "dataset": "d", "out": "o"}
     config = ExtractConfig.of(**given, template_kwargs=texts)
     nested = ExtractConfig.model_validate(given | {"data": {"template_kwargs": expected}})
