@@ -263,14 +263,16 @@ def _work(
         if forwards is None:
             return (timings, []) if is_done(store) else _run_workers(plan, store, counter)
         forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
-        bundle = (store, forwards.target, plan.forward.folder, plan.config.target_layers)
+        write_bundle = partial(
+            save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
+        )
         # The first worker writes the bundle before its parts. If the first worker was killed,
         # another worker writes the bundle after its own parts.
         if share[0] == 0 and not store.has_target:
-            save_bundle(*bundle)
+            write_bundle()
         run_parts(forwards, store, pending_in_turn(store, *share), timings, counter.tell)
         if not store.has_target:
-            save_bundle(*bundle)
+            write_bundle()
         return timings, []
     except KeyboardInterrupt as error:
         n_done = len(store.committed_parts())

@@ -185,7 +185,7 @@ def reason_lines(counts: Counter[str], examples: Mapping[str, str], start: str =
     lines: list[str] = []
     for reason, n in counts.most_common():
         example = f" (first: {examples[reason]})" if reason in examples else ""
-        lines.append(f"{start}{n:,}  {reason}{example}")
+        lines.append(f"{start}{n:,} x {reason}{example}")
     return lines
 
 

@@ -271,6 +271,8 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
     def run() -> None:
         try:
             outcome.set_result(call())
+        except SystemExit as error:
+            outcome.set_exception(RuntimeError(f"it called sys.exit({error.code!r})"))
         # Catch everything, because vLLM raises many unrelated types of errors. The error is raised
         # again below, in the caller's thread.
         except Exception as error:  # noqa: BLE001

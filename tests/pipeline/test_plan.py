@@ -135,14 +135,14 @@ def test_embeddings_that_do_not_fit_the_vocabulary_are_named_before_chats_are_re
             ["{broken", "nonsense"],
             {},
             DatasetError,
-            r"2  the row is not a JSON object \(first: row 0",
+            r"2 x the row is not a JSON object \(first: row 0",
         ),
         (
             None,
             [*GOOD, "{broken", {"messages": []}],
             {},
             DatasetError,
-            r"2 of 10 rows \(20\.0%\).*0\.05.*1  the row",
+            r"2 of 10 rows \(20\.0%\).*0\.05.*1 x the row",
         ),
         (
             None,

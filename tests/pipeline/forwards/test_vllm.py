@@ -225,13 +225,17 @@ def test_an_engine_that_hangs_is_one_line(
     assert vllm.files_left() == before
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("no GPU\nand more"), "no GPU"), (SystemExit(3), "it called sys.exit(3)")],
+)
 def test_an_engine_that_does_not_start_is_one_line(
-    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str
 ) -> None:
     def fail(self: Any, **options: Any) -> None:
-        raise RuntimeError("no GPU\nand more")
+        raise error
 
     monkeypatch.setattr(vllm.LLM, "__init__", fail)
-    with pytest.raises(WorkerError, match=r"vLLM does not start \(no GPU\)"):
+    with pytest.raises(WorkerError, match=re.escape(f"vLLM does not start ({reason})")):
         extract(config)
     assert not list((Path(config.out) / "parts").rglob("c.*"))
