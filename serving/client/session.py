@@ -1,8 +1,8 @@
 """The state machine of one answer: committed tokens, drafts, and requests to the server.
 
-The state machine has no I/O and no clock; only :class:`SavedAnswer` reads and writes a file. The inputs are messages of the server, drafts, and
-changes of the link. The outputs are messages to send and events. So tests can try every order of
-them. Positions count from 0 over prompt and answer::
+The state machine has no I/O and no clock; only :class:`SavedAnswer` reads and writes a file. The
+inputs are messages of the server, drafts, and changes of the link. The outputs are messages to send
+and events. So tests can try every order of them. Positions count from 0 over prompt and answer::
 
     prompt    committed answer     drafts
     The cat | sat on             | the  mat    .    It     link up, mode client: the first two are
