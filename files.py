@@ -452,7 +452,9 @@ def open_regular(path: Path) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """Return the type of a path: "a file", "a folder", "a FIFO", "a socket" or "a device"."""
+    """Return the type of a path, such as "a file", "a folder", "a FIFO" or "a broken link"."""
+    if path.is_symlink() and not path.exists():
+        return f"a link to {os.readlink(path)}, which does not exist"
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
 
 

@@ -15,6 +15,7 @@ cache.
 import hashlib
 import io
 import json
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,6 +72,7 @@ _KEYWORD = re.compile(
     re.IGNORECASE,
 )
 _SHARDED = re.compile(r"(.+)-\d{5}-of-\d{5}\b.*")
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\..+)")
 _SHARD_NUMBER = re.compile(r"(?:[-_. ]?(?:part|shard|chunk))?[-_. ]?\d+(?:[-_ ]of[-_ ]\d+\b.*)?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Errors of Arrow for a row that Python cannot represent: invalid UTF-8, a date outside Python's
@@ -160,11 +162,14 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
     # `DatasetDict.save_to_disk` writes one folder per split.
     is_dict = (folder / _DICT).is_file()
     splits: dict[Path, str | None] = {}
-    for file in sorted(folder.rglob("*")):
+    for file in sorted(_walk(folder)):
         relative = file.relative_to(folder)
-        if any(map(_NO_CHATS.fullmatch, relative.parts)) or not file.is_file():
-            continue
         if file.suffix.lower() in SUFFIXES:
+            if not file.exists():
+                raise DatasetError(
+                    f"Folder {folder} holds {relative}, which is {kind_of(file)}. Restore the file, "
+                    "or delete the link."
+                )
             splits[file] = relative.parts[0] if is_dict else _split_of(relative)
         elif _UNREAD.fullmatch(file.name):
             raise DatasetError(
@@ -172,6 +177,42 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
                 f"{', '.join(SUFFIXES)}. Unpack or convert this file, or move it to another folder."
             )
     return splits
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder that may hold chats. Links to folders are followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    visited: set[str] = set()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(parent)
+        folders[:] = [name for name in folders if not _NO_CHATS.fullmatch(name)]
+        if real in visited:  # A link leads back to this folder. Its files were yielded before.
+            folders.clear()
+            continue
+        visited.add(real)
+        for name in names:
+            path = Path(parent, name)
+            if not _NO_CHATS.fullmatch(name) and (path.is_file() or path.is_symlink()):
+                yield path
+
+
+def _missing_shards(files: Sequence[Path]) -> list[str]:
+    """Return the names of files that the numbers in the names of other files imply."""
+    present = {file.name for file in files}
+    missing: set[str] = set()
+    for name in present:
+        if match := _SHARD.fullmatch(name):
+            start, total, end = match.groups()
+            for number in range(int(total)):
+                missing.add(f"{start}-{number:05}-of-{total}{end}")
+    return sorted(missing - present)
 
 
 def _split_of(relative: Path) -> str | None:
@@ -243,10 +284,16 @@ class ChatSource:
                 )
 
     def describe(self) -> str:
-        """Return a text with the dataset's name, its split and the number of files read."""
+        """Return a text with the dataset's name, its split, and which files are read or missing."""
         n_files = len(self._files)
-        others = f" ({n_files} of {n_files + self._n_others} files)" if self._n_others else ""
-        return self.name if self._split is None else f"{self.name}, split {self._split}{others}"
+        text = self.name if self._split is None else f"{self.name}, split {self._split}"
+        if self._n_others:
+            text += f" ({n_files} of {n_files + self._n_others} files)"
+        if missing := _missing_shards(self._files):
+            text += f" (without {missing[0]}"
+            text += f" and {counted(len(missing) - 1, 'other file')}" if len(missing) > 1 else ""
+            text += ", missing in the folder)"
+        return text
 
     def count_rows(self) -> int:
         """Estimate the number of rows, for progress.

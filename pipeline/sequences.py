@@ -434,7 +434,7 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
             hint = (
                 "Expected a column `messages` or `conversations`. If questions and answers are in "
                 "other columns, name them: --columns user=question,assistant=answer, or "
-                f"{' or '.join(FORMATS)}."
+                f"{' or '.join(FORMATS)}. For a column of messages: --columns messages=NAME."
             )
         raise DatasetError(
             f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. "

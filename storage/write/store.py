@@ -546,7 +546,8 @@ def _check_unoccupied(store: StorePath) -> None:
     # In a bucket, only a listing of all files would show whether a folder exists, so this check is
     # skipped.
     if isinstance(store, Path):
-        existing = next(path for path in (store, *store.absolute().parents) if path.exists())
+        folders = (store, *store.absolute().parents)
+        existing = next(path for path in folders if path.exists() or path.is_symlink())
         if not existing.is_dir():
             raise OutputOccupied(
                 f"{store} cannot be created, because {existing} is {kind_of(existing)}, not a "

@@ -100,6 +100,11 @@ class LiveServer:
         host, port = self.address.partition("://")[2].split(":")
         return host, int(port)
 
+    @property
+    def thread_id(self) -> int | None:
+        """Identifier of the thread in which the server answers and logs."""
+        return self._thread.ident
+
     def wait_until_free(self) -> None:
         """Wait until the engine holds no open sequence."""
         wait_for(lambda: not self.engine.snapshot().n_open)

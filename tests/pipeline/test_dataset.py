@@ -1,8 +1,10 @@
 """Files, splits and columns of a dataset are read as chats. A bad row is counted as one row."""
 
+import errno
 import gzip
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -370,7 +372,7 @@ MIXED = [
     "chats-1.jsonl",
     "chats-2.jsonl",
     "contest.jsonl",
-    "more/latest-00000-of-00002.jsonl",
+    "more/latest-00000-of-00001.jsonl",
 ]
 
 
@@ -459,6 +461,44 @@ def test_files_that_are_read_of_a_folder(
         return
     assert read(dataset, split) == found
     assert ChatSource(dataset, split).describe() == dataset + said
+
+
+def test_linked_folders_of_a_folder_are_read_once(tmp_path: Path) -> None:
+    elsewhere = Path(folder(tmp_path / "elsewhere", ["b.jsonl"]))
+    dataset = Path(folder(tmp_path / "here", ["a.jsonl"]))
+    (dataset / "linked").symlink_to(elsewhere)
+    (dataset / "linked_again").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(dataset)
+    assert read(str(dataset), None) == ["a.jsonl", "b.jsonl"]
+
+
+def test_what_cannot_be_read_of_a_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Path(folder(tmp_path, ["a.jsonl", "closed/b.jsonl"]))
+    link = dataset / "train-00001-of-00002.jsonl"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match=rf"{link.name}, which is a link to .*nowhere, which"):
+        ChatSource(str(dataset), None)
+    link.unlink()
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if os.path.basename(path) == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        ChatSource(str(dataset), None)
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    dataset = folder(tmp_path, ["train-00000-of-00003.jsonl"])
+    assert ChatSource(dataset, None).describe() == (
+        f"{dataset}, split train (without train-00001-of-00003.jsonl and 1 other file, missing in "
+        "the folder)"
+    )
 
 
 def test_saved_datasets_are_read_without_their_caches(tmp_path: Path) -> None:
