@@ -353,7 +353,7 @@ def test_a_client_that_leaves_during_its_body_is_one_line(
         leave_in_body(server.endpoint, COMPLETIONS, resets)
         wait_for(lambda: bool(statuses(server)))
         time.sleep(0.1)
-    assert statuses(server) == [499]
+        assert statuses(server) == [499]
 
 
 # Random requests

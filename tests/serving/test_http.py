@@ -470,7 +470,7 @@ def test_each_request_is_one_json_line(target: Target, caplog: pytest.LogCapture
         with pytest.raises(openai.BadRequestError):
             ask(client, n=0)
         wait_for(lambda: len(lines(server)) == 2)
-    first, second = lines(server)
+        first, second = lines(server)
     assert (first["status"], first["path"], first["new_tokens"], first["finish"]) == (
         200, "/v1/chat/completions", 3, "length",
     )  # fmt: skip
