@@ -6,11 +6,9 @@ This module imports only the standard library, so that every package can import 
 import contextlib
 import ctypes
 import os
-import re
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_CPUINFO = Path("/proc/cpuinfo")
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _MADV_HUGEPAGE = 14
@@ -61,18 +59,6 @@ def resident_memory() -> int:
 def peak_memory() -> int:
     """Return the peak resident memory of this process in bytes, or 0 if it is not reported."""
     return _kilobytes(Path("/proc/self/status"), "VmHWM") or 0
-
-
-def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Return whether the CPU has instructions that multiply bfloat16 numbers.
-
-    A CPU without them is slower in bfloat16 than in float32.
-    """
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    return re.search(r"^flags.*\b(avx512_bf16|amx_bf16)\b", text, re.MULTILINE) is not None
 
 
 def _kilobytes(file: Path, name: str) -> int | None:

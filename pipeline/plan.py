@@ -35,7 +35,6 @@ from ..errors import (
     WorkerError,
 )
 from ..files import parse_object
-from ..machine import has_fast_bfloat16
 from ..moa.drafters.advice import Advice, advise
 from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
 from ..moa.targets.facts import TargetFacts, load_facts, quantisation_problem
@@ -324,7 +323,7 @@ def _plan_forwards(
         codec=codec,
         device=device,
         dtype=config.storage.dtype,
-        compute_dtype=_choose_compute_dtype(config, facts, device, stored),
+        compute_dtype=_choose_compute_dtype(config, device, stored),
         batch_tokens=config.forward.batch_tokens
         or (65_536 if uses_vllm else 2048 if is_cpu else 16_384),
         longest_tokens=longest,
@@ -339,16 +338,13 @@ def _plan_forwards(
     return config, forward, engine
 
 
-def _choose_compute_dtype(
-    config: ExtractConfig, facts: TargetFacts, device: str, stored: Mapping[str, Any]
-) -> str:
+def _choose_compute_dtype(config: ExtractConfig, device: str, stored: Mapping[str, Any]) -> str:
     """Return the dtype in which the target computes."""
     if config.forward.compute_dtype != "auto":
         return config.forward.compute_dtype
     kind = torch.device(device).type
     dtype = config.storage.dtype
-    # If a store exists, keep the dtype recorded in the store. The choice below depends on the CPU,
-    # and the store may have been started on a machine with a different CPU.
+    # A store that exists keeps its recorded dtype, so that nobody has to repeat the option.
     if stored.get("device") == kind and stored.get("compute_dtype") in (
         "float32",
         "bfloat16",
@@ -357,10 +353,8 @@ def _choose_compute_dtype(
         return str(stored["compute_dtype"])
     if kind != "cpu" or config.forward.source == "vllm":
         return dtype
-    # Compute in bfloat16 only if the target's weights are bfloat16. Rounding float32 weights would
-    # give activations of a model that differs from the one that is served.
-    is_bfloat16 = dtype == "bfloat16" and getattr(facts.config, "dtype", None) == torch.bfloat16
-    return "bfloat16" if is_bfloat16 and has_fast_bfloat16() else "float32"
+    # CPUs with fast bfloat16 also use float32, so that a store does not depend on the kind of CPU.
+    return "float32"
 
 
 def _pick_device(config: ExtractConfig) -> str:

@@ -119,19 +119,3 @@ def test_large_blocks_get_huge_pages_and_keep_their_bytes() -> None:
     assert done.returncode == 0, done.stderr
     if not has_them or not is_new:
         pytest.skip("this kernel has none, or none for what is there already")
-
-
-@pytest.mark.parametrize(
-    ("flags", "is_fast"),
-    [
-        ("fpu avx512f avx512_bf16 amx_tile", True),
-        ("fpu amx_bf16", True),
-        ("fpu avx512f avx512_vnni", False),
-    ],
-)
-def test_a_cpu_says_whether_it_computes_in_bfloat16(
-    tmp_path: Path, flags: str, is_fast: bool
-) -> None:
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbogomips\t: 1\n" * 2)
-    assert machine.has_fast_bfloat16(tmp_path / "cpuinfo") == is_fast
-    assert not machine.has_fast_bfloat16(tmp_path / "nothing")

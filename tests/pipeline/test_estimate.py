@@ -9,7 +9,6 @@ import pytest
 
 from moa_data.machine import peak_memory, resident_memory
 from moa_data.pipeline import estimate as estimate_module
-from moa_data.pipeline import plan as plan_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.estimate import estimate
 from moa_data.pipeline.extract import extract
@@ -116,40 +115,17 @@ def test_the_slowest_and_the_fastest_of_three_batches_bound_the_time(
     assert most_s / least_s == pytest.approx(4 * 1.2**2)
 
 
-@pytest.mark.parametrize(
-    ("is_fast", "weights", "dtype", "expected"),
-    [
-        (True, "bfloat16", "bfloat16", "bfloat16"),
-        (False, "bfloat16", "bfloat16", "float32"),
-        # Rounding the weights would make it another target.
-        (True, "float32", "bfloat16", "float32"),
-        (True, "bfloat16", "float32", "float32"),
-    ],
-)
-def test_a_cpu_computes_in_bfloat16_where_that_is_fast(
-    config: ExtractConfig,
-    model: Path,
-    monkeypatch: Any,
-    is_fast: bool,
-    weights: str,
-    dtype: str,
-    expected: str,
-) -> None:
-    monkeypatch.setattr(plan_module, "has_fast_bfloat16", lambda: is_fast)
+@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
+def test_a_cpu_computes_in_float32(config: ExtractConfig, model: Path, weights: str) -> None:
     change_json(model / "config.json", dtype=weights)
-    plan = build_plan(config.replaced(model=str(model), compute_dtype="auto", dtype=dtype))
-    assert plan.forward.compute_dtype == plan.manifest.extraction["compute_dtype"] == expected
+    plan = build_plan(config.replaced(model=str(model), compute_dtype="auto"))
+    assert plan.forward.compute_dtype == plan.manifest.extraction["compute_dtype"] == "float32"
 
 
-def test_an_extraction_goes_on_in_its_dtype_on_another_kind_of_cpu(
-    config: ExtractConfig, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(plan_module, "has_fast_bfloat16", lambda: True)
-    config = config.replaced(compute_dtype="auto")
-    extract(config)
+def test_an_extraction_resumes_in_its_own_dtype(config: ExtractConfig) -> None:
+    extract(config.replaced(compute_dtype="bfloat16"))
     commit_path(Path(config.out), 1).unlink()
-    monkeypatch.setattr(plan_module, "has_fast_bfloat16", lambda: False)
-    assert extract(config).n_parts_done == 1
+    assert extract(config.replaced(compute_dtype="auto")).n_parts_done == 1
     assert read_manifest(Path(config.out)).extraction["compute_dtype"] == "bfloat16"
 
 
