@@ -23,7 +23,8 @@ Servers
 
 Failures
     ``kills`` ends processes at chosen moments. ``refusals`` and ``disks`` make disks refuse calls,
-    or fill up. ``hostile`` changes files at random.
+    or fill up. ``hostile`` changes files at random. ``errors`` checks an error by its class and by
+    the facts that its message names, and not by its wording.
 
 Devices and engines
     ``device`` simulates a CUDA device. ``memory`` measures the memory of tensors. ``vllm`` stands in

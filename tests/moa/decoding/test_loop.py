@@ -24,6 +24,7 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import SIZES, build_model, random_prompts, written_by_transformers
 from moa_data.tests.kit.variants import QUICK_FAMILIES
 
@@ -244,16 +245,16 @@ def test_stop_tokens_end_an_answer_as_an_end_of_sequence_token_does() -> None:
 def test_bad_requests_are_refused() -> None:
     target = Target(build_model())
     drafter = build_drafter(target.model)
-    bad: list[tuple[list[int], dict[str, Any], str]] = [
-        ([], {}, "prompt is empty"),
-        ([5] * N_POSITIONS, {}, f"fewer than {N_POSITIONS}"),
-        ([5], {"max_new_tokens": 0}, "max_new_tokens"),
-        ([5, VOCABULARY], {}, f"token id {VOCABULARY}"),
-        ([5, -1], {}, "token id -1"),
-        ([5], {"sampling": SamplingConfig(1.0), "tree": TreeShape(6, stop_below=0.1)}, r"6@0\.1"),
+    bad: list[tuple[list[int], dict[str, Any], tuple[object, ...]]] = [
+        ([], {}, ("prompt",)),
+        ([5] * N_POSITIONS, {}, (N_POSITIONS,)),
+        ([5], {"max_new_tokens": 0}, ("max_new_tokens", 0)),
+        ([5, VOCABULARY], {}, (VOCABULARY,)),
+        ([5, -1], {}, (-1,)),
+        ([5], {"sampling": SamplingConfig(1.0), "tree": TreeShape(6, stop_below=0.1)}, ("6@0.1",)),
     ]
-    for prompt, settings, said in bad:
-        with pytest.raises(DrafterError, match=said):
+    for prompt, settings, facts in bad:
+        with raises_naming(DrafterError, *facts):
             generate(target, drafter, prompt, **settings)
-    with pytest.raises(DrafterError, match="None"):
+    with raises_naming(DrafterError, "drafter", None):
         generate(target, None, [5])  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from moa_data.moa.decoding.sampling import (
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import quick, quick_rows
 
@@ -273,7 +274,7 @@ def exact_answers(target: Any, prompt: Any, config: Any, n_tokens: Any) -> Any:
 def test_settings_without_a_meaning_are_refused(
     settings: dict[str, float] | dict[str, int],
 ) -> None:
-    with pytest.raises(DrafterError, match=next(iter(settings))):
+    with raises_naming(DrafterError, *settings, *settings.values()):
         SamplingConfig(**settings)
 
 

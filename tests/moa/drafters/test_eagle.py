@@ -8,6 +8,7 @@ from moa_data.moa.drafters.training import Draws, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import NO_DRAWS, batch_with, build, build_eagle
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
 
 from .contract import CHAIN, DrafterContract, one_row
@@ -47,7 +48,7 @@ def test_embeddings_are_scaled_to_the_size_of_hidden_states() -> None:
         plain.fc.weight[:, : model.config.hidden_size] *= 32.0
     assert torch.equal(drafter.combine(embeddings, hidden), plain.combine(embeddings, hidden))
     for wrong in (-1.0, 30.0):
-        with pytest.raises(DrafterError, match="eagle_embedding_scale must be a power of two"):
+        with raises_naming(DrafterError, "eagle_embedding_scale"):
             build_eagle(model, eagle_embedding_scale=wrong)
 
 

@@ -13,6 +13,7 @@ from moa_data.moa.targets.chat import RejectReason
 from moa_data.moa.targets.chat_tokens import TokenizedChat, prompt_tokens, tokenize_chat
 from moa_data.moa.targets.template import ChatTemplate, template_source
 from moa_data.tests.kit.chats import marked_texts, rejected
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (
     CHATML_TEMPLATE,
@@ -381,9 +382,9 @@ def test_threads_that_share_a_template_render_what_one_thread_does() -> None:
 
 
 def test_no_chat_template_is_refused() -> None:
-    with pytest.raises(TemplateError, match=r"has no chat template.*chat_template\.jinja"):
+    with raises_naming(TemplateError, "chat_template.jinja"):
         ChatTemplate(build_tokenizer(None))
-    with pytest.raises(TemplateError, match=r"refuses the prompt: .*alternate"):
+    with raises_naming(TemplateError, "alternate"):
         prompt_tokens(ChatTemplate(make("mistral")[0]), turns("q", "a")[::-1])
 
 

@@ -26,6 +26,7 @@ from moa_data.moa.targets import gguf
 from moa_data.moa.targets.bundle import cache_folder
 from moa_data.moa.targets.live import Target, resolve_model_folder
 from moa_data.moa.targets.template import template_text
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.gguf_files import write_gguf
 from moa_data.tests.kit.models import build_tokenizer, write_target
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
@@ -203,7 +204,7 @@ def test_too_little_memory_or_disk_is_refused_before_anything_is_written(
     usage = shutil.disk_usage(whole)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
-        with pytest.raises(StorageUnavailable, match="XDG_CACHE_HOME"):
+        with raises_naming(StorageUnavailable, "XDG_CACHE_HOME", "1.0 kB"):
             resolve_model_folder(str(whole))
     assert not left_in(cache)
 
