@@ -27,6 +27,7 @@ from moa_data.storage.write import part as part_writer
 from moa_data.storage.write import publish
 from moa_data.storage.write import store as store_writer
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import flip, read_tree
@@ -132,7 +133,7 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(
         f"moa-data add {config.out} --model MODEL "
         "--activations hidden:layer:0,hidden:layer:1 --target-layers 1"
     )
-    with pytest.raises(OptionInvalid, match=command):
+    with raises_naming(OptionInvalid, command):
         extract(wanted)
     assert read_tree(config.out) == before
     assert "pending      1 part still to be extracted" in add(addition(config)).describe()
@@ -147,7 +148,7 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(
 
 def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     begun(config)
-    with pytest.raises(OptionInvalid, match="nothing to add"):
+    with raises_naming(OptionInvalid, "activations", "target_layers"):
         add(AddConfig(store=config.out, model=config.model))
     add(
         AddConfig(
@@ -256,7 +257,7 @@ def test_another_addition_drops_what_an_unfinished_one_had_learned(config: Extra
     add(addition(config))
     assert read_tree(config.out) == fresh(config)
     (Path(config.out) / "commits/part-00000.json").unlink()
-    with pytest.raises(OptionInvalid, match="must be fitted to sequences of all parts"):
+    with raises_naming(OptionInvalid, config.out, 1, "hidden/layer_2"):
         add(addition(config, activations=("hidden:layer:2",)))
 
 
@@ -312,16 +313,13 @@ def test_another_target_another_device_and_unknown_forwards_are_refused(
     document = json.loads((store / "store.json").read_text())
     document["extraction"]["dtype"] = "float16"
     (store / "store.json").write_text(json.dumps(document))
-    with pytest.raises(OptionInvalid, match="in another way than this release"):
+    with raises_naming(OptionInvalid, config.out):
         add(addition(config))
     del document["extraction"]["batch_tokens"]
-    for origin, text in (
-        ({}, "does not record the setting batch_tokens"),
-        ({"imported_from": "eagle"}, "imported from files of eagle"),
-    ):
+    for origin, fact in (({}, "batch_tokens"), ({"imported_from": "eagle"}, "eagle")):
         document["extraction"] |= origin
         (store / "store.json").write_text(json.dumps(document))
-        with pytest.raises(OptionInvalid, match=text):
+        with raises_naming(OptionInvalid, config.out, fact):
             add(addition(config))
 
 
@@ -341,7 +339,7 @@ def test_a_target_that_computes_something_else_is_refused(
 
     with monkeypatch.context() as patch:
         patch.setattr(add_module, "capture", scaled(1.1))
-        with pytest.raises(OptionInvalid, match=r"differ by 9.\d%"):
+        with raises_naming(OptionInvalid, config.out, "hidden/last", "9.1%"):
             add(addition(config, target_layers=0))
         assert read_tree(config.out) == before
         patch.setattr(add_module, "capture", scaled(1.004))

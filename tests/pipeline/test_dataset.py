@@ -30,6 +30,7 @@ from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.storage.plan import plan_bytes
 from moa_data.tests.kit.chats import chat, random_chats, rejected, write_jsonl
+from moa_data.tests.kit.errors import raises_naming
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -226,15 +227,15 @@ def test_identity_changes_with_one_byte_but_not_with_the_path(tmp_path: Path) ->
 
 
 def test_missing_and_foreign_paths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"does not exist\. Give a file, a folder or a hub id"):
+    with raises_naming(DatasetError, tmp_path / "nothing.jsonl"):
         ChatSource(str(tmp_path / "nothing.jsonl"), "train")
-    with pytest.raises(DatasetError, match=r"holds no \.jsonl, .* file"):
+    with raises_naming(DatasetError, tmp_path, ".jsonl", ".arrow"):
         ChatSource(str(tmp_path), "train")
     (tmp_path / "chats.txt").write_text("hi")
-    with pytest.raises(DatasetError, match=r"has the suffix '\.txt', expected one of"):
+    with raises_naming(DatasetError, tmp_path / "chats.txt", "'.txt'", ".jsonl"):
         ChatSource(str(tmp_path / "chats.txt"), "train")
     (tmp_path / "chats.parquet").write_text("hi")
-    with pytest.raises(DatasetError, match="is not a readable parquet file"):
+    with raises_naming(DatasetError, tmp_path / "chats.parquet"):
         list(ChatSource(str(tmp_path / "chats.parquet"), "train").rows())
 
 
@@ -310,20 +311,17 @@ def test_rows_without_these_columns_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "facts"),
     [
-        (
-            "alpca",
-            r"columns has 'alpca'\. Expected ROLE=COLUMN, .* format: alpaca or prompt-completion",
-        ),
-        ("user=a", "Expected either messages=COLUMN, or columns for both user and assistant"),
-        ("messages=a,user=b,assistant=c", "Expected either messages=COLUMN"),
-        ("messages=a+b", "messages must be read from one column"),
-        ("developer=a", "columns has 'developer=a'. Expected ROLE=COLUMN"),
+        ("alpca", ("ROLE=COLUMN", "alpaca", "prompt-completion")),
+        ("user=a", ("messages=COLUMN", "assistant")),
+        ("messages=a,user=b,assistant=c", ("messages=COLUMN",)),
+        ("messages=a+b", ()),
+        ("developer=a", ("ROLE=COLUMN",)),
     ],
 )
-def test_columns_that_make_no_chat_are_refused(columns: str, message: str) -> None:
-    with pytest.raises(OptionInvalid, match=message):
+def test_columns_that_make_no_chat_are_refused(columns: str, facts: tuple[str, ...]) -> None:
+    with raises_naming(OptionInvalid, "columns", columns, *facts):
         Columns.parse(columns.split(","))
 
 
@@ -332,9 +330,8 @@ def test_the_store_records_the_columns(
 ) -> None:
     rows = [{"q": f"question {n}", "a": f"answer {n}"} for n in range(6)]
     write_jsonl(chats_file, rows)
-    with pytest.raises(
-        DatasetError,
-        match=r"--columns user=question,assistant=answer, or alpaca or prompt-completion",
+    with raises_naming(
+        DatasetError, "columns", "user=question,assistant=answer", "alpaca", "prompt-completion"
     ):
         build_plan(config)
     config = config.replaced(columns="user=q,assistant=a")
@@ -346,7 +343,7 @@ def test_the_store_records_the_columns(
         plain.table["sequence_id"].to_pylist()
         == build_plan(config).table["sequence_id"].to_pylist()
     )
-    with pytest.raises(StoreMismatch, match=r"columns"):
+    with raises_naming(StoreMismatch, "extraction.columns.0.user", "'q'", "'a'"):
         extract(config.replaced(columns="user=a,assistant=q"))
 
 
@@ -408,14 +405,12 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
     dataset = folder(tmp_path, names)
     for split in (one, other):
         assert read(dataset, split) == sorted(name for name in names if split in name)
-    with pytest.raises(
-        DatasetError, match=rf"splits .*{other}.* no split 'nope'\. Choose one with --split"
-    ):
+    with raises_naming(DatasetError, dataset, one, other, "'nope'", "--split"):
         ChatSource(dataset, "nope")
     if one == "train_sft":
         assert read(dataset, None) == read(dataset, one)
     else:
-        with pytest.raises(DatasetError, match=r"but no split 'train_sft' \(the default\)"):
+        with raises_naming(DatasetError, dataset, one, other, "'train_sft'", "--split"):
             ChatSource(dataset, None)
 
 
@@ -430,33 +425,33 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
             TRAIN,
             "train_sft",
             None,
-            r"holds the split train \(2 files\), but no split 'train_sft'",
+            ("train", 2, "'train_sft'", "--split"),
         ),
         (["train.jsonl", "stats.jsonl"], "train", ["train.jsonl"], ", split train (1 of 2 files)"),
         (
             ["train.jsonl", "stats.jsonl"],
             None,
             None,
-            r"split train \(1 file\), and 1 file without a split, but no split",
+            ("train", 1, "'train_sft'", "--split"),
         ),
         (
             ["cooking/train.jsonl", "cooking/test.jsonl"],
             "cooking",
             None,
-            r"splits test .*, train .*, but no split",
+            ("test", "train", "'cooking'", "--split"),
         ),
     ],
 )
 def test_files_that_are_read_of_a_folder(
-    tmp_path: Path, names: list[str], split: str | None, found: list[str] | None, said: str
+    tmp_path: Path, names: list[str], split: str | None, found: list[str] | None, said: Any
 ) -> None:
-    """The description of the dataset contains ``said``.
+    """The description of the dataset ends with ``said``.
 
-    If ``found`` is None, it is the error message that contains ``said``.
+    If ``found`` is None, ``said`` is instead the facts that the error must name.
     """
     dataset = folder(tmp_path, names)
     if found is None:
-        with pytest.raises(DatasetError, match=said):
+        with raises_naming(DatasetError, dataset, *said):
             ChatSource(dataset, split)
         return
     assert read(dataset, split) == found
@@ -478,7 +473,7 @@ def test_what_cannot_be_read_of_a_folder_is_named(
     dataset = Path(folder(tmp_path, ["a.jsonl", "closed/b.jsonl"]))
     link = dataset / "train-00001-of-00002.jsonl"
     link.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DatasetError, match=rf"{link.name}, which is a link to .*nowhere, which"):
+    with raises_naming(DatasetError, dataset, link.name, tmp_path / "nowhere"):
         ChatSource(str(dataset), None)
     link.unlink()
     scandir = os.scandir
@@ -489,7 +484,7 @@ def test_what_cannot_be_read_of_a_folder_is_named(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(PermissionError, match="closed"):
+    with raises_naming(PermissionError, dataset / "closed"):
         ChatSource(str(dataset), None)
 
 
@@ -513,7 +508,7 @@ def test_saved_datasets_are_read_without_their_caches(tmp_path: Path) -> None:
     assert read(str(other), "cooking") == ["cooking"]
     assert ChatSource(str(other), "travel").describe() == f"{other}, split travel (1 of 2 files)"
     for split in (None, "nope"):
-        with pytest.raises(DatasetError, match=r"splits cooking \(1 file\), travel \(1 file\)"):
+        with raises_naming(DatasetError, other, "cooking", "travel"):
             ChatSource(str(other), split)
 
 
@@ -632,7 +627,7 @@ def test_a_file_that_is_damaged_in_its_midst_is_named(tmp_path: Path, kind: str)
         )
         content[offset : offset + 400] = b"\x5a" * 400
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=rf"chats\{path.suffix} is not a readable"):
+    with raises_naming(DatasetError, path):
         list(ChatSource(str(path), None).rows())
 
 
@@ -673,7 +668,7 @@ def test_a_parquet_file_that_grows_to_gigabytes_is_refused(
     )
     for path in (few, many):
         assert path.stat().st_size < 2000
-        with pytest.raises(DatasetError, match=path.name):
+        with raises_naming(DatasetError, path):
             next(ChatSource(str(path), None).rows())
 
 

@@ -17,6 +17,7 @@ from moa_data.pipeline.hub import drafter_card, pull, push
 from moa_data.storage.read.verify import verify_store
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.disks import check_rights
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.hub import Hub, serving
 from moa_data.tests.kit.refusals import refusing
 from moa_data.tests.kit.stores import read_tree
@@ -62,10 +63,10 @@ def test_a_store_goes_and_comes_back(hub: Hub, room: Path, tmp_path: Path) -> No
 
 def test_a_broken_push_is_no_store_and_continues(hub: Hub, room: Path, tmp_path: Path) -> None:
     hub.n_uploads_left = 4
-    with pytest.raises(DatasetError, match="403"):
+    with raises_naming(DatasetError, NAME, 403):
         push(room / "store", NAME)
     assert len(hub.large) == 4
-    with pytest.raises(DatasetError, match="neither store"):
+    with raises_naming(DatasetError, NAME, "store.json", "drafter.json"):
         pull(NAME, tmp_path / "half")
     hub.n_uploads_left = None
     push(room / "store", NAME)
@@ -130,7 +131,7 @@ def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path:
     push(room / "drafter", "me/drafter")
     weights = (room / "drafter" / "drafter.safetensors").read_bytes()
     hub.sends["drafter.safetensors"] = weights[:-1] + bytes([weights[-1] ^ 1])
-    with pytest.raises(DatasetError, match="was deleted") as caught:
+    with raises_naming(DatasetError, tmp_path / "back" / "drafter.safetensors") as caught:
         pull("me/drafter", tmp_path / "back")
     assert caught.value.exit_code == 1
     hub.sends.clear()
@@ -140,12 +141,12 @@ def test_bytes_that_changed_on_the_way_are_found(hub: Hub, room: Path, tmp_path:
 def test_what_cannot_be_pushed_is_refused_in_one_line(
     hub: Hub, room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DatasetError, match="neither a store"):
+    with raises_naming(DatasetError, tmp_path, "store.json", "drafter.json"):
         push(tmp_path, NAME)
     incomplete = tmp_path / "incomplete"
     shutil.copytree(room / "store", incomplete)
     next((incomplete / "commits").glob("part-*.json")).unlink()
-    with pytest.raises(DatasetError, match="incomplete: 1 of"):
+    with raises_naming(DatasetError, incomplete, 1, 3):
         push(incomplete, NAME)
     refused(run("push", str(room / "store"), "no name"), "OWNER/NAME")
     refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")

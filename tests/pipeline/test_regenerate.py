@@ -28,6 +28,7 @@ from moa_data.pipeline.sequences import REGENERATED_COLUMNS, tokenize_row
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.drafters import build_drafter
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import kill_at_every_change, run_apart
 from moa_data.tests.kit.models import write_target_of_letters
 from moa_data.tests.kit.serving import MODEL, LiveServer, plain_text
@@ -206,7 +207,7 @@ def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -
         chat_file.append([Row(0, user("caf\u00e9"), 1, 2), Row(1, reason="late")])
         kept, counted = path.read_bytes(), chat_file.record.read_bytes()
         chat_file.append([Row(2, user("b"), 1, 2)])
-        with pytest.raises(OutputOccupied, match="Another process"):
+        with raises_naming(OutputOccupied, path):
             open_chat_file(path, {"seed": 0}, 4).__enter__()
     whole = path.read_bytes()
     for n_bytes in range(len(kept), len(whole) + 1):  # The record is that of the first batch.
@@ -215,10 +216,13 @@ def test_every_cut_of_the_file_is_resumed_after_the_last_batch(tmp_path: Path) -
         with open_chat_file(path, {"seed": 0}, 4) as again:
             assert (again.counts.n_rows, again.counts.n_answers) == (2, 1)
         assert (path.read_bytes(), chat_file.record.read_bytes()) == (kept, counted)
-    with pytest.raises(OutputOccupied, match="started with"), open_chat_file(path, {"seed": 1}, 4):
+    with raises_naming(OutputOccupied, path, "seed", 0, 1), open_chat_file(path, {"seed": 1}, 4):
         pass
     path.write_bytes(kept[:-1])
-    with pytest.raises(OutputOccupied, match="changed"), open_chat_file(path, {"seed": 0}, 4):
+    with (
+        raises_naming(OutputOccupied, path, chat_file.record),
+        open_chat_file(path, {"seed": 0}, 4),
+    ):
         pass
 
 
@@ -297,13 +301,13 @@ def test_what_is_complete_is_not_asked_again_and_foreign_files_are_left_alone(
     assert outputs(config) == before
     with Path(config.out).open("a") as stream:
         stream.write("{}\n")
-    for kept, text in ((True, "changed after"), (False, "was not written by")):
-        if not kept:
-            first.record.unlink()
-        with pytest.raises(OutputOccupied, match=text):
-            regenerate(config)
+    with raises_naming(OutputOccupied, config.out, first.record):
+        regenerate(config)
+    first.record.unlink()
+    with raises_naming(OutputOccupied, config.out):
+        regenerate(config)
     first.record.write_text("{}")
-    with pytest.raises(OutputOccupied, match="not a record of `moa-data regenerate`"):
+    with raises_naming(OutputOccupied, first.record):
         regenerate(config)
     assert Path(config.out).read_bytes() == before[0] + b"{}\n"
     with pytest.raises(OptionInvalid):
@@ -417,15 +421,15 @@ def test_questions_of_spec_bench_are_answered_turn_by_turn(
 
 
 def test_too_many_rejected_rows_fail_and_keep_what_was_answered(config: RegenerateConfig) -> None:
-    with pytest.raises(DatasetError, match="first: row 9"):
+    with raises_naming(DatasetError, "row 9", "max_rejected_fraction", 0.2):
         regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=0.2))
     assert record(config)["rows"]["n_rows"] == 11, "certain after the last batch"
-    with pytest.raises(OutputOccupied, match="max_new_tokens was 1, now"):
+    with raises_naming(OutputOccupied, config.out, "max_new_tokens", 1):
         regenerate(config)
     chat_file = regenerate(config.replaced(max_new_tokens=1, max_rejected_fraction=1))
     assert chat_file.counts.n_rows == 11
     write_jsonl(Path(str(config.dataset)), [{"text": "a"}])
-    with pytest.raises(DatasetError, match="among 1 rows"):
+    with raises_naming(DatasetError, config.dataset, 1):
         regenerate(config)
 
 
@@ -523,7 +527,7 @@ def test_our_server_gives_the_answers_of_the_target(
     settings = record(served)["settings"]
     assert settings["server_model"] == MODEL
     assert "batch_size" not in settings
-    with pytest.raises(ServingError, match=MODEL):
+    with raises_naming(ServingError, "--model", MODEL):
         regenerate(asking(config, live.address, model="other"))
 
 
@@ -665,7 +669,7 @@ def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: Scri
         else (200, said(body["messages"][-1]["content"]))
     )
     served = asking(config, URL, batch_size=1)
-    with pytest.raises(ServingError, match="HTTP status 404"):
+    with raises_naming(ServingError, URL, 404, "--server"):
         regenerate(served)
     n_before = len(scripted.bodies)
     scripted.script = lambda body: (200, said(body["messages"][-1]["content"]))

@@ -32,6 +32,7 @@ from moa_data.pipeline.plan import build_plan, recorded_config
 from moa_data.pipeline.sequences import tokenize_row
 from moa_data.storage.read.store import read_manifest
 from moa_data.tests.kit.chats import chat, marked_texts, rejected
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (
     CHATML_TEMPLATE,
@@ -113,7 +114,9 @@ def test_a_store_is_resumed_and_audited_on_another_day_with_its_arguments(
     assert report.ok
     assert not report.notes
     assert "tokenised again" in report.worst()["tokens"].detail
-    with pytest.raises(StoreMismatch, match=r"template_kwargs\.greeting"):
+    with raises_naming(
+        StoreMismatch, "extraction.template_kwargs.greeting", "'hello'", "'goodbye'"
+    ):
         extract(config.replaced(template_kwargs="greeting=goodbye"))
 
 
@@ -184,7 +187,7 @@ def test_arguments_are_read(texts: str | None, expected: dict[str, object]) -> N
 
 @pytest.mark.parametrize("text", ["thinking", "{broken", "tools=3", "a b=3"])
 def test_what_is_no_argument_is_refused(text: str) -> None:
-    with pytest.raises(OptionInvalid, match=r"has|not a JSON"):
+    with raises_naming(OptionInvalid, "template_kwargs", text.split("=")[0]):
         parse_template_arguments([text])
 
 
@@ -195,9 +198,7 @@ def test_drafters_bring_the_arguments_that_they_were_trained_with() -> None:
         "enable_thinking": False
     }
     assert choose_template_arguments(("x=1",), {"a": trained}) == {"x": 1}
-    with pytest.raises(
-        OptionInvalid, match=r'a \{"enable_thinking": false\}; b \{\}.*--set template_kwargs'
-    ):
+    with raises_naming(OptionInvalid, '{"enable_thinking": false}', "{}", "template_kwargs"):
         choose_template_arguments((), {"a": trained, "b": {"weights_sha256": "a"}})
 
 
@@ -244,21 +245,18 @@ def test_whatever_a_template_raises_is_a_rejection(fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "line"),
+    ("program", "cause"),
     [
-        (
-            "{% for i in range(10 ** 9) %}x{% endfor %}",
-            "model: the chat template does not end: .*Correct the template",
-        ),
-        ("{{ lipsum() }}", "the chat template uses lipsum, so equal chats"),
-        ("{{ [1, 2] | random }}", "the chat template uses random, so equal chats"),
-        ("{% for m in messages %}", "is not a valid Jinja template"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range too big"),
+        ("{{ lipsum() }}", "lipsum"),
+        ("{{ [1, 2] | random }}", "random"),
+        ("{% for m in messages %}", "'endfor'"),
     ],
 )
 def test_a_plan_over_a_template_that_cannot_be_used_is_refused(
-    templated: Any, program: str, line: str
+    templated: Any, program: str, cause: str
 ) -> None:
-    with pytest.raises(TemplateError, match=line):
+    with raises_naming(TemplateError, cause):
         build_plan(templated(program))
 
 
@@ -555,7 +553,7 @@ def test_special_tokens_are_refused_in_every_text(token: str) -> None:
         *forged_rows(token),
     ]:
         rejected(tokenized("llama3.1", row), RejectReason.SPECIAL_TOKEN_IN_CONTENT, "<|")
-    with pytest.raises(PromptUnusable, match=r"message 0 contains '<\|"):
+    with raises_naming(PromptUnusable, "message 0", "<|"):
         prompt_tokens(ChatTemplate(tokenizer_of("llama3.1")), [{"role": "user", "content": token}])
 
 
@@ -596,5 +594,5 @@ def test_prompts_take_tools_and_refuse_a_template_that_ignores_them() -> None:
     assert qwen.decode(prompt) == text_of("qwen2.5", ROW).removesuffix(
         "It is 22 degrees.<|im_end|>\n"
     )
-    with pytest.raises(TemplateError, match=r"leaves out a part.*: tool get_weather"):
+    with raises_naming(TemplateError, "get_weather"):
         prompt_tokens(ChatTemplate(tokenizer_of("llama3")), chat.messages[:1], chat.tools)

@@ -44,6 +44,7 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.write.publish import partial_name
 from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import die
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 from moa_data.tests.kit.workers import Forked, Script, open_recipe, workers_of, write_bundle
@@ -219,7 +220,7 @@ def test_when_no_worker_is_left_the_same_command_goes_on(
             os.write(2, b"\nTraceback\nAcceleratorError: the link fell off\n\n")
             os._exit(70)
 
-    with pytest.raises(WorkerError, match="the link fell off") as caught:
+    with raises_naming(WorkerError, 2, "the link fell off", "--workers") as caught:
         crew.run(2, die_late)
     assert caught.value.exit_code == 2
     assert verify_store(crew.path).n_parts >= 5
@@ -387,7 +388,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run_in_one_line(
                 "The worker died because of:\nModuleNotFoundError: No module named 'moa_data'\n"
             )
 
-    with pytest.raises(WorkerError, match="ModuleNotFoundError") as caught:
+    with raises_naming(WorkerError, "ModuleNotFoundError") as caught:
         crew.run(2, lose, ray=True)
     assert "\n" not in str(caught.value)
     assert crew.n_commits() == 8  # the parts of the surviving workers
@@ -433,7 +434,7 @@ def test_a_worker_that_cannot_be_started_leaves_no_folder(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     [worker] = workers_of(tmp_path / "store", 1)
-    with pytest.raises(OSError, match="no process is left"):
+    with raises_naming(OSError, "no process is left"):
         WorkerProcess(worker, 1, start)
     assert not list(tmp_path.iterdir())
 
@@ -514,7 +515,7 @@ def test_gpus_of_workers_need_not_be_on_this_machine(
         "cuda",
     )
     assert build_plan(on_gpus.replaced(gpus_per_worker=0)).forward.device == "cpu"
-    with pytest.raises(OptionInvalid, match="contradict each other"):
+    with raises_naming(OptionInvalid, "--device cpu", "gpus_per_worker"):
         build_plan(on_gpus.replaced(device="cpu"))
-    with pytest.raises(OptionInvalid, match="is fitted to activations that this machine computes"):
+    with raises_naming(OptionInvalid, "transform:1"):
         build_plan(on_gpus.replaced(codec="transform:1"))

@@ -37,6 +37,7 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.families import write_family
 from moa_data.tests.kit.models import write_target
 from moa_data.tests.kit.stores import read_tree
@@ -163,9 +164,7 @@ def test_the_final_norm_is_that_of_the_family(
         live = to_float32(original.read(there[sequence_id], "hidden/last"), "bfloat16")
         np.testing.assert_allclose(got, live, rtol=2**-5, atol=2e-2)
     monkeypatch.setattr("moa_data.moa.targets.bundle._FINAL_NORMS", ())
-    with pytest.raises(
-        TargetError, match=f"does not know how {name} turns the output of its last layer"
-    ):
+    with raises_naming(TargetError, name):
         bring_in(folder, "speculators", model, tmp_path / "refused", layers=(0, 1, 2))
     assert not (tmp_path / "refused").exists()
 
@@ -198,7 +197,7 @@ def test_keys_and_values_of_the_last_layers(tmp_path: Path) -> None:
                 assert torch.equal(record[f"kv_last_{kind}_{part}"], stored[:, 0, :, index])
     back = bring_in(folder, "speculators", mixed, tmp_path / "back", layers=(0, 1))
     assert "kv" not in back.fields
-    with pytest.raises(SelectionInvalid, match="kv"):
+    with raises_naming(SelectionInvalid, tmp_path / "back", "kv"):
         export(tmp_path / "back", "speculators", tmp_path / "again", layers=(0, 1), kv=True)
 
 
@@ -212,7 +211,7 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
     i = by_id(back)[original.sequences["sequence_id"][4].as_py()]
     for field in ("hidden/layer_1", "hidden/layer_4"):
         np.testing.assert_array_equal(back.read(i, field), original.read(4, field))
-    with pytest.raises(DatasetError, match=r"3 layers of width 32 were expected.*--layers"):
+    with raises_naming(DatasetError, 3, 32, 64, "--layers"):
         bring_in(folder, "specforge", target, tmp_path / "wrong")
 
 
@@ -270,10 +269,10 @@ def test_a_folder_with_something_else_is_refused(
     )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(OutputOccupied, match="neither an empty folder"):
+    with raises_naming(OutputOccupied, tmp_path / "mine"):
         export(store, "eagle", tmp_path / "mine")
     (tmp_path / "mine" / "export.json").write_text("{}")
-    with pytest.raises(OutputOccupied, match="not the record"):
+    with raises_naming(OutputOccupied, tmp_path / "mine" / "export.json"):
         export(store, "eagle", tmp_path / "mine")
 
 
@@ -338,17 +337,17 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        ({"hidden_state": torch.randn(4, 32)}, "shape"),
-        ({"hidden_state": torch.randn(5, 16)}, "width 16"),
-        ({"hidden_state": torch.randn(5, 32).double()}, "float64"),
-        ({"hidden_state": torch.full((5, 32), torch.nan).half()}, "NaN"),
-        ({"hidden_state": None}, "lacks the tensor hidden_state"),
-        ({"input_ids": torch.tensor([1, 2, 3, 4, 4000])}, "vocabulary"),
-        ({"loss_mask": torch.tensor([0, 0, 2, 1, 1])}, "loss mask holds 2"),
-        ({"loss_mask": torch.ones(4)}, "loss mask of length 4"),
-        ({"more": Evil()}, "other Python objects than tensors"),
+        ({"hidden_state": torch.randn(4, 32)}, ("hidden_state", [4, 32])),
+        ({"hidden_state": torch.randn(5, 16)}, (16, 32)),
+        ({"hidden_state": torch.randn(5, 32).double()}, ("float64",)),
+        ({"hidden_state": torch.full((5, 32), torch.nan).half()}, ("hidden/last", "NaN")),
+        ({"hidden_state": None}, ("hidden_state", "--format")),
+        ({"input_ids": torch.tensor([1, 2, 3, 4, 4000])}, (4000, 400)),
+        ({"loss_mask": torch.tensor([0, 0, 2, 1, 1])}, ("loss mask", 2)),
+        ({"loss_mask": torch.ones(4)}, ("loss mask", 4, 5)),
+        ({"more": Evil()}, ()),
     ],
 )
 def test_a_bad_file_is_named(
@@ -356,15 +355,14 @@ def test_a_bad_file_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     change: dict[str, Any],
-    message: str,
+    facts: tuple[object, ...],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = official_eagle(tmp_path / "data")
     path = folder / "0" / "data_0.ckpt"
     torch.save(torch.load(path, weights_only=True) | change, path)
-    with pytest.raises(DatasetError, match=message) as caught:
+    with raises_naming(DatasetError, path.relative_to(tmp_path), *facts):
         bring_in(folder, "eagle", target, tmp_path / "back")
-    assert "data_0.ckpt" in str(caught.value)
     assert not (tmp_path / "evil-was-run").exists()
 
 
@@ -373,7 +371,7 @@ def test_files_whose_masks_are_zero_everywhere_are_refused(target: Path, tmp_pat
     for path in folder.rglob("*.ckpt"):
         record = torch.load(path, weights_only=True)
         torch.save(record | {"loss_mask": torch.zeros_like(record["loss_mask"])}, path)
-    with pytest.raises(DatasetError, match="loss masks of all"):
+    with raises_naming(DatasetError, 22):
         bring_in(folder, "eagle", target, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -385,7 +383,7 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
     path.with_suffix("").unlink()
     for content in (whole[:-30], b"no gzip", gzip.compress(b"no checkpoint")):
         path.write_bytes(content)
-        with pytest.raises(DatasetError, match="data_1"):
+        with raises_naming(DatasetError, path):
             bring_in(folder, "specforge", target, tmp_path / "back")
     plain = export(store, "eagle", tmp_path / "eagle", max_sequences=2)
     file = plain / "0" / "data_1.ckpt"
@@ -395,8 +393,8 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
         (plain, "speculators"),
         (tmp_path / "no", "eagle"),
     ]
-    for (source, name), text in zip(cases, ("data_1", "hs_", "no"), strict=True):
-        with pytest.raises(DatasetError, match=text):
+    for (source, name), fact in zip(cases, (file, plain, tmp_path / "no"), strict=True):
+        with raises_naming(DatasetError, fact):
             bring_in(source, name, target, tmp_path / "back")
 
 
@@ -407,26 +405,26 @@ def test_speculators_files_must_belong_to_their_rows(
     path = folder / "hidden_states" / "hs_1.safetensors"
     good = load_file(path)
 
-    def refused_with(text: str) -> None:
-        with pytest.raises(DatasetError, match=text):
+    def refused_with(*facts: object) -> None:
+        with raises_naming(DatasetError, *facts):
             bring_in(folder, "speculators", target, tmp_path / "back")
 
-    for change, text in (
-        ({"token_ids": good["token_ids"] + 1}, r"hs_1.*row 1"),
+    for change, fact in (
+        ({"token_ids": good["token_ids"] + 1}, "row 1"),
         ({"hidden_states": good["hidden_states"][:, :2].contiguous()}, "--layers"),
     ):
         save_file(good | change, path)
-        refused_with(text)
+        refused_with(path, fact)
     save_file({"token_ids": good["token_ids"]}, path)
-    refused_with("lacks the tensor hidden_states")
+    refused_with(path, "--format")
     path.rename(path.with_name("hs_7.safetensors"))
-    refused_with("belongs to row 7")
+    refused_with(path.with_name("hs_7.safetensors"), "row 7")
     path.with_name("hs_7.safetensors").unlink()  # A peer's folder may hold only a part of the rows.
     assert len(bring_in(folder, "speculators", target, tmp_path / "part")) == 2
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
-    refused_with("no usable Arrow dataset")
+    refused_with(folder, "input_ids", "loss_mask")
     (folder / "state.json").unlink()
-    refused_with("with the loss masks")
+    refused_with(folder / "hidden_states", "state.json")
 
 
 def test_speculators_fp8_states_are_read_with_their_scales(
@@ -452,10 +450,10 @@ def test_speculators_fp8_states_are_read_with_their_scales(
     save_file(
         {name: value for name, value in load_file(path).items() if "scales" not in name}, path
     )
-    with pytest.raises(DatasetError, match="lacks the tensor hidden_states_scales"):
+    with raises_naming(DatasetError, path, "hidden_states_scales"):
         bring_in(folder, "speculators", target, tmp_path / "again")
     save_file(load_file(path) | {"hidden_states_scales": torch.ones(3, 1, 1)}, path)
-    with pytest.raises(DatasetError, match="hidden_states_scales do not fit"):
+    with raises_naming(DatasetError, path, "hidden_states_scales", 3):
         bring_in(folder, "speculators", target, tmp_path / "again")
 
 
@@ -523,5 +521,5 @@ def test_default_layers_are_those_of_eagle_3() -> None:
         for layers in ((1, 15, 28), (1, 2, 3))
     ]
     for layers, n_layers in (((), 1), ((), 6), ((6,), 6)):
-        with pytest.raises(OptionInvalid, match="--layers"):
+        with raises_naming(OptionInvalid, "--layers", n_layers):
             make_format("specforge", layers, n_layers)

@@ -20,6 +20,7 @@ from moa_data.pipeline.exchange.torch_dataset import (
 )
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import to_float32
+from moa_data.tests.kit.errors import raises_naming
 
 FIELDS = ("tokens", "response_mask", "kv", "hidden/last")
 
@@ -95,7 +96,7 @@ def test_collate_pads_to_the_longest_and_counts() -> None:
     assert batch["x"].dtype == torch.bfloat16
     assert batch["n_tokens"].tolist() == [3, 1]
     assert batch["x"][1].float().sum() == 2
-    with pytest.raises(OptionInvalid, match="no items"):
+    with raises_naming(OptionInvalid, "pad_collate"):
         pad_collate([])
 
 

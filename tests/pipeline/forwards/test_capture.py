@@ -15,6 +15,7 @@ from torch import Tensor
 from moa_data.errors import OptionInvalid, TargetError
 from moa_data.pipeline.config import ActivationSpec, parse_activations
 from moa_data.pipeline.forwards.capture import Capture, HostSlots, capture
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_text_model
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -108,9 +109,7 @@ def test_values_that_are_not_finite_are_named_by_sequence_and_layer(
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0] = value
     host = capture(model, tokens, ActivationSpec(True, False, ()), dtype).to_host()
-    with pytest.raises(
-        TargetError, match=r"Sequence first: kv of layer 1 holds NaN or infinity.*--dtype"
-    ):
+    with raises_naming(TargetError, "first", "kv", 1, "dtype"):
         host.check_finite(["first", "second"])
 
 
@@ -125,12 +124,13 @@ def test_names_of_activations() -> None:
         "hidden/layer_7",
     )
     assert parse_activations(("kv",), 8, 8).layers == ()
-    for names, target_layers, text in (
-        (("hidden",), 0, "expected kv, hidden:last or hidden:layer:K"),
-        (("hidden:layer:8",), 0, "0 to 7"),
-        (("hidden:layer:x",), 0, "hidden:layer:x"), (("kv",), 9, "--target-layers is 9"),
-    ):  # fmt: skip
-        with pytest.raises(OptionInvalid, match=text):
+    for names, target_layers, facts in (
+        (("hidden",), 0, ("'hidden'", "activations")),
+        (("hidden:layer:8",), 0, ("'hidden:layer:8'", 7, "activations")),
+        (("hidden:layer:x",), 0, ("'hidden:layer:x'", "activations")),
+        (("kv",), 9, ("target_layers", 9)),
+    ):
+        with raises_naming(OptionInvalid, *facts):
             parse_activations(names, target_layers, 8)
 
 
