@@ -28,6 +28,7 @@ from moa_data.errors import (
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import FieldSpec
 from moa_data.storage.write.repair import drop_damage
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import killed_everywhere
 from moa_data.tests.kit.stores import FIELDS, Recipe, flip, make_recipe, read_tree
 from moa_data.tests.kit.variants import quick_rows
@@ -164,10 +165,10 @@ def test_a_store_that_lost_its_manifest_takes_no_other_inputs(
         identities={"dataset.sha256": "other"}
     )
     (store / "store.json").unlink()
-    with pytest.raises(StoreError, match=r"store\.json is missing or has changed"):
+    with raises_naming(StoreDamaged, store / "store.json"):
         other.write(store)
     (store / "commits/store.json").unlink()
-    with pytest.raises(OutputOccupied, match=r"committed parts, but store\.json is missing"):
+    with raises_naming(OutputOccupied, store, "store.json"):
         recipe.write(store)
     for name in ("store.json", "commits/store.json"):
         (store / name).write_bytes(whole[name])
@@ -184,9 +185,7 @@ def test_a_read_only_store(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.M
         return real(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(
-        StorageUnavailable, match=r"cannot be written .*Read-only.*choose another output folder"
-    ):
+    with raises_naming(StorageUnavailable, store, os.strerror(errno.EROFS)):
         recipe.write(store)
     assert verify_store(store).ok
 
@@ -307,9 +306,7 @@ def test_what_cannot_be_read_is_named_apart_from_damage(
     before = read_tree(store)
     with refusing(store, name, lambda text: text == str(store / path)):
         if path in ("store.json", "plan.parquet", "commits/store.json", "parts/kv/zarr.json"):
-            with pytest.raises(
-                StorageUnavailable, match="it is unknown whether the store is damaged"
-            ):
+            with raises_naming(StorageUnavailable, store):
                 verify_store(store)
         else:
             report = verify_store(store)

@@ -27,6 +27,7 @@ from moa_data.storage.schema import (
     response_mask_field,
     tokens_field,
 )
+from moa_data.tests.kit.errors import raises_naming
 
 
 def stored(spec: FieldSpec) -> StoredArray:
@@ -130,9 +131,9 @@ def test_metadata_reads_back_and_any_other_meaning_is_refused() -> None:
         (b'"little"', b'"big"'),
         (b"sharding_indexed", b"sharding"),
     ]:
-        with pytest.raises(StoreDamaged, match=r"the manifest \(store\.json\) requires"):
+        with raises_naming(StoreDamaged, "kv", "store.json"):
             grid_from_metadata(text.replace(old, new, 1), array, "kv")
-    with pytest.raises(StoreDamaged, match="row_shape"):
+    with raises_naming(StoreDamaged, "kv", "row_shape"):
         grid_from_metadata(text, stored(kv_field(4, 2, 4)), "kv")
-    with pytest.raises(StoreDamaged, match="not the metadata"):
+    with raises_naming(StoreDamaged, "kv"):
         grid_from_metadata(b"{}", array, "kv")

@@ -25,6 +25,7 @@ from moa_data.storage.plan import PLAN_SCHEMA, read_plan
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.storage.schema import StoreManifest
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.hostile import (
     QUICK_AND_LONG,
     bounded_memory,
@@ -187,7 +188,7 @@ def test_pages_that_unpack_to_gigabytes_are_not_read(tmp_path: Path) -> None:
         pa.table([ids, *numbers], schema=PLAN_SCHEMA), tmp_path / "plan.parquet", compression="zstd"
     )
     assert (tmp_path / "plan.parquet").stat().st_size < 1 << 20
-    with bounded_memory(), pytest.raises(StoreDamaged, match="1 rows"):
+    with bounded_memory(), raises_naming(StoreDamaged, tmp_path / "plan.parquet", "1 rows"):
         read_plan(tmp_path / "plan.parquet")
 
 

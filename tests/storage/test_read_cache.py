@@ -26,6 +26,7 @@ from moa_data.storage.paths import RemotePath
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read_cache import ReadCache, RemoteFile, cache_at, fetch_ranges
 from moa_data.storage.schema import kv_field, tokens_field
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.object_stores import copy_up
 from moa_data.tests.kit.stores import flip, make_recipe
 
@@ -193,5 +194,5 @@ def test_sizes_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.folder, found.max_bytes) == (Path("/elsewhere"), 1_000_000_000)
     for text in ("much", "0", "-1", "nan"):
         monkeypatch.setenv("MOA_DATA_CACHE_GB", text)
-        with pytest.raises(OptionInvalid, match=f"MOA_DATA_CACHE_GB is '{text}'"):
+        with raises_naming(OptionInvalid, "MOA_DATA_CACHE_GB", f"'{text}'"):
             cache_at()

@@ -39,6 +39,7 @@ from moa_data.storage.schema import (
     tokens_field,
 )
 from moa_data.tests.kit.device import Counts
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.stores import make_recipe, read_tree
 
 KV, LOW, HIGH, LAST = "kv", "hidden/layer_2", "hidden/layer_10", "hidden/last"
@@ -192,11 +193,9 @@ class CodecContract:
     ) -> None:
         assert read_tree(self.write(tmp_path / "again", learned(self.name))) == read_tree(written)
         other = StoreCodec("int8" if self.name != "int8" else "lossless", FIELDS)
-        with pytest.raises(
-            StoreMismatch,
-            match=rf"codec\.name: the store has '{self.name}', this command has '{other.name}'",
-        ):
+        with pytest.raises(StoreMismatch) as caught:
             self.write(tmp_path / "again", other)
+        assert caught.value.changes["codec.name"] == (self.name, other.name)
 
     def test_every_way_of_reading_gives_the_same(self, written: Path) -> None:
         with ActivationStore(written) as store:
@@ -241,10 +240,7 @@ class CodecContract:
 
     def test_unknown_names_are_refused(self) -> None:
         for name in self.unknown:
-            with pytest.raises(
-                CodecUnknown,
-                match=r"Use one of: lossless|not have the form transform:|must be from 0\.05 to 10",
-            ):
+            with raises_naming(CodecUnknown, f"'{name}'"):
                 StoreCodec(name, FIELDS)
 
 
@@ -315,7 +311,7 @@ class LossyContract(CodecContract):
         for field, values in exact(LONG).items():
             values.reshape(-1)[7] = bad
             for given in (values, torch.from_numpy(values)):
-                with pytest.raises(StoreError, match=f"'{field}'"):
+                with raises_naming(StoreError, f"'{field}'"):
                     codec.encode(exact(LONG) | {field: given}, LONG[TOKENS])
 
     @pytest.mark.parametrize("fields", [(KV, LAST), (LAST, KV)])

@@ -21,6 +21,7 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import FieldSpec, from_float32, hidden_field, kv_field, to_float32
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.stores import Recipe, read_by_zarr
 
 from .contract import CodecContract, LossyContract
@@ -146,7 +147,7 @@ def test_a_lossy_field_takes_whole_sequences(tmp_path: Path, recipe: Recipe) -> 
                         {} if codec.is_identity else codec.encode(to_float32(given, spec.dtype))
                     )
                     out.write(spec.name, row["first_token"], encoded or given)
-            with pytest.raises(StoreError, match="'kv/key_codes'"):
+            with raises_naming(StoreError, "'kv/key_codes'"):
                 out.commit()
 
 
@@ -171,7 +172,7 @@ def test_a_stranger_dequantises_int8(tmp_path: Path, recipe: Recipe) -> None:
 
 
 def test_a_store_of_another_codec_is_refused(tmp_path: Path, recipe: Recipe) -> None:
-    with pytest.raises(CodecUnknown, match="'int6'"):
+    with raises_naming(CodecUnknown, tmp_path, "'int6'"):
         StoreCodec.open(
             replace(recipe.manifest, codec={**recipe.manifest.codec, "name": "int6"}), tmp_path
         )

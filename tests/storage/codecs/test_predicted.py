@@ -13,6 +13,7 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.schema import TOKENS, StoreManifest, hidden_field
 from moa_data.storage.write.addition import extended_codec
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.errors import raises_naming
 
 from .contract import (
     FIELDS,
@@ -68,7 +69,7 @@ class PredictedContract(LossyContract):
             )
 
     def test_a_field_alone_says_what_it_lacks(self, codec: StoreCodec, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"StoreCodec\.encode"):
+        with raises_naming(ValueError, f"'{LAST}'", "StoreCodec.encode"):
             codec.fields[LAST].encode(exact(SEQUENCES[0])[LAST])
         manifest = replace(RECIPE.manifest, codec=codec.describe())
         with (
@@ -128,7 +129,7 @@ def test_they_err_less_at_equal_bits(
 
 
 def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CodecUnknown, match="no field 'kv'"):
+    with raises_naming(CodecUnknown, "'transform:1,from-kv'", "'kv'"):
         StoreCodec("transform:1,from-kv", FIELDS[:-1])
     manifest: StoreManifest = replace(RECIPE.manifest, codec=learned(TestFromKv.name).describe())
     for field, names in (
@@ -136,7 +137,7 @@ def test_what_cannot_be_predicted_is_refused(tmp_path: Path) -> None:
     ):  # fmt: skip
         settings = {name: dict(of) for name, of in manifest.codec["transform"].items()}
         settings[field]["predicted_from"] = names
-        with pytest.raises(CodecUnknown, match="predicted from"):
+        with raises_naming(CodecUnknown, tmp_path, f"'{field}'"):
             StoreCodec.open(
                 replace(manifest, codec={**manifest.codec, "transform": settings}), tmp_path
             )

@@ -22,6 +22,7 @@ from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSettings
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, tokens_field
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.stores import flip
 
 from .contract import EMBEDDINGS, KV, ROPE, SEQUENCES, LossyContract, activations, exact, learn_from
@@ -50,9 +51,9 @@ class TestTransform(LossyContract):
     def test_it_needs_a_field_of_tokens_and_those_of_the_values(self, codec: StoreCodec) -> None:
         sequence = SEQUENCES[0]
         for given in (None, sequence[TOKENS][1:]):
-            with pytest.raises(ValueError, match="predicts values from token ids"):
+            with raises_naming(ValueError, "'kv'", len(sequence[TOKENS])):
                 codec.fields[KV].encode(exact(sequence)[KV], given)
-        with pytest.raises(CodecUnknown, match="'tokens'"):
+        with raises_naming(CodecUnknown, f"'{self.name}'", "'tokens'"):
             StoreCodec(self.name, (kv_field(4, 2, 8),))
 
     def test_a_basis_that_is_not_the_recorded_one_is_damage(
@@ -65,10 +66,10 @@ class TestTransform(LossyContract):
         # A kill between the replacement of store.json and the rename leaves this state.
         ActivationStore(store).close()
         following.unlink()
-        with pytest.raises(StoreDamaged, match="sha256"):
+        with raises_naming(StoreDamaged, basis, "sha256"):
             ActivationStore(store)
         basis.unlink()
-        with pytest.raises(StoreDamaged, match="missing"):
+        with raises_naming(StoreDamaged, basis):
             ActivationStore(store)
 
 
@@ -151,7 +152,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
     missing = {name: value for name, value in state.items() if not name.endswith("mean")}
     narrow = {**state, "0/0/synthesis": state["0/0/synthesis"][:, 1:]}
     for broken in (missing, narrow, {**state, "0/1/synthesis": state["0/1/synthesis"][:1]}):
-        with pytest.raises(ValueError, match="codec/"):
+        with raises_naming(ValueError, "'kv'", "codec/"):
             TransformCodec(SPEC, TransformSettings.parse("transform:1@all")).load_state(broken)
 
 
@@ -227,7 +228,7 @@ def test_what_tokens_say_is_not_stored() -> None:
         lambda: TransformCodec(SPEC, codec.settings).load_state(without),
     )  # fmt: skip
     for call in refused:
-        with pytest.raises(ValueError, match="tokens"):
+        with raises_naming(ValueError, "'kv'", "tokens"):
             call()
 
 
@@ -245,14 +246,14 @@ def test_what_is_constant_costs_no_error() -> None:
 
 def test_what_cannot_be_learned_or_coded_is_refused() -> None:
     codec = TransformCodec(SPEC, TransformSettings.parse("transform:1"))
-    with pytest.raises(ValueError, match="calibrate"):
+    with raises_naming(ValueError, "'kv'", "calibrate"):
         codec.encode(TEST[0])
     values = TEST[0].copy()
     values[5, 0, 0, 0, 0] = np.nan
     for sample in ([values], []):
         with pytest.raises(StoreError):
             learn_from(codec, sample)
-    with pytest.raises(ValueError, match="hidden"):
+    with raises_naming(ValueError, "'tokens'", "hidden", "lossless"):
         TransformCodec(tokens_field(), TransformSettings.parse("transform:1"))
 
 
@@ -302,18 +303,18 @@ def test_layers_share_as_few_bases_as_the_width_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "instead"),
+    ("name", "field", "facts"),
     [
-        ("transform:1,tokens@group20", kv_field(32, 8, 128), "20,480 .*@group16"),
-        ("transform:0.5,hidden=2@group32", kv_field(32, 32, 128), "@group4"),
-        ("transform:1", kv_field(2, 200, 128), "Use the codec lossless or int8"),
-        ("transform:1", hidden_field("last", 20_000), "Use the codec lossless or int8"),
+        ("transform:1,tokens@group20", kv_field(32, 8, 128), ("20,480", "@group16")),
+        ("transform:0.5,hidden=2@group32", kv_field(32, 32, 128), ("131,072", "@group4")),
+        ("transform:1", kv_field(2, 200, 128), ("'kv'", "25,600", "lossless", "int8")),
+        ("transform:1", hidden_field("last", 20_000), ("'hidden/last'", "lossless", "int8")),
     ],
 )
 def test_a_basis_that_is_too_wide_is_refused_when_it_is_named(
-    name: str, field: FieldSpec, instead: str
+    name: str, field: FieldSpec, facts: tuple[str, ...]
 ) -> None:
-    with pytest.raises(CodecUnknown, match=instead):
+    with raises_naming(CodecUnknown, *facts):
         StoreCodec(name, (tokens_field(), field))
 
 
@@ -402,7 +403,7 @@ def test_unrotating_undoes_rotating_at_any_positions_and_layers(rope: Rope) -> N
 
 @pytest.mark.parametrize(("inv_freq", "scaling"), [(INV_FREQ, 0), (INV_FREQ * np.nan, 1)])
 def test_arrays_that_are_no_rotation_are_refused(inv_freq: np.ndarray, scaling: int) -> None:
-    with pytest.raises(ValueError, match="inv_freq"):
+    with raises_naming(ValueError, "inv_freq", "scaling"):
         Rope(inv_freq, np.array(scaling))
 
 

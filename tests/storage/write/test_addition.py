@@ -24,6 +24,7 @@ from moa_data.storage.read.verify import summarize_store, unfinished_fields, ver
 from moa_data.storage.schema import hidden_field
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.store import StoreWriter
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import full_at, killed_everywhere
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 
@@ -145,17 +146,13 @@ def test_half_way_the_store_is_the_old_one_and_says_what_is_under_way(
         )
         assert addition.pending_parts() == [0, 1]
         wanted.write_part(addition, 1)
-        with pytest.raises(
-            StoreError, match="1 parts lack hidden/layer_1, hidden/layer_2, the first is part 0"
-        ):
+        with raises_naming(StoreError, store, "hidden/layer_1", "hidden/layer_2", "part 0"):
             addition.finish()
-        with pytest.raises(StoreError, match="Part 1 already has all fields"):
+        with raises_naming(StoreError, "Part 1", "pending_parts"):
             addition.part(1)
         with (
             addition.part(0) as out,
-            pytest.raises(
-                StoreError, match="'kv' is not a field of this store, which has hidden/layer_1"
-            ),
+            raises_naming(StoreError, "'kv'", "hidden/layer_1"),
         ):
             out.write("kv", 0, np.zeros(1, np.uint16))
         assert unfinished_fields(

@@ -30,6 +30,7 @@ from moa_data.storage.schema import commit_path, hidden_field, publication_path,
 from moa_data.storage.write import publish as publish_module
 from moa_data.storage.write.addition import StoreAddition, extended_codec
 from moa_data.storage.write.publish import Publication, partial_name
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import killed_at
 from moa_data.tests.kit.object_stores import empty_prefix, read_remote_tree, use
 from moa_data.tests.kit.stores import FIELDS, Recipe, check_reads_equal, make_recipe, read_tree
@@ -108,11 +109,9 @@ class LocationContract:
         with recipe.open(location) as writer:
             recipe.write_part(writer, 0)
         other = recipe.with_manifest(extraction={"max_length": 1, "dtype": "bfloat16"})
-        with pytest.raises(
-            StoreMismatch, match=r"extraction\.max_length: the store has 256, this command has 1"
-        ):
+        with raises_naming(StoreMismatch, location, "extraction.max_length", 256, 1):
             other.write(location)
-        with pytest.raises(StoreMismatch, match="plan: the store has"):
+        with raises_naming(StoreMismatch, location, "plan", "id-0", "id-1"):
             replace(recipe, plan=make_recipe((3, 70, *LENGTHS[2:]), part_tokens=192).plan).write(
                 location
             )
@@ -123,7 +122,7 @@ class LocationContract:
         if isinstance(location, Path):
             location.mkdir()
         backend_of(location / "notes.txt").put(b"mine")
-        with pytest.raises(OutputOccupied, match=r"it holds notes\.txt"):
+        with raises_naming(OutputOccupied, location, "notes.txt"):
             recipe.write(location)
         assert backend_of(location).names_below() == ["notes.txt"]
 
@@ -164,17 +163,17 @@ class TestBucket(LocationContract):
         reader = ActivationStore(location)
         i = reader.sequences["part"].to_pylist().index(1)
         backend_of(shard).put(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
-        with pytest.raises(StoreDamaged, match=f"{shard} is damaged: the checksum of a chunk"):
+        with raises_naming(StoreDamaged, shard, "layer 0"):
             reader.read(i, "kv")
         assert [damage.path for damage in verify_store(location, values=False).damages] == [
             "parts/kv/c.1.0.0.0.0"
         ]
         backend_of(shard).put(whole[:-50])
         reader.close()
-        with pytest.raises(StoreDamaged, match=f"{shard} is truncated: it ends inside its index"):
+        with raises_naming(StoreDamaged, shard):
             reader.read(i, "kv")
         for _ in range(2):  # The shard is cut first, and then removed.
-            with pytest.raises(StoreDamaged, match=str(shard)):
+            with raises_naming(StoreDamaged, shard):
                 ActivationStore(location)
             backend_of(shard.parent).remove_files([shard.name])
 
@@ -210,7 +209,7 @@ class TestBucket(LocationContract):
             out = writer.part(0)
             recipe.fill(out)
             monkeypatch.setattr(publish_module, "COMMIT_WITHIN_S", -1.0)
-            with pytest.raises(StorageUnavailable, match="hours have passed since"):
+            with raises_naming(StorageUnavailable, "commits/part-00000.json", "part_tokens"):
                 out.commit()
             out.discard()
             assert writer.is_pending(0)
@@ -237,9 +236,7 @@ class TestBucket(LocationContract):
             for part in addition.pending_parts():
                 wider.write_part(addition, part)
         additions[0].finish()
-        with pytest.raises(
-            StoreLocked, match=r"store\.json was changed by another process in the meantime"
-        ):
+        with raises_naming(StoreLocked, "store.json"):
             additions[1].finish()
         for writer in writers:
             writer.close()

@@ -18,6 +18,7 @@ from moa_data.errors import StorageUnavailable, StoreDamaged, StoreLocked
 from moa_data.files import LockHeld, lock_file
 from moa_data.storage.write import lock as lock_module
 from moa_data.storage.write.lock import StoreLock
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.stores import Recipe, read_tree
 
 
@@ -53,10 +54,10 @@ def test_who_wants_a_store_alone_and_who_shares_keep_each_other_out(
     path = tmp_path / "shared"
     with (
         recipe.open(path, shares=True),
-        pytest.raises(StoreLocked, match="is being written by process"),
+        raises_naming(StoreLocked, path, os.getpid()),
     ):
         recipe.open(path)
-    with recipe.open(path), pytest.raises(StoreLocked, match="is being written by process"):
+    with recipe.open(path), raises_naming(StoreLocked, path, os.getpid()):
         recipe.open(path, shares=True)
 
 
@@ -97,9 +98,9 @@ def test_a_part_that_is_written_is_claimed_until_it_is_closed(
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "what"),
-    [(name, StorageUnavailable, "cannot be locked") for name in ("ENOLCK", "EOPNOTSUPP", "EIO")]
-    + [(name, StoreLocked, "process PID on ") for name in ("EWOULDBLOCK", "EACCES")],
+    ("name", "kind"),
+    [(name, StorageUnavailable) for name in ("ENOLCK", "EOPNOTSUPP", "EIO")]
+    + [(name, StoreLocked) for name in ("EWOULDBLOCK", "EACCES")],
 )
 def test_a_refused_lock_is_named(
     store: Path,
@@ -107,7 +108,6 @@ def test_a_refused_lock_is_named(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     kind: type[Exception],
-    what: str,
 ) -> None:
     left, real = [OSError(getattr(errno, name), "")], fcntl.flock
 
@@ -117,7 +117,8 @@ def test_a_refused_lock_is_named(
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(kind, match=what.replace("PID", str(os.getpid()))):
+    facts = (store, os.getpid()) if kind is StoreLocked else (store / "store.lock",)
+    with raises_naming(kind, *facts):
         recipe.write(store)
     recipe.write(store)
 
