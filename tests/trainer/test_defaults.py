@@ -19,6 +19,7 @@ from moa_data.commands.views import run_plan_view, train_view
 from moa_data.errors import OutputOccupied
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.command import run as run_command
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.trainer import data as data_module
 from moa_data.trainer.config import PRESETS, TrainConfig
 from moa_data.trainer.data import StoreDataModule, has_own_answers
@@ -191,7 +192,7 @@ def test_a_run_without_settings_records_what_it_chose_and_can_be_resumed(
     assert "±" in next(
         line for line in shown.splitlines() if line.startswith("best expected acceptance length")
     )
-    with pytest.raises(OutputOccupied, match="learning_rate"):
+    with raises_naming(OutputOccupied, config.out, "learning_rate", 0.5):
         train(config.replaced(resume=True, learning_rate=0.5))
 
 

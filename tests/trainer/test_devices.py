@@ -16,6 +16,7 @@ import torch
 
 from moa_data.errors import TrainingError
 from moa_data.moa.formats.checkpoint import load_drafter
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.object_stores import free_port
 from moa_data.tests.kit.ranks import run_ranks
 from moa_data.tests.kit.runs import SIZES, last_state, run, settings
@@ -210,7 +211,7 @@ def launches(launcher: str) -> Iterator[tuple[list[str], dict[str, str]]]:
 
 
 def test_refusals(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainingError, match="32 is not a multiple of the 6 devices"):
+    with raises_naming(TrainingError, "batch_size", 32, 6):
         run(store_path, tmp_path / "run", num_nodes=2, devices=3, batch_size=32)
     # Otherwise two processes of one device each would train the same run twice, in one folder.
     for name, value in {
@@ -221,7 +222,5 @@ def test_refusals(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }.items():
         monkeypatch.setenv(name, value)
     for n_devices in (1, 3):
-        with pytest.raises(
-            TrainingError, match=f"2 processes were launched for the {n_devices} devices"
-        ):
+        with raises_naming(TrainingError, "2 processes", n_devices, "--devices"):
             run(store_path, tmp_path / "run", devices=n_devices, batch_size=6)

@@ -19,6 +19,7 @@ from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.recode import recode
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.runs import (
     SIZES,
     assert_same_run,
@@ -270,37 +271,37 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
     document = json.loads((imported / "store.json").read_text())
     document["extraction"]["imported_from"] = "eagle"
     (imported / "store.json").write_text(json.dumps(document))
-    cases: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
+    cases: list[tuple[Path, dict[str, Any], type[Exception], tuple[object, ...]]] = [
         (
             bare,
             {},
             SelectionInvalid,
-            r"lacks the fields hidden/last, .*; add them with .*--activations hidden:last`",
+            ("hidden/last", f"moa-data add {bare}", "--activations hidden:last"),
         ),
-        (bare, {"drafter": "eagle"}, SelectionInvalid, "lacks the fields hidden/last"),
-        (
-            hidden_store,
-            {},
-            SelectionInvalid,
-            "lacks the fields kv, .*; add them with `moa-data add",
-        ),
-        (store_path, EAGLE3, SelectionInvalid, r"--activations hidden:layer:0`"),
-        (imported, {}, SelectionInvalid, "imported from eagle"),
+        (bare, {"drafter": "eagle"}, SelectionInvalid, ("hidden/last",)),
+        (hidden_store, {}, SelectionInvalid, ("kv", f"moa-data add {hidden_store}")),
+        (store_path, EAGLE3, SelectionInvalid, ("--activations hidden:layer:0",)),
+        (imported, {}, SelectionInvalid, (imported, "kv", "eagle")),
         (
             hidden_store,
             {"drafter": "eagle3", "fused_layers": None},
             DrafterError,
-            "spread evenly over the target: --fused-layers 0,1,2",
+            ("3 layers", "--fused-layers 0,1,2"),
         ),
-        (hidden_store, {"drafter": "eagle3", "fused_layers": (0, 7)}, DrafterError, "0,7"),
+        (
+            hidden_store,
+            {"drafter": "eagle3", "fused_layers": (0, 7)},
+            DrafterError,
+            ("fused_layers", "0,7"),
+        ),
         (
             hidden_store,
             {"drafter": "medusa", "medusa_heads": 2},
             TrainingError,
-            "more than the 2 tokens",
+            ("--draft-length 3", "2 tokens", "medusa_heads"),
         ),
     ]
-    for store, changes, error, message in cases:
-        with pytest.raises(error, match=message):
+    for store, changes, error, facts in cases:
+        with raises_naming(error, *facts):
             run(store, tmp_path / "run", max_steps=2, **changes)
     assert not (tmp_path / "run").exists()

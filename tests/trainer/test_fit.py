@@ -28,6 +28,7 @@ from moa_data.pipeline.recode import recode
 from moa_data.tests.kit.command import TRAIN, refused
 from moa_data.tests.kit.command import run as run_command
 from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.runs import assert_same_weights, last_state, run
 from moa_data.tests.kit.runs import settings as run_settings
@@ -145,7 +146,7 @@ def test_the_last_step_is_validated(
         "a run to go on with has no end yet"
     )
     strike(DrafterModule, "on_validation_epoch_start", 1, signal.SIGINT)
-    with pytest.raises(Interrupted, match="stopped at step 7"):
+    with raises_naming(Interrupted, "step 7", "--resume"):
         run(store_path, tmp_path / "parts", **settings, resume=True)
     monkeypatch.undo()
     again = run(store_path, tmp_path / "parts", **settings, resume=True)
@@ -190,7 +191,7 @@ def test_a_validation_that_did_not_end_is_done_again(
     (tmp_path / "before.ckpt").replace(tmp_path / "parts" / "checkpoints" / "last.ckpt")
     for _ in range(2):
         strike(DrafterModule, "on_validation_epoch_start", 1, signal.SIGINT)
-        with pytest.raises(Interrupted, match="stopped at step 2"):
+        with raises_naming(Interrupted, "step 2", "--resume"):
             run(store_path, tmp_path / "parts", **settings, resume=True)
         monkeypatch.undo()
     (tmp_path / "parts" / "metrics-000.csv").unlink()
@@ -240,10 +241,7 @@ def test_only_one_training_in_a_folder(store_path: Path, tmp_path: Path) -> None
             assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
             before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-            with pytest.raises(
-                OutputOccupied,
-                match=rf"is being trained by process {other.pid} on .*; wait until it ends",
-            ):
+            with raises_naming(OutputOccupied, out, other.pid):
                 run(store_path, out, **settings, resume=resume)
             assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
             other.kill()
@@ -261,7 +259,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
         return replace(terms, total=terms.total * torch.inf)
 
     monkeypatch.setattr(MoADrafter, "objective", broken)
-    with pytest.raises(TrainingError, match=r"is not finite at step 0.*lower --learning-rate"):
+    with raises_naming(TrainingError, "step 0", "learning_rate"):
         run(store_path, tmp_path / "run", max_steps=2, gradient_clip=gradient_clip)
 
 
@@ -272,7 +270,7 @@ def test_resume_refuses_another_store_and_damaged_records(store_path: Path, tmp_
     other = build_store(tmp_path / "other", n_sequences=12)
     recode(store_path, "int8", tmp_path / "coded")
     for store, changed in ((other, "n_sequences"), (tmp_path / "coded", "codec")):
-        with pytest.raises(OutputOccupied, match=changed):
+        with raises_naming(OutputOccupied, out, changed):
             run(store, out, **settings, resume=True)
     moved = store_path.parent / "alias"
     moved.symlink_to(store_path)
@@ -281,7 +279,7 @@ def test_resume_refuses_another_store_and_damaged_records(store_path: Path, tmp_
         content = (out / name).read_text()
         for text in texts:
             (out / name).write_text(text)
-            with pytest.raises(TrainingError, match=name):
+            with raises_naming(TrainingError, out / name):
                 run(moved, out, **settings, resume=True)
         (out / name).write_text(content)
     assert run(moved, out, **settings, resume=True).n_steps == 2
@@ -300,7 +298,7 @@ def test_a_longer_run_equals_one_that_was_that_long_from_the_start(
     report = run(store_path, tmp_path / "parts", max_steps=8, resume=True, **settings)
     assert report.n_steps == 8
     assert_same_weights(tmp_path / "whole", tmp_path / "parts")
-    with pytest.raises(OutputOccupied, match="has taken 8 steps, more than the 7"):
+    with raises_naming(OutputOccupied, tmp_path / "parts", 8, 7):
         run(store_path, tmp_path / "parts", max_steps=7, resume=True, **settings)
 
 
@@ -311,9 +309,8 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
     """
     out, unvalidated = tmp_path / "run", {"validation_fraction": 0.0, "drafter": "eagle"}
     run(store_path, out, max_steps=4, **unvalidated)
-    with pytest.raises(
-        OutputOccupied,
-        match=r"falls until step 4, but would now fall until step 8.*--decay-steps 4 .*--init-from",
+    with raises_naming(
+        OutputOccupied, out, "step 4", "step 8", "--decay-steps 4", "--init-from"
     ) as refusal:
         run(store_path, out, max_steps=8, resume=True, **unvalidated)
     assert str(out) in str(refusal.value)
@@ -351,17 +348,14 @@ def test_weights_are_taken_and_nothing_else(store_path: Path, tmp_path: Path) ->
 def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "first", max_steps=1)
     first = str(tmp_path / "first")
-    with pytest.raises(
-        TrainingError,
-        match=r"kind moa, but this run trains a drafter of kind eagle. Give --drafter moa,",
-    ):
+    with raises_naming(TrainingError, first, "kind moa", "kind eagle", "--drafter moa"):
         run(store_path, tmp_path / "other", max_steps=1, drafter="eagle", init_from=first)
     other = {"max_steps": 1, "layer_groups": 1, "unrotated_keys": False, "init_from": first}
-    with pytest.raises(
-        TrainingError, match=r"--set drafter.layer_groups=2 --set drafter.unrotated_keys=true"
+    with raises_naming(
+        TrainingError, first, "--set drafter.layer_groups=2", "--set drafter.unrotated_keys=true"
     ):
         run(store_path, tmp_path / "other", **other)
-    with pytest.raises(DrafterError, match="does not exist"):
+    with raises_naming(DrafterError, tmp_path / "nope"):
         run(store_path, tmp_path / "other", max_steps=1, init_from=str(tmp_path / "nope"))
     run(store_path, tmp_path / "few", max_steps=1, init_from=first, draft_vocabulary=20)
     assert len(load_drafter(tmp_path / "few").config.draft_tokens) == 20
@@ -405,9 +399,7 @@ def test_norms_that_no_option_sets_are_refused_with_their_names(tmp_path: Path) 
     model, settings = build_model(), Eagle3Settings()
     fresh, other = (build("eagle3", model, norm_before_residual=flag) for flag in (False, True))
     save_drafter(other, tmp_path)
-    with pytest.raises(
-        TrainingError, match="has norm_before_residual, which can be run but not trained"
-    ):
+    with raises_naming(TrainingError, tmp_path, "norm_before_residual", "init_from"):
         initial_drafter(str(tmp_path), fresh, settings, TargetFacts.of_model(model).sizes)
 
 

@@ -13,10 +13,10 @@ import torch
 from torch.autograd.functional import jacobian
 
 from moa_data.errors import (
-    DrafterError,
     OptionInvalid,
     SelectionInvalid,
     StoreMismatch,
+    TargetError,
     TrainingError,
 )
 from moa_data.moa.drafters.training import Draws
@@ -31,6 +31,7 @@ from moa_data.storage.schema import kv_field
 from moa_data.tests.kit.command import refused
 from moa_data.tests.kit.command import run as run_command
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, stored
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.training import build_store, tiny_model
 from moa_data.trainer.sensitivity import DrafterMetrics, drawn_gradients
@@ -147,27 +148,27 @@ def test_what_cannot_be_measured_is_refused(
     stranger.config = dataclasses.replace(stranger.config, target={"weights_sha256": "cd" * 32})
     for weight in broken.parameters():
         weight.data.fill_(torch.nan)
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (build("eagle", model), TrainingError, "kind eagle"),
-        (build_drafter(build_model()), DrafterError, "another target"),
-        (stranger, DrafterError, "hash cdcdcdcdcdcd"),
+    cases: list[tuple[Any, type[Exception], tuple[object, ...]]] = [
+        (build("eagle", model), TrainingError, ("eagle", "--drafter")),
+        (build_drafter(build_model()), TargetError, ("n_layers", 4, 3)),
+        (stranger, TargetError, ("cdcdcdcdcdcd", "abababababab")),
         (
             build_drafter(model, n_target_layers=2),
             SelectionInvalid,
-            "lacks the fields hidden/layer_0",
+            (store_path, "hidden/layer_0", "--activations hidden:layer:0"),
         ),
-        (broken, TrainingError, "NaN"),
+        (broken, TrainingError, ("NaN",)),
     ]
     with ActivationStore(store_path) as store:
-        for drafter, error, text in cases:
-            with pytest.raises(error, match=text):
+        for drafter, error, facts in cases:
+            with raises_naming(error, *facts):
                 DrafterMetrics(drafter)(store, codec, [0])
         read = ActivationStore.read
         monkeypatch.setattr(
             ActivationStore, "read", lambda *given: read(*given) * np.float32(np.nan)
         )
         monkeypatch.setattr("moa_data.trainer.sensitivity.to_float32", lambda values, dtype: values)
-        with pytest.raises(TrainingError, match="sequence 0"):
+        with raises_naming(TrainingError, store_path, "sequence 0"):
             DrafterMetrics(build("glide", model))(store, codec, [0])
 
 
@@ -176,10 +177,10 @@ def test_stores_that_no_drafter_can_be_measured_on_are_refused(
 ) -> None:
     metrics = DrafterMetrics(build("glide", tiny_model()))
     without = build_store(tmp_path / "without", ("hidden:last",), n_sequences=4)
-    with pytest.raises(OptionInvalid, match="stores no keys and values"):
+    with raises_naming(OptionInvalid, tmp_path / "without", "--drafter"):
         recode(without, "transform:2", tmp_path / "new", kv_metrics=metrics)
     monkeypatch.setattr("moa_data.pipeline.recode._MIN_RESPONSE", 100)
-    with pytest.raises(OptionInvalid, match="has a response of at least 100 tokens"):
+    with raises_naming(OptionInvalid, store_path, 100, "--drafter"):
         recode(store_path, "transform:2@layer", tmp_path / "new", kv_metrics=metrics)
 
 
@@ -217,7 +218,7 @@ def test_a_store_for_a_drafter(store_path: Path, tmp_path: Path) -> None:
         ("own", DrafterMetrics(other)),
         ("even", DrafterMetrics(drafter)),
     ):
-        with pytest.raises(StoreMismatch, match=r"drafter\.weights_sha256"):
+        with raises_naming(StoreMismatch, tmp_path / folder, "identities.drafter.weights_sha256"):
             recode(store_path, "transform:2@layer", tmp_path / folder, kv_metrics=given)
 
 

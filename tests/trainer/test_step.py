@@ -22,6 +22,7 @@ from moa_data.errors import RunWarning, TrainingError
 from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.runs import SIZES, assert_same_weights, run
 from moa_data.tests.kit.variants import quick_rows
 from moa_data.trainer import step as step_module
@@ -318,7 +319,7 @@ def test_activations_that_are_not_finite_end_a_step_and_a_validation(
     changes: dict[str, Any] = {field: (values,) if field == "layer_outputs" else values}
     module._cast(replace(inputs, **changes))
     module._cast(replace(inputs))  # a micro-batch after the one with infinity
-    with pytest.raises(TrainingError, match="NaN or infinity"):
+    with raises_naming(TrainingError, "step 0", "moa-data verify"):
         module._check_inputs(bool(module._are_finite))
 
 
@@ -337,7 +338,7 @@ def test_a_store_with_values_that_are_not_finite_is_not_trained_on(
         return batch
 
     monkeypatch.setattr(BatchReader, "batch", damaged)
-    with pytest.raises(TrainingError, match="moa-data verify"):
+    with raises_naming(TrainingError, f"moa-data verify {store_path}"):
         run(store_path, tmp_path / "run", drafter="eagle", max_steps=1)
 
 
@@ -348,5 +349,5 @@ def test_masks_that_are_zero_everywhere_are_refused(store_path: Path) -> None:
     store: Any = SimpleNamespace(
         path=store_path, sequences=table.set_column(column, "n_response_tokens", zeros)
     )
-    with pytest.raises(TrainingError, match="response masks of all"):
+    with raises_naming(TrainingError, store_path, 50):
         StoreDataModule(store, TrainConfig.of(store=str(store_path), out="unused", batch_size=8))
