@@ -26,6 +26,7 @@ from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.chats import chat, write_jsonl
 from moa_data.tests.kit.drafters import build, frozen_for
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import written_by_transformers
 
 from .conftest import MAX_POSITIONS
@@ -181,14 +182,18 @@ def test_a_report_has_a_section_with_scores(cutting: EvalConfig, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("body", "named"),
-    [("return float('nan')", "nan"), ("return None", "None"), ("raise KeyError('gold')", "gold")],
+    [
+        ("return float('nan')", "nan"),
+        ("return None", "NoneType"),
+        ("raise KeyError('gold')", "gold"),
+    ],
 )
 def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
     cutting: EvalConfig, tmp_path: Path, body: str, named: str
 ) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text(f"def score(prompt, answer):\n    {body}\n")
-    with pytest.raises(OptionInvalid, match=f"prompt 1 .*{named}"):
+    with raises_naming(OptionInvalid, "--scorer", "prompt 1", named):
         evaluate(cutting.replaced(scorer=f"{scorer}:score"))
     assert not list(Path(cutting.out).parent.glob("report*"))
 
@@ -196,7 +201,7 @@ def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
 @pytest.mark.parametrize("name", ["{}/broken.py:score", ".scores:score", "scores", "json:score"])
 def test_a_scorer_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('no\\nluck')\n")
-    with pytest.raises(OptionInvalid, match="--scorer"):
+    with raises_naming(OptionInvalid, "--scorer", name.format(tmp_path)):
         load_scorer(name.format(tmp_path))
 
 

@@ -8,6 +8,7 @@ import pytest
 from moa_data.errors import DatasetError
 from moa_data.evaluation.prompts import CHATS, SPEC_BENCH, PromptFile, load_prompts
 from moa_data.tests.kit.chats import chat, write_jsonl
+from moa_data.tests.kit.errors import raises_naming
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
@@ -66,28 +67,30 @@ def test_every_prompt_has_an_id_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "row"),
+    ("rows", "facts"),
     [
-        ([], "no prompt"),
-        (["{broken"], "row 1"),
-        ([chat("q", "a"), '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"], "row 2"),
-        (['{"messages": ' + "9" * 5000 + "}"], "row 1"),
-        ([chat("q", "a", tools="prose")], "row 1"),
-        ([chat("q", "a"), "[1]"], "row 2"),
-        ([{"text": "q"}], "row 1"),
-        ([{"messages": [{"role": "assistant", "content": "a"}]}], "row 1"),
-        ([{"messages": [{"role": "wizard", "content": "a"}]}], "row 1"),
-        *(([{"turns": given}], "row 1") for given in ([""], "q")),
-        ([chat("q", "a"), {"turns": ["q"]}], "row 2"),
+        ([], ()),
+        (["{broken"], ("row 1",)),
+        ([chat("q", "a"), '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"], ("row 2",)),
+        (['{"messages": ' + "9" * 5000 + "}"], ("row 1",)),
+        ([chat("q", "a", tools="prose")], ("row 1",)),
+        ([chat("q", "a"), "[1]"], ("row 2",)),
+        ([{"text": "q"}], ("row 1",)),
+        ([{"messages": [{"role": "assistant", "content": "a"}]}], ("row 1",)),
+        ([{"messages": [{"role": "wizard", "content": "a"}]}], ("row 1",)),
+        *(([{"turns": given}], ("row 1",)) for given in ([""], "q")),
+        ([chat("q", "a"), {"turns": ["q"]}], ("row 2",)),
     ],
 )
-def test_a_row_that_is_no_prompt_is_named(tmp_path: Path, rows: list[Any], row: str) -> None:
-    with pytest.raises(DatasetError, match=row):
+def test_a_row_that_is_no_prompt_is_named(
+    tmp_path: Path, rows: list[Any], facts: tuple[str, ...]
+) -> None:
+    with raises_naming(DatasetError, tmp_path / "p.jsonl", *facts):
         load(tmp_path, rows)
 
 
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
     for name in ("none.jsonl", "b.jsonl", ""):
-        with pytest.raises(DatasetError, match=str(tmp_path / name)):
+        with raises_naming(DatasetError, tmp_path / name):
             load_prompts(tmp_path / name)

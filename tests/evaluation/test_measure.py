@@ -12,6 +12,7 @@ from moa_data.evaluation.report import summarize
 from moa_data.moa.decoding.loop import DecodeStats, Generation, generate_batch, plain_generate
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
 from moa_data.moa.targets.live import Target
+from moa_data.tests.kit.errors import raises_naming
 
 from .conftest import MAX_POSITIONS
 
@@ -172,5 +173,5 @@ def test_an_answer_that_spells_a_control_token_ends_its_chat(target: Target) -> 
 
 def test_control_tokens_in_any_turn_are_refused_before_anything_is_measured(target: Target) -> None:
     prompts = [question("one"), question("one", "two<eot>", prompt_id="forged")]
-    with pytest.raises(DatasetError, match=r"prompt forged: .* message 1 contains '<eot>'"):
+    with raises_naming(DatasetError, "prompt forged", "message 1", "'<eot>'"):
         measure(target, {}, prompts)
