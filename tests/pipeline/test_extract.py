@@ -171,11 +171,12 @@ def test_a_second_run_has_nothing_to_do_and_changes_nothing(
 
 
 NAN = float("nan")
+AGAIN = "[Rr]un the same command again"
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "at_call", "raised", "expected", "facts"),
+    ("module", "name", "at_call", "raised", "expected", "advice"),
     [
         (
             chunk_module,
@@ -183,7 +184,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             12,
             MemoryError("no room for a chunk"),
             MemoryError,
-            ("no room for a chunk",),
+            "no room for a chunk",
         ),
         (
             part_writer,
@@ -191,7 +192,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             25,
             FULL,
             StorageUnavailable,
-            (os.strerror(errno.ENOSPC),),
+            AGAIN,
         ),
         # Call 0 runs a few tokens to check the target.
         pytest.param(
@@ -200,10 +201,10 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             1,
             KeyboardInterrupt(),
             Interrupted,
-            ("5 parts",),
+            AGAIN,
             marks=pytest.mark.slow,
         ),
-        (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, ("5 parts",)),
+        (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, AGAIN),
     ],
 )
 def test_a_failure_discards_the_part_and_the_next_run_goes_on(
@@ -214,7 +215,7 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
     at_call: int,
     raised: BaseException,
     expected: type[BaseException],
-    facts: tuple[str, ...],
+    advice: str,
 ) -> None:
     real, calls = getattr(module, name), count()
 
@@ -225,7 +226,7 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, fails_late)
-        with raises_naming(expected, *facts):
+        with pytest.raises(expected, match=advice):
             extract(config)
     assert not list(Path(config.out).rglob("*.partial"))
     assert not [
