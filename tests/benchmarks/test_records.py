@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from moa_data.tests.kit.errors import raises_naming
+
 
 def record(
     records: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, **found: Any
@@ -59,7 +61,7 @@ def test_code_that_no_commit_holds_is_no_source(
 ) -> None:
     records = benchmark("kit.records")
     path = record(records, tmp_path, monkeypatch, **found)
-    with pytest.raises(ValueError, match="no commit holds"):
+    with raises_naming(ValueError, path):
         records.sources([path])
 
 

@@ -30,6 +30,7 @@ from moa_data.moa.targets.cache import TargetCache
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit import drafters as kit
 from moa_data.tests.kit.command import refused, run
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model, random_prompts, write_target
 from moa_data.tests.kit.variants import quick
 
@@ -525,12 +526,10 @@ def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
         "dtype": "float32",
         "model": str(tmp_path / "nothing"),
     }
-    with pytest.raises(
-        OptionInvalid, match=r"transformers failed .* ValueError: no model$"
-    ) as error:
+    with raises_naming(OptionInvalid, "transformers", failing, "ValueError: no model") as error:
         ask_engine(job, str(failing), tmp_path)
     assert "\n" not in str(error.value)
-    with pytest.raises(OptionInvalid, match="did not run"):
+    with raises_naming(OptionInvalid, tmp_path / "python", "--python"):
         ask_engine(job, str(tmp_path / "python"), tmp_path)
 
 

@@ -13,6 +13,7 @@ from moa_data.demo.config import DemoConfig
 from moa_data.demo.run import PHASES, run_demo
 from moa_data.errors import Interrupted, OptionInvalid, OutputOccupied
 from moa_data.tests.kit.command import DEMO
+from moa_data.tests.kit.errors import raises_naming
 
 from .conftest import Interrupt
 
@@ -27,9 +28,7 @@ def test_all_phases_then_reuse_then_refusal(
 
     with (
         interrupt("evaluate"),
-        pytest.raises(
-            Interrupted, match=r"in the eval phase; .*\(corpus, target, extract, train\)$"
-        ),
+        raises_naming(Interrupted, "eval", "(corpus, target, extract, train)"),
     ):
         run_demo(config)
     first = run_demo(config, provenance={"argv": ["demo"]})
@@ -50,10 +49,10 @@ def test_all_phases_then_reuse_then_refusal(
     assert run_demo(config).reused == PHASES
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == before
 
-    with pytest.raises(OutputOccupied, match="other inputs: seed was 0, now 7"):
+    with raises_naming(OutputOccupied, first.folder, "seed", 0, 7):
         run_demo(config.replaced(seed=7))
     (first.folder / "demo.json").write_text("{")
-    with pytest.raises(OutputOccupied, match=r"demo\.json cannot be read"):
+    with raises_naming(OutputOccupied, first.folder / "demo.json"):
         run_demo(config)
 
 
@@ -68,9 +67,7 @@ def test_a_start_that_was_killed_begins_again(
 
 
 def test_all_unusable_settings_are_named_together() -> None:
-    with pytest.raises(OptionInvalid, match=r"seed is -1.*target_steps is 0"):
+    with raises_naming(OptionInvalid, "seed", -1, "target_steps", 0):
         TINY.replaced(target_steps=0, seed=-1)
-    with pytest.raises(
-        OptionInvalid, match=r"n_store_chats is 100.*do not fit.*n_eval_prompts is 9"
-    ):
+    with raises_naming(OptionInvalid, "n_store_chats", 100, "n_heads", 3, "n_eval_prompts", 9):
         TINY.replaced(n_store_chats=100, n_heads=3, n_eval_prompts=9)

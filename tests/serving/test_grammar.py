@@ -23,6 +23,7 @@ from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.sequence import Commit, Request, Work
 from moa_data.serving.grammar import Grammars
 from moa_data.tests.kit.drafters import build_drafter, teach
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_text_model, build_tokenizer
 from moa_data.tests.kit.serving import MODEL, LiveServer
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
@@ -257,5 +258,5 @@ def test_without_its_library_the_error_says_what_to_install(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestInvalid, match=r"moa-data\[structured\]"):
+    with raises_naming(RequestInvalid, "pip install 'moa-data[structured]'"):
         Grammars(target)
