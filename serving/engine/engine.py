@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as GenericSequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -391,9 +392,9 @@ class Engine:
         began = time.perf_counter()
         drafting = self._draft([item.sequence for item in scheduled])
         drafted = time.perf_counter()
-        called = self._call(scheduled)
-        self._choose(called)
-        served = [item for item in called if self._accept(item)]
+        called = self._retried("target call", scheduled, self._call)
+        chosen = self._retried("choice of tokens", called, self._choose)
+        served = self._each(chosen, self._accept)
         done = time.perf_counter()
         self._counts.n_calls += 1
         self._counts.draft_s += drafted - began
@@ -404,7 +405,7 @@ class Engine:
             queue_s = began - sequence.since_s
             sequence.since_s = done
             self._report(sequence, replace(item.commit, call_s=done - drafted, queue_s=queue_s))
-        self._send_contexts([item.sequence for item in served])
+        self._send_contexts(served)
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
@@ -449,20 +450,55 @@ class Engine:
             )
             self._speculations[name].abandon(sequences)
 
-    @contextlib.contextmanager
-    def _alone(self, sequence: Sequence) -> Iterator[None]:
-        """If the block fails, end only this sequence, so that all others continue."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - other sequences must continue
-            self._fail(sequence, error)
+    def _retried(
+        self,
+        what: str,
+        items: list[Scheduled],
+        process: Callable[[list[Scheduled]], None],
+    ) -> list[Scheduled]:
+        """Process sequences as one batch. If that fails, process each sequence alone.
 
-    def _call(self, scheduled: list[Scheduled]) -> list[Scheduled]:
-        """Call the target for all sequences. If that fails, call it for each sequence alone.
+        Args:
+            what: name of the processing, for log messages.
+            items: the sequences.
+            process: processes several sequences. It must be safe to call again after a failure.
 
         Returns:
-            The items with results. Sequences whose own call failed are removed.
+            The items that were processed. Sequences that also failed alone are removed.
         """
+        if len(items) > 1:
+            try:
+                process(items)
+                return items
+            except Exception as error:  # noqa: BLE001 - other sequences must continue
+                _LOG.warning(
+                    "the %s for %d sequences failed; retrying each sequence alone: %s",
+                    what,
+                    len(items),
+                    first_line(error),
+                )
+        return self._each(items, lambda item: process([item]))
+
+    def _each(
+        self, items: list[Scheduled], process: Callable[[Scheduled], None]
+    ) -> list[Scheduled]:
+        """Process each sequence alone, and end only the sequences for which that fails.
+
+        Returns:
+            The items of all other sequences.
+        """
+        processed = []
+        for item in items:
+            try:
+                process(item)
+            except Exception as error:  # noqa: BLE001 - other sequences must continue
+                self._fail(item.sequence, error)
+            else:
+                processed.append(item)
+        return processed
+
+    def _call(self, scheduled: list[Scheduled]) -> None:
+        """Call the target once for all sequences, and store its outputs."""
         segments = []
         for item in scheduled:
             sequence = item.sequence
@@ -474,69 +510,52 @@ class Engine:
         watched = sorted(
             {layer for name in names if name for layer in self.drafters[name].observed_layers}
         )
-        try:
-            outputs = self._runner.run(segments, watched, needs_hidden=bool(names))
-        except Exception as error:  # noqa: BLE001 - other sequences must continue
-            if len(scheduled) == 1:
-                self._fail(scheduled[0].sequence, error)
-                return []
-            _LOG.warning(
-                "a target call over %d sequences failed; retrying each sequence alone: %s",
-                len(scheduled),
-                first_line(error),
-            )
-            return [result for item in scheduled for result in self._call([item])]
+        outputs = self._runner.run(segments, watched, needs_hidden=bool(names))
         self._counts.n_read += sum(len(segment.tokens) for segment in segments)
         for item, output in zip(scheduled, outputs, strict=True):
             item.output = output
-        return scheduled
 
-    def _choose(self, called: GenericSequence[Scheduled]) -> None:
-        """Verify the drafts of all sampled sequences together, with one GPU sync for all."""
-        sampled = [
-            item for item in called if item.has_root and not item.sequence.sampling_state.is_argmax
-        ]
-        try:
-            for item, choice in zip(
-                sampled, accept_chosen([_verified(item) for item in sampled]), strict=True
-            ):
-                item.choice = choice
-        except Exception as error:  # noqa: BLE001 - other sequences must continue
-            _LOG.warning(
-                "sampling for %d sequences at once failed; sampling for each sequence alone: %s",
-                len(sampled),
-                first_line(error),
-            )
+    def _choose(self, called: list[Scheduled]) -> None:
+        """Verify the drafts of all sequences, with one GPU sync for all sampled sequences."""
+        sampled = []
+        for item in called:
+            sequence = item.sequence
+            if not item.has_root:
+                continue
+            if sequence.sampling_state.is_argmax:
+                item.choice = accept_argmax(sequence.drafts, sequence.parents, item.output.best)
+            else:
+                sampled.append(item)
+        choices = accept_chosen([_verified(item) for item in sampled])
+        for item, choice in zip(sampled, choices, strict=True):
+            item.choice = choice
 
-    def _accept(self, one: Scheduled) -> bool:
-        """Accept drafts, and commit tokens and KV. Return False if the sequence failed."""
+    def _accept(self, one: Scheduled) -> None:
+        """Accept the chosen drafts of a sequence, and commit tokens and KV."""
         sequence = one.sequence
         n_known = one.n_known
-        with self._alone(sequence):
-            start = sequence.n_cached
-            first = len(sequence.tokens)
-            accepted: list[int] = []
-            new: list[int] = []
-            if one.has_root:
-                one.n_drafts = len(sequence.drafts)
-                accepted, bonus = one.choice or _accepted(one)
-                new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus])
-                sequence.drafts = sequence.parents = ()
-                if sequence.work is Work.VERIFY:
-                    sequence.work = Work.IDLE
-            one.kept = [*range(n_known), *(n_known + node for node in accepted)]
-            sequence.kv.commit(one.kept)
-            one.commit = sequence.commit(first, new, min(len(accepted), len(new)))
-            if new and sequence.request.n_logprobs is not None:
-                one.commit = replace(one.commit, logprobs=_logprobs(one, accepted, new))
-            self._counts.n_rounds += bool(new)
-            self._counts.n_drafted += one.n_drafts
-            self._counts.n_accepted += one.commit.n_accepted
-            self._counts.n_committed += len(new)
-            if sequence.request.wants_context:
-                self._note_contexts(one, start)
-            return True
-        return False
+        start = sequence.n_cached
+        first = len(sequence.tokens)
+        accepted: list[int] = []
+        new: list[int] = []
+        if one.choice is not None:
+            one.n_drafts = len(sequence.drafts)
+            accepted, bonus = one.choice
+            new = sequence.append([*(sequence.drafts[node] for node in accepted), bonus])
+            sequence.drafts = sequence.parents = ()
+            if sequence.work is Work.VERIFY:
+                sequence.work = Work.IDLE
+        one.kept = [*range(n_known), *(n_known + node for node in accepted)]
+        sequence.kv.commit(one.kept)
+        one.commit = sequence.commit(first, new, min(len(accepted), len(new)))
+        if new and sequence.request.n_logprobs is not None:
+            one.commit = replace(one.commit, logprobs=_logprobs(one, accepted, new))
+        self._counts.n_rounds += bool(new)
+        self._counts.n_drafted += one.n_drafts
+        self._counts.n_accepted += one.commit.n_accepted
+        self._counts.n_committed += len(new)
+        if sequence.request.wants_context:
+            self._note_contexts(one, start)
 
     def _note_contexts(self, one: Scheduled, start: int) -> None:
         """Store the target's states of new positions, from which contexts are encoded later.
@@ -560,52 +579,37 @@ class Engine:
                 speculation.encode_contexts([sequence])
             one.commit = sequence.take_contexts(one.commit)
 
-    def _send_contexts(self, sequences: GenericSequence[Sequence]) -> None:
+    def _send_contexts(self, served: list[Scheduled]) -> None:
         """Encode and send contexts of positions whose tokens have been reported."""
         # While the server decodes by itself, contexts are encoded and sent many at a time, because
         # encoding many takes as long as encoding a few. They are encoded after every call if the
         # server's own drafts need them too. Contexts of the prompt are sent after every call,
         # because the client cannot draft without them.
-        due: dict[str, list[Sequence]] = {}
-        for sequence in sequences:
+        due: dict[str, list[Scheduled]] = {}
+        for item in served:
+            sequence = item.sequence
             name = sequence.request.drafter
             if name is None or sequence.finish or not sequence.can_encode:
                 continue
             is_reused = sequence.work is Work.SPECULATE and self._speculations[name].reuses_contexts
             if is_reused or sequence.n_unencoded >= _contexts_at_once(sequence):
-                due.setdefault(name, []).append(sequence)
+                due.setdefault(name, []).append(item)
         for name, group in due.items():
-            try:
-                self._encode(name, group)
-            except Exception as error:  # noqa: BLE001 - other sequences must continue
-                _LOG.warning(
-                    "encoding contexts of %d sequences failed; retrying each sequence alone: %s",
-                    len(group),
-                    first_line(error),
-                )
-                for sequence in group:
-                    with self._alone(sequence):
-                        self._encode(name, [sequence])
-        ready = [
-            s
-            for s in sequences
-            if s.id in self._sequences and not s.finish and s.n_unsent >= _contexts_at_once(s)
-        ]
-        try:
-            contexts_to_host(ready)
-        except Exception as error:  # noqa: BLE001 - other sequences must continue
-            _LOG.warning(
-                "copying contexts of %d sequences at once failed; copying those of each alone: %s",
-                len(ready),
-                first_line(error),
-            )
-        for sequence in ready:
-            with self._alone(sequence):
-                commit = sequence.take_contexts(sequence.commit())
-                self._report(sequence, replace(commit, answers=0))
+            self._retried("encoding of contexts", group, partial(self._encode, name))
+        ready = []
+        for item in served:
+            sequence = item.sequence
+            is_open = sequence.id in self._sequences and not sequence.finish
+            if is_open and sequence.n_unsent >= _contexts_at_once(sequence):
+                ready.append(item)
+        for item in self._retried("copy of contexts", ready, _copy_contexts):
+            sequence = item.sequence
+            commit = sequence.take_contexts(sequence.commit())
+            self._report(sequence, replace(commit, answers=0))
 
-    def _encode(self, name: str, sequences: GenericSequence[Sequence]) -> None:
+    def _encode(self, name: str, items: list[Scheduled]) -> None:
         """Encode contexts of sequences that use one drafter. The drafter reuses them if it can."""
+        sequences = [item.sequence for item in items]
         contexts = self._speculations[name].encode_contexts(sequences)
         if self._speculations[name].reuses_contexts:
             with self._dispensable(name, sequences):
@@ -639,9 +643,10 @@ class Engine:
     def _report(self, sequence: Sequence, commit: Commit) -> None:
         if commit.finish:
             self._release(sequence)
-        # An error of the callback ends only this sequence.
-        with self._alone(sequence):
+        try:
             sequence.on_commit(commit)
+        except Exception as error:  # noqa: BLE001 - other sequences must continue
+            self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         """Remove a sequence and report the error to its owner."""
@@ -675,11 +680,8 @@ class Engine:
                 self._speculations[name].forget(sequence)
 
 
-def _accepted(one: Scheduled) -> tuple[list[int], int]:
-    """Return the accepted drafts of a sequence, from the root down, and the target's next token."""
-    if one.sequence.sampling_state.is_argmax:
-        return accept_argmax(one.sequence.drafts, one.sequence.parents, one.output.best)
-    return accept_chosen([_verified(one)])[0]
+def _copy_contexts(items: list[Scheduled]) -> None:
+    contexts_to_host([item.sequence for item in items])
 
 
 def _verified(one: Scheduled) -> Verified:

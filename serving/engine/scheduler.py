@@ -44,8 +44,8 @@ class Scheduled:
     # call.
     kept: list[int] = field(init=False)
     n_drafts: int = 0
-    # The accepted drafts and the next token. None if they are not sampled yet, or if tokens are
-    # chosen by argmax.
+    # The accepted drafts and the next token. None if they are not chosen yet, or if the call does
+    # not read the root.
     choice: tuple[list[int], int] | None = None
     commit: Commit = field(init=False)
 

@@ -4,6 +4,7 @@ An error in one sequence does not affect the others.
 """
 
 import itertools
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.nn import packed
 from moa_data.moa.targets.live import Target
 from moa_data.serving.config import EngineOptions
+from moa_data.serving.engine import engine as engine_module
 from moa_data.serving.engine import runner
 from moa_data.serving.engine.engine import Engine
 from moa_data.serving.engine.pool import Pool
@@ -541,6 +543,71 @@ def test_a_fault_in_one_text_ends_that_one_alone(
     counts = engine.snapshot()
     assert (counts.n_failed, counts.n_open, counts.kv_used) == (2, 3, 0)
     assert "retrying each sequence alone" in caplog.text
+
+
+class Fault(Exception):
+    """An error that one sequence causes."""
+
+
+@pytest.mark.parametrize(
+    "stage", ["target call", "choice of tokens", "encoding of contexts", "copy of contexts"]
+)
+@pytest.mark.parametrize("is_lasting", [True, False])
+def test_a_batch_that_fails_is_retried_for_each_sequence_alone(
+    target: Target,
+    stage: str,
+    is_lasting: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only a sequence that also fails alone ends, and the others get the same tokens."""
+    engine = engine_for(target, {"it": build_drafter(target.model)})
+    settings: dict[str, Any] = {"drafter": "it", "wants_context": True, "sampling": SAMPLED}
+    readers = [
+        add(engine, prompt, seed=seed, **settings) for seed, prompt in enumerate(PROMPTS[:3])
+    ]
+    # The sequences are idle, so this step only adds them.
+    engine.step()
+    for reader in readers:
+        engine.set_work(reader.id, Work.PLAIN)
+    broken = engine._sequences[readers[1].id]
+    sizes: list[int] = []
+
+    # Stage -> the object and the name of its function, and how the broken sequence is recognised
+    # among the arguments of the function: by an attribute, and by the value of this attribute.
+    stages: dict[str, tuple[Any, str, str, Any]] = {
+        "target call": (engine._runner, "run", "kv", broken.kv),
+        "choice of tokens": (engine_module, "accept_chosen", "state.tokens", broken.tokens),
+        "encoding of contexts": (engine._speculations["it"], "encode_contexts", "kv", broken.kv),
+        "copy of contexts": (engine_module, "contexts_to_host", "kv", broken.kv),
+    }
+    owner, name, key, broken_value = stages[stage]
+    identify = operator.attrgetter(key)
+    real = getattr(owner, name)
+
+    def faulty(items: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        has_broken = any(identify(item) is broken_value for item in items)
+        if has_broken and (is_lasting or len(items) > 1):
+            sizes.append(len(items))
+            raise Fault(stage)
+        return real(items, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, faulty)
+        run(engine)
+    if is_lasting:
+        assert sizes == [3, 1]
+    else:
+        assert set(sizes) == {3}
+    assert f"the {stage} for 3 sequences failed" in caplog.text
+    assert len(readers[1].errors) == is_lasting
+    for seed, (prompt, reader) in enumerate(zip(PROMPTS, readers, strict=False)):
+        if reader is not readers[1] or not is_lasting:
+            assert not reader.errors
+            assert reader.tokens == write(target, prompt, sampling=SAMPLED, seed=seed)
+    counts = engine.snapshot()
+    assert counts.n_failed == is_lasting
+    assert counts.kv_used == 0
 
 
 @pytest.mark.parametrize("where", ["draft_root", "draft_level", "observe"])
