@@ -502,7 +502,7 @@ class Engine:
         segments = []
         for item in scheduled:
             sequence = item.sequence
-            start = item.sequence.n_cached
+            start = sequence.n_cached
             known = sequence.tokens[start : start + item.n_known]
             drafts, parents = (sequence.drafts, sequence.parents) if item.has_root else ((), ())
             segments.append(Segment(sequence.kv, [*known, *drafts], parents, item.has_root))
@@ -610,10 +610,11 @@ class Engine:
     def _encode(self, name: str, items: list[Scheduled]) -> None:
         """Encode contexts of sequences that use one drafter. The drafter reuses them if it can."""
         sequences = [item.sequence for item in items]
-        contexts = self._speculations[name].encode_contexts(sequences)
-        if self._speculations[name].reuses_contexts:
+        speculation = self._speculations[name]
+        contexts = speculation.encode_contexts(sequences)
+        if speculation.reuses_contexts:
             with self._dispensable(name, sequences):
-                self._speculations[name].reuse(contexts)
+                speculation.reuse(contexts)
 
     def _observe(
         self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float
