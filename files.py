@@ -337,16 +337,11 @@ def refuse_other_inputs(
 
 
 class LockHeld(Exception):
-    """Another process holds the lock.
+    """Another process holds the lock. ``holder`` is the name of that process."""
 
-    ``holder`` is the name of that process. ``note`` is the text that the process has written to the
-    file of the lock for other processes.
-    """
-
-    def __init__(self, holder: str, note: str = "") -> None:
+    def __init__(self, holder: str) -> None:
         super().__init__(holder)
         self.holder = holder
-        self.note = note
 
 
 def open_lock(path: Path) -> int:
@@ -368,7 +363,7 @@ def open_lock(path: Path) -> int:
         ) from error
 
 
-def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool = False) -> None:
+def lock(fd: int, path: Path, shared: bool = False, waits: bool = False) -> None:
     """Take a lock, or change a lock between shared and exclusive.
 
     Args:
@@ -376,7 +371,6 @@ def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool 
             The file is not deleted.
         path: the file of the lock, for messages.
         shared: whether to take a shared lock instead of an exclusive one.
-        note: one line of text, written to the file for other processes that want the lock.
         waits: whether to wait until other processes have released the lock.
 
     Raises:
@@ -392,29 +386,33 @@ def lock(fd: int, path: Path, shared: bool = False, note: str = "", waits: bool 
     except OSError as error:
         if error.errno not in _HELD_ERRNOS:
             raise no_locks(path, error) from error
-        holder, _, holder_note = (
-            os.pread(fd, 200, 0).decode(errors="replace").strip().partition("\n")
-        )
-        raise LockHeld(holder or "another process", holder_note) from error
+        holder = os.pread(fd, 200, 0).decode(errors="replace").strip().partition("\n")[0]
+        raise LockHeld(holder or "another process") from error
     if not shared:
         with disk_full_guard(path):
             os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n{note}\n".encode(), 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def lock_file(path: Path, waits: bool = False) -> int:
-    """Lock a file exclusively.
+    """Lock a file exclusively. Create the file if it does not exist.
 
     Returns:
         The descriptor that holds the lock until it is closed.
     """
-    fd = open_lock(path)
-    try:
-        lock(fd, path, waits=waits)
-    except BaseException:
+    while True:
+        fd = open_lock(path)
+        try:
+            lock(fd, path, waits=waits)
+            # The process that held the lock may have deleted the file. Then the next process would
+            # create another file and lock it, too.
+            exists = os.fstat(fd).st_nlink > 0
+        except BaseException:
+            os.close(fd)
+            raise
+        if exists:
+            return fd
         os.close(fd)
-        raise
-    return fd
 
 
 def no_locks(path: Path, error: OSError) -> StorageUnavailable:

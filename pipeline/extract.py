@@ -37,7 +37,6 @@ from ..storage.commit import has_parts
 from ..storage.paths import StoreLike
 from ..storage.plan import numbers
 from ..storage.schema import ANSWERS_BY, CODEC_NAME, TARGET_NAME
-from ..storage.write.lock import CARD_BYTE, TEXTS_BYTE
 from ..storage.write.store import StoreWriter
 from ..text import Progress, format_bytes
 from .add import refuse_addition
@@ -102,7 +101,7 @@ def extract(
         # Write the token ids and masks to a file of the store. From then on they are memory-mapped
         # from that file instead of being kept in memory.
         if not plan.keeps_texts:
-            with store.publishing(TEXTS_BYTE):
+            with store.publishing("texts"):
                 plan = replace(
                     plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin)
                 )
@@ -131,7 +130,7 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
         store: the finished store.
         record: content of the JSON file.
     """
-    with store.publishing(CARD_BYTE):
+    with store.publishing("card"):
         write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
     counts = plan.sequences
     # Settings, counts and examples of rejected rows may differ between runs that produce equal
@@ -285,18 +284,9 @@ def _work(
 
 
 def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> Total:
-    """Run this extraction in several worker processes until all parts are done.
-
-    Raises:
-        OptionInvalid: several processes cannot share the store.
-    """
+    """Run this extraction in several worker processes until all parts are done."""
     config = plan.config
     scale = config.scale
-    if not store.is_shared:
-        raise OptionInvalid(
-            f"The file system of {store.path} does not support byte-range locks, so only one "
-            "process can write to it. Leave out --workers and --engine."
-        )
     # The test forward has left GPU memory in PyTorch's cache. Free that memory for a worker.
     torch.cuda.empty_cache()
     # Make all paths absolute, because Ray starts workers in other working directories.

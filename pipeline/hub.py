@@ -18,9 +18,8 @@ from ..storage.read.verify import summarize_store, verify_store
 from ..storage.schema import (
     CARD_NAME,
     KNOWN_NAMES,
-    LOCK_NAME,
+    LOCK_NAMES,
     MANIFEST_NAME,
-    PUBLISH_NAME,
     RUNS_NAME,
 )
 from ..text import Progress, first_line, format_bytes
@@ -28,7 +27,7 @@ from ..text import Progress, first_line, format_bytes
 DRAFTER_FILE = "drafter.json"
 # Files of a store that are pushed. The locks and runs/ are left out, because they name local paths
 # and machines.
-_PUSHED = KNOWN_NAMES - {LOCK_NAME, PUBLISH_NAME, RUNS_NAME}
+_PUSHED = KNOWN_NAMES - LOCK_NAMES - {RUNS_NAME}
 _NOT_OURS = [".gitattributes", ".gitignore"]
 _CACHE = ".cache"  # subfolder in which the Hub's client keeps unfinished downloads
 _DRAFTER_CARD = """---

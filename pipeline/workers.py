@@ -39,7 +39,7 @@ TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
 # Seconds that a worker waits between two checks for commits of other workers.
 _LOOK_EVERY_S = 1.0
-# After this many seconds without any commit, a worker also writes parts that other workers claim.
+# After this many seconds without any commit, a worker also writes parts that others have locked.
 _PATIENCE_S = 600.0
 _POLL_EVERY_S = 0.5  # seconds between two polls of the workers
 # Seconds in which a terminated worker must discard its unfinished parts. The command itself must
@@ -86,8 +86,9 @@ def is_done(store: StoreWriter) -> bool:
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
     """Yield the numbers of parts that a worker should write. Committed parts are skipped.
 
-    The parts of the worker's own share come first, then those of the other workers. While other
-    workers are writing all remaining parts, None is yielded.
+    Each part is locked before it is yielded. The parts of the worker's own share come first, then
+    those of the other workers. While other workers are writing all remaining parts, None is
+    yielded.
 
     Args:
         store: the store.
@@ -102,19 +103,19 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
     remaining.sort(key=lambda part: part % n_workers != index)
     last_progress_s = time.monotonic()
     while remaining:
-        claimed = []
+        locked = []
         for part in remaining:
             if not store.is_pending(part):
                 continue
-            if store.is_claimed(part):
-                claimed.append(part)
-            else:
+            if store.try_lock(part):
                 yield part
-        if len(claimed) < len(remaining):
+            else:
+                locked.append(part)
+        if len(locked) < len(remaining):
             last_progress_s = time.monotonic()
         elif time.monotonic() > last_progress_s + _PATIENCE_S:
-            yield claimed.pop(0)
-        remaining = claimed
+            yield locked.pop(0)
+        remaining = locked
         if remaining:
             yield None
             time.sleep(_LOOK_EVERY_S)
@@ -346,10 +347,11 @@ def run_on_ray(
                 return lambda: _outcome_of_task(ray, reference)
 
             return direct(start, workers, store, progress, restarts=True)
-    finally:
-        until_s = time.monotonic() + _LEAVE_S
-        while any(map(store.is_claimed, store.pending_parts())) and time.monotonic() < until_s:
-            time.sleep(0.05)
+    except BaseException:
+        # Ray does not say when the processes that it kills have ended, but then they have released
+        # the store's lock.
+        store.sweep(_LEAVE_S)
+        raise
 
 
 def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:

@@ -33,12 +33,13 @@
                                   one per run: command, versions, timings (nothing that shapes the
                                   data)
       store.lock                  locked (flock) by the processes that write
-      publish.lock                used if several processes write: one byte per part is locked while
-                                  the part is renamed and committed
+      opening.lock                locked while a process takes store.lock; deleted afterwards
+      locks/                      lock files of parts and documents, while several processes write;
+                                  deleted by the last of these processes
 
 A store is divided into parts, ranges of sequences that are written and committed independently. The
 commit of a part is the JSON file that lists its files. Readers ignore a part that has no commit.
-Equal inputs give equal bytes in every file except ``runs/``, ``store.lock`` and ``publish.lock``.
+Equal inputs give equal bytes in every file except ``runs/`` and the lock files.
 ``docs/format.md`` explains the format to authors of other programs.
 """
 
@@ -60,7 +61,12 @@ from .paths import AnyPath
 MANIFEST_NAME = "store.json"
 PLAN_NAME = "plan.parquet"
 LOCK_NAME = "store.lock"
+OPENING_NAME = "opening.lock"
+LOCKS_NAME = "locks"
+# Lock file of earlier releases, which writers delete.
 PUBLISH_NAME = "publish.lock"
+# Names of all lock files and of their folder.
+LOCK_NAMES = frozenset((LOCK_NAME, OPENING_NAME, LOCKS_NAME, PUBLISH_NAME))
 TARGET_NAME = "target"
 PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
@@ -74,8 +80,9 @@ CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"
 # Start of the name of the folder in which a speed test writes and which it removes afterwards.
 SPEED_TEST_PREFIX = ".moa-data-speed-"
-_DOCUMENTS = (MANIFEST_NAME, PLAN_NAME, LOCK_NAME, PUBLISH_NAME, CARD_NAME, TEXTS_NAME)
-KNOWN_NAMES = frozenset((*_DOCUMENTS, TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME))
+_DOCUMENTS = (MANIFEST_NAME, PLAN_NAME, CARD_NAME, TEXTS_NAME)
+_FOLDERS = (TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME)
+KNOWN_NAMES = LOCK_NAMES.union(_DOCUMENTS, _FOLDERS)
 """Every name that may occur in a store's folder."""
 
 

@@ -34,7 +34,6 @@ from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
 from ...storage.plan import numbers
 from ...storage.write.addition import StoreAddition
-from ...storage.write.lock import BUNDLE_BYTE
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ..config import ActivationSpec
@@ -264,7 +263,7 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
 
     The forward may compute in another dtype.
     """
-    with store.publishing(BUNDLE_BYTE):
+    with store.publishing("target"):
         if store.has_target and n_layers_kept <= held_layers(store.target_path):
             return  # Another process has written the bundle.
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32

@@ -1,52 +1,46 @@
-"""The lock of a store in a folder, which processes that write different parts may share.
+"""The locks of a store in a folder. Several processes may write different parts of one store.
 
-A process holds ``store.lock`` exclusively while it opens or cleans the store, and while it changes
-more than single parts (adds fields or repairs damage). Several processes may share ``store.lock``
-while they write parts.
+Every lock is an empty file that is locked as a whole (``flock``). The system releases a lock when
+the process that holds it ends in any way::
 
-Publishing a part or a document (renaming its files and writing its commit) is protected by a lock
-on one byte of ``publish.lock``, if ``store.lock`` is shared. If two processes write the same part,
-the second process finds the commit of the first one and deletes its own files. In addition, a
-process locks another byte, the claim of the part, while it computes the part, so that other
-processes choose different parts. Locks do not determine which parts a store has, only commits do.
+    store.lock                held while a process writes to the store. A process that extracts
+                              shares it with others. A process that changes more than single parts
+                              (adds fields or repairs damage) holds it exclusively.
+    opening.lock              held while a process takes ``store.lock``. If no other process writes,
+                              a process that extracts keeps it until it has created or cleaned the
+                              store, and other processes that extract wait for it.
+    locks/part-00007.lock     held while a process computes part 7, so that other processes choose
+                              other parts
+    locks/publish-00007.lock  held while a process renames the files of part 7 and writes its commit
+    locks/card.lock           held while a process writes the dataset card, for example
+
+If two processes compute the same part, the second one finds the commit of the first one and deletes
+its own files. Locks do not determine which parts a store has, only commits do.
+
+A lock file that is deleted while a process waits for it no longer keeps processes apart, because
+the next process creates and locks another file. So the files in ``locks/`` are only opened while
+``store.lock`` is held, and only deleted while ``store.lock`` is held exclusively. ``store.lock`` is
+never deleted. ``opening.lock`` is deleted by its holder, and a process that has waited for it
+checks that the file still exists (``files.lock_file``).
 """
 
 import errno
-import fcntl
 import os
-import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 from ...errors import StoreLocked
-from ...files import LockHeld, lock, no_locks, open_lock, read_only
-from ..schema import LOCK_NAME, PUBLISH_NAME
+from ...files import LockHeld, lock, lock_file, open_lock, read_only
+from ..schema import LOCK_NAME, LOCKS_NAME, OPENING_NAME
 
-# Bytes of publish.lock. Each of the first three bytes is the lock of a document that several
-# processes may write. From FIRST_PART_BYTE on, there is one byte per part for its publication. From
-# _FIRST_CLAIM_BYTE on, there is one byte per part for its claim.
-TEXTS_BYTE = 0
-CARD_BYTE = 1
-BUNDLE_BYTE = 2
-FIRST_PART_BYTE = 16
-_FIRST_CLAIM_BYTE = 1 << 40
-CAN_SHARE = hasattr(fcntl, "F_OFD_SETLKW")
-"""Whether the system has byte-range locks that belong to an open file, as Linux has.
-
-On other systems a store is always locked exclusively.
-"""
-
-_OPENING = "opens or cleans the store"
-"""Note that a process writes to store.lock while it opens or cleans the store.
-
-Other processes that find this note wait for the lock instead of raising an error.
-"""
-# Seconds for which a process waits for a lock whose file has no note that the holder opens or
-# cleans the store. The holder may not have written its note yet.
+# Seconds for which a process that wants to share the lock tries again before it is refused. When a
+# process is killed, the kernel may release ``opening.lock`` shortly before ``store.lock``.
 _GRACE_S = 1.0
-_RETRY_S = 0.1
+_RETRY_S = 0.05  # Seconds between two attempts to take the lock.
 
 
 class StoreLock:
@@ -63,148 +57,117 @@ class StoreLock:
 
     def __init__(self, store: Path, shares: bool = False) -> None:
         self._store = store
-        self._path = store / LOCK_NAME
         # Whether this process holds the lock exclusively, so that no other process can write.
-        self.is_alone = True
+        self.is_alone = False
+        self._fd = -1
+        self._opening_fd = -1
         try:
-            self._fd = open_lock(self._path)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                raise
-            raise read_only(store, error.errno) from error
-        try:
-            if shares and CAN_SHARE:
-                self._wait_for(self._lock_alone_or_beside)
-            else:
-                self._wait_for(lambda: lock(self._fd, self._path), waits=False)
-        except BaseException:
+            self._fd = open_lock(store / LOCK_NAME)
+            self._begin_opening()
+            take = partial(self._lock_alone_or_beside, shares)
+            self._retry(take, _GRACE_S if shares else 0.0)
+        except BaseException as error:
             self.close()
+            number = getattr(error, "errno", None)
+            if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise read_only(store, number) from error
             raise
+        if not shares or not self.is_alone:
+            self._end_opening()
 
-    def _lock_alone_or_beside(self) -> None:
+    def _lock_alone_or_beside(self, shares: bool) -> None:
         try:
-            lock(self._fd, self._path, note=_OPENING)
-        except LockHeld:
-            lock(self._fd, self._path, shared=True)
-            self.is_alone = False
+            self._lock(shared=False)
+        except StoreLocked:
+            if not shares:
+                raise
+            self._lock(shared=True)
 
-    def _wait_for(self, take: Callable[[], None], waits: bool = True) -> None:
-        """Take the lock. Wait while another process opens or cleans the store.
+    def _lock(self, shared: bool) -> None:
+        try:
+            lock(self._fd, self._store / LOCK_NAME, shared=shared)
+        except LockHeld as held:
+            raise StoreLocked(
+                f"{self._store} is being written by {held.holder}. Wait until that process ends, "
+                "or choose another output folder."
+            ) from held
+        self.is_alone = not shared
 
-        Args:
-            take: function that takes the lock or raises LockHeld.
-            waits: if False, raise StoreLocked at once if another process holds the lock.
-
-        Raises:
-            StoreLocked: another process holds the lock, and it is neither opening nor cleaning the
-                store.
-        """
-        began_s = time.monotonic()
+    def _retry(self, take: Callable[[], None], for_s: float) -> None:
+        """Call a function that takes the lock until it succeeds, at most for some seconds."""
+        until_s = time.monotonic() + for_s
         while True:
             try:
                 return take()
-            except LockHeld as held:
-                if not waits or (held.note != _OPENING and time.monotonic() - began_s > _GRACE_S):
-                    raise StoreLocked(
-                        f"{self._store} is being written by {held.holder}. Wait until that process "
-                        "ends, or choose another output folder."
-                    ) from held
+            except StoreLocked:
+                if time.monotonic() >= until_s:
+                    raise
                 time.sleep(_RETRY_S)
 
+    def _begin_opening(self) -> None:
+        self._opening_fd = lock_file(self._store / OPENING_NAME, waits=True)
+
+    def _end_opening(self) -> None:
+        if self._opening_fd < 0:
+            return
+        try:
+            # A file that cannot be deleted does no harm.
+            with suppress(OSError):
+                os.unlink(self._store / OPENING_NAME)
+        finally:
+            os.close(self._opening_fd)
+            self._opening_fd = -1
+
     def share(self) -> None:
-        """Change an exclusive lock to a shared one, so that other processes can write too.
-
-        The lock stays exclusive if the system lacks the byte-range locks that sharing needs.
-        """
-        if self.is_alone and CAN_SHARE:
+        """Change an exclusive lock to a shared one, so that other processes can write too."""
+        if self.is_alone:
             # This change is not atomic: the kernel releases the exclusive lock before it takes the
-            # shared one, and another process may take the lock in between.
-            self._wait_for(lambda: lock(self._fd, self._path, shared=True))
-            self.is_alone = False
+            # shared one. ``opening.lock`` keeps other processes away in between.
+            self._lock(shared=True)
+            self._end_opening()
 
-    def try_alone(self) -> bool:
+    def try_alone(self, waits_s: float = 0.0) -> bool:
         """Try to make a shared lock exclusive.
 
         If another process also holds the lock, this process releases it and must not write to the
         store any more.
 
+        Args:
+            waits_s: number of seconds to wait for other processes to release the lock.
+
         Returns:
             Whether this process now holds the lock exclusively.
         """
-        if not self.is_alone:
-            try:
-                lock(self._fd, self._path, note=_OPENING)
-                self.is_alone = True
-            except LockHeld:
-                self.close()
+        if self.is_alone or self._fd < 0:
+            return self.is_alone
+        self._begin_opening()
+        try:
+            self._retry(partial(self._lock, shared=False), waits_s)
+        except StoreLocked:
+            self.close()
         return self.is_alone
 
-    @contextmanager
-    def locked_byte(self, byte: int) -> Iterator[None]:
-        """Lock a byte of ``publish.lock``. Wait while another process or thread holds this byte.
+    def hold(self, name: str, waits: bool = True) -> IO[Any]:
+        """Lock a file in ``locks/``. This process must hold the store's lock.
 
-        If this process holds the store's lock exclusively, nothing needs to be locked.
-        """
-        if self.is_alone:
-            yield
-            return
-        path = self._store / PUBLISH_NAME
-        fd = open_lock(path)
-        try:
-            try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _byte_range(byte))
-            except OSError as error:
-                raise no_locks(path, error) from error
-            yield
-        finally:
-            os.close(fd)
-
-    def claim(self, part: int) -> int:
-        """Claim a part: lock the byte that marks it as being computed.
+        Args:
+            name: name of the lock.
+            waits: whether to wait while another process or thread holds this lock.
 
         Returns:
-            A file descriptor that holds the claim until it is closed. It is -1 if the part was not
-            claimed, because no other process can write, or because another writer has claimed it.
-        """
-        if self.is_alone:
-            return -1
-        fd = open_lock(self._store / PUBLISH_NAME)
-        try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte_range(_FIRST_CLAIM_BYTE + part))
-        except OSError:
-            os.close(fd)
-            return -1
-        return fd
+            The file of the lock. Closing it releases the lock.
 
-    def is_claimed(self, part: int) -> bool:
-        """Return whether a writer in this or another process has claimed a part.
-
-        A writer may also compute a part that it could not claim.
+        Raises:
+            LockHeld: the lock is held, and ``waits`` is False.
         """
-        if self.is_alone:
-            return False
-        with suppress(OSError):
-            # Open the file for writing too, because F_OFD_GETLK reports locks only for a writable
-            # descriptor.
-            fd = os.open(self._store / PUBLISH_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                lock_state = fcntl.fcntl(
-                    fd, fcntl.F_OFD_GETLK, _byte_range(_FIRST_CLAIM_BYTE + part)
-                )
-            finally:
-                os.close(fd)
-            return bool(struct.unpack(_FLOCK, lock_state)[0] != fcntl.F_UNLCK)
-        return False
+        folder = self._store / LOCKS_NAME
+        folder.mkdir(exist_ok=True)
+        return open(lock_file(folder / f"{name}.lock", waits))
 
     def close(self) -> None:
         """Release the lock."""
+        # Release ``store.lock`` first: the next holder of ``opening.lock`` must not find it held.
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-_FLOCK = "hhqqi"  # Layout of ``struct flock``: l_type, l_whence, l_start, l_len, l_pid.
-
-
-def _byte_range(byte: int) -> bytes:
-    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        self._end_opening()

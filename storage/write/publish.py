@@ -66,6 +66,7 @@ from ..requests import requests
 from ..schema import (
     CODEC_NAME,
     COMMITS_NAME,
+    LOCKS_NAME,
     PARTS_NAME,
     PUBLISH_NAME,
     RUNS_NAME,
@@ -76,7 +77,7 @@ from ..schema import (
     publication_path,
     target_commit_path,
 )
-from .lock import FIRST_PART_BYTE, StoreLock
+from .lock import StoreLock
 
 # Longest allowed time, in seconds, from the first upload of a part to its publication.
 COMMIT_WITHIN_S = 24 * 3600.0
@@ -284,7 +285,7 @@ class PartFiles:
         old = replace(commit, files=self.existing).to_json() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
-        with self._store.publishing(FIRST_PART_BYTE + self._part):
+        with self._store.publishing(f"publish-{self._part:05}"):
             # In a folder, the lock is held from the check whether the commit exists until the last
             # rename, so that a part never has files of two writers.
             if Publication(path, self.attempt, files, old, commit.to_json()).publish():
@@ -347,15 +348,17 @@ class StoreFiles:
         """Whether other processes may write to the store at the same time."""
         return self._lock is None or not self._lock.is_alone
 
-    def publishing(self, byte: int) -> AbstractContextManager[None]:
+    def publishing(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager that locks a part or document of a store in a folder.
 
         In its context, no other process publishes the same part or document.
 
         Args:
-            byte: the byte of ``publish.lock`` for this part or document (see the module ``lock``).
+            name: name of the lock of this part or document (see the module ``lock``).
         """
-        return nullcontext() if self._lock is None else self._lock.locked_byte(byte)
+        if self._lock is None or self._lock.is_alone:
+            return nullcontext()
+        return self._lock.hold(name)
 
     @property
     def scratch_path(self) -> Path:
@@ -446,7 +449,7 @@ class StoreFiles:
         In a bucket, finish the publications of other writers instead.
         """
         if isinstance(self.path, Path):
-            leftovers = [self.path / PUBLISH_NAME]
+            leftovers = [self.path / LOCKS_NAME, self.path / PUBLISH_NAME]
             for name in ("", COMMITS_NAME, RUNS_NAME, CODEC_NAME):
                 leftovers += (self.path / name).glob(f"*{PARTIAL_SUFFIX}")
             leftovers += (self.path / TARGET_NAME).rglob(f"*{PARTIAL_SUFFIX}")

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -56,7 +56,7 @@ from ...errors import (
     StoreLocked,
     StoreMismatch,
 )
-from ...files import disk_full_guard, kind_of
+from ...files import LockHeld, disk_full_guard, kind_of
 from ...text import Progress
 from ..backend import MISSING, backend_of, check_guard, open_path
 from ..chunk import EncodePool
@@ -143,6 +143,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
         self._open_parts: set[int] = set()
+        self._part_locks: dict[int, IO[Any]] = {}  # Part number -> file whose lock is held.
 
     @classmethod
     def create_or_resume(
@@ -344,12 +345,21 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             else part in self._committed
         )
 
-    def is_claimed(self, part: int) -> bool:
-        """Return whether this or another process has claimed a part in order to write it.
+    def try_lock(self, part: int) -> bool:
+        """Lock a part that this process is about to write, so that other processes choose others.
 
-        A process may also write a part without a claim, so the result is only a hint.
+        The lock is released when the writer of the part, or the store, is closed. It is only a
+        hint, because a process may also write a part without a lock. A bucket has no locks.
+
+        Returns:
+            False if another process holds the lock.
         """
-        return self._lock is not None and self._lock.is_claimed(part)
+        if self._lock is not None and not self._lock.is_alone:
+            try:
+                self._part_locks[part] = self._lock.hold(f"part-{part:05}", waits=False)
+            except LockHeld:
+                return False
+        return True
 
     def part_sequences(self, part: int) -> pa.Table:
         """Return the sequences of a part in the order in which they must be written."""
@@ -396,15 +406,14 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         """
         if part in self._open_parts:
             raise StoreError(f"Part {part} is being written already; open each part once.")
-        claim = -1 if self._lock is None else self._lock.claim(part)
         self._open_parts.add(part)
 
         def close(is_committed: bool) -> None:
             self._open_parts.discard(part)
             if is_committed:
                 on_commit(part)
-            if claim >= 0:
-                os.close(claim)
+            if part in self._part_locks:
+                self._part_locks.pop(part).close()
 
         files = PartFiles(self, part, existing)
         return PartWriter(
@@ -462,6 +471,12 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 return path
             # A file of another run has the same time in microseconds. Try a later time.
 
+    def close(self) -> None:
+        """Release the locks and delete temporary local files."""
+        for file in self._part_locks.values():
+            file.close()
+        super().close()
+
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -498,17 +513,20 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if target_commit in commits:
             self._remove_others(TARGET_NAME, ())
 
-    def sweep(self) -> bool:
+    def sweep(self, waits_s: float = 0.0) -> bool:
         """Stop sharing the store, and delete files that no commit lists.
 
         Killed processes leave such files. They can be deleted only by the last of several processes
         that write to the store: if another process is still writing, nothing is deleted. The caller
         must not write to the store afterwards.
 
+        Args:
+            waits_s: number of seconds to wait for other processes to stop writing.
+
         Returns:
             Whether the files were deleted.
         """
-        if self._lock is not None and not self._lock.try_alone():
+        if self._lock is not None and not self._lock.try_alone(waits_s):
             return False
         with check_guard(self.path):
             commits = read_commits(self.path, range(self.n_parts))

@@ -288,6 +288,8 @@ def test_parts_of_another_run_are_left_to_it_unless_it_stands_still(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with crew.opened() as first, crew.opened() as other:
+        assert other.try_lock(3)
+        assert other.try_lock(5)
         held, stuck = other.part(3), other.part(5)
         turns = pending_in_turn(first)
         assert [next(turns) for _ in range(8)] == [0, 1, 2, 4, 6, 7, 8, None]

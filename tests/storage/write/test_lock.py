@@ -61,40 +61,136 @@ def test_who_wants_a_store_alone_and_who_shares_keep_each_other_out(
         recipe.open(path, shares=True)
 
 
-def test_who_shares_waits_for_the_one_who_opens(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("n_waiting", [1, 5])
+def test_who_shares_waits_for_the_one_who_opens(tmp_path: Path, n_waiting: int) -> None:
     path = tmp_path / "shared"
     path.mkdir()
-    monkeypatch.setattr(lock_module, "_RETRY_S", 0.01)
-    opening, found = StoreLock(path, shares=True), list[bool]()
-    waiting = threading.Thread(target=lambda: found.append(StoreLock(path, shares=True).is_alone))
+    opening, taken = StoreLock(path, shares=True), list[StoreLock]()
+    threads: list[threading.Thread] = []
+    for _ in range(n_waiting):
+        waiting = threading.Thread(target=lambda: taken.append(StoreLock(path, shares=True)))
+        waiting.start()
+        threads.append(waiting)
+    time.sleep(0.05)
+    assert not taken
+    opening.share()
+    for waiting in threads:
+        waiting.join(60)
+    assert [lock.is_alone for lock in taken] == [False] * n_waiting
+    assert [file.name for file in path.iterdir()] == ["store.lock"]
+    for lock in taken:
+        lock.close()
+    assert opening.try_alone()
+    opening.close()
+
+
+def test_who_wants_a_store_alone_is_refused_after_another_has_opened_it(tmp_path: Path) -> None:
+    opening, refused = StoreLock(tmp_path, shares=True), list[StoreLocked]()
+
+    def want_alone() -> None:
+        try:
+            StoreLock(tmp_path)
+        except StoreLocked as error:
+            refused.append(error)
+
+    waiting = threading.Thread(target=want_alone)
     waiting.start()
     time.sleep(0.05)
-    assert not found
+    assert not refused
     opening.share()
     waiting.join(60)
-    assert found == [False]
+    assert len(refused) == 1
+    opening.close()
+    StoreLock(tmp_path).close()
 
 
-def test_a_part_that_is_written_is_claimed_until_it_is_closed(
+def test_a_lock_file_that_was_deleted_meanwhile_is_locked_again(tmp_path: Path) -> None:
+    path, taken = tmp_path / "some.lock", list[int]()
+    first = lock_file(path)
+    waiting = threading.Thread(target=lambda: taken.append(lock_file(path, waits=True)))
+    waiting.start()
+    time.sleep(0.05)
+    path.unlink()
+    os.close(first)
+    waiting.join(60)
+    # Otherwise the thread would hold the deleted file, and this process could lock another file.
+    with pytest.raises(LockHeld):
+        lock_file(path)
+    os.close(taken[0])
+
+
+def test_a_part_that_is_written_is_locked_until_it_is_closed(
     tmp_path: Path, recipe: Recipe
 ) -> None:
     path = tmp_path / "shared"
     with recipe.open(path, shares=True) as first, recipe.open(path, shares=True) as second:
-        one, two = first.part(0), first.part(1)
-        again = second.part(0)  # A claim is only a hint and does not keep others from the part.
-        assert [second.is_claimed(part) for part in range(3)] == [True, True, False]
+        assert first.try_lock(0)
+        one = first.part(0)
+        assert not second.try_lock(0)
+        assert second.try_lock(1)
+        assert not first.try_lock(1)
+        again = second.part(0)  # The lock is a hint and does not keep others from the part.
         again.discard()
-        assert second.is_claimed(0)
+        assert not second.try_lock(0)
         recipe.fill(one)
         one.commit()
-        two.discard()
-        assert [second.is_claimed(part) for part in range(3)] == [False] * 3
+        assert second.try_lock(0)
+        second.close()
+        assert first.try_lock(1)
+        with first.part(1):
+            pass
+        assert {file.name for file in (path / "locks").iterdir()} == {
+            "part-00000.lock", "part-00001.lock", "publish-00000.lock"
+        }  # fmt: skip
+        assert first.sweep()
+    assert not (path / "locks").exists()
     with recipe.open(path) as alone:
+        assert alone.try_lock(1)
         with alone.part(1):
-            assert not alone.is_claimed(1)
-        assert not (path / "publish.lock").exists()
+            assert not (path / "locks").exists()
+
+
+def test_who_has_left_a_store_sweeps_nothing(tmp_path: Path, recipe: Recipe) -> None:
+    path = tmp_path / "shared"
+    with recipe.open(path, shares=True) as first, recipe.open(path, shares=True) as second:
+        assert not first.sweep()
+        assert not first.sweep()
+        threading.Timer(0.05, second.close).start()
+        third = recipe.open(path, shares=True)
+        assert third.sweep(waits_s=60)
+        third.close()
+
+
+def test_a_store_that_an_earlier_release_began_is_continued(
+    store: Path, tmp_path: Path, recipe: Recipe
+) -> None:
+    path = tmp_path / "earlier"
+    with recipe.open(path) as writer:
+        recipe.write_part(writer, 0)
+    # Earlier releases locked bytes of this file, and wrote a second line to store.lock.
+    (path / "publish.lock").touch()
+    (path / "store.lock").write_text("process 1 on host\nopens or cleans the store\n")
+    with recipe.open(path, shares=True) as writer:
+        for part in writer.pending_parts():
+            recipe.write_part(writer, part)
+        assert writer.sweep()
+    assert read_tree(path) == read_tree(store)
+
+
+def test_a_killed_writer_frees_its_part_at_once(tmp_path: Path, recipe: Recipe) -> None:
+    path = tmp_path / "shared"
+    with recipe.open(path, shares=True) as writer:
+        script = "import sys, time; from pathlib import Path\n"
+        script += "from moa_data.storage.write.lock import StoreLock\n"
+        script += "lock = StoreLock(Path(sys.argv[1]), shares=True)\n"
+        script += "part = lock.hold('part-00000'); print(flush=True); time.sleep(60)"
+        other = subprocess.Popen([sys.executable, "-c", script, path], stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert not writer.try_lock(0)
+        other.kill()
+        other.communicate()
+        assert writer.try_lock(0)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +208,7 @@ def test_a_refused_lock_is_named(
     left, real = [OSError(getattr(errno, name), "")], fcntl.flock
 
     def flock(fd: int, operation: int) -> None:
-        if left:
+        if left and operation & fcntl.LOCK_NB:
             raise left.pop()
         real(fd, operation)
 
@@ -150,9 +246,7 @@ KILLED_WRITERS = """
 import os, random, signal, sys, time
 from pathlib import Path
 
-from moa_data.storage.write import lock
 from moa_data.tests.kit import stores as kit
-lock._RETRY_S = 0.01
 recipe = kit.make_recipe((70, 3, 130, 64, 100, 33), kit.FIELDS[:3], part_tokens=192)
 folder, n_kills = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(0)

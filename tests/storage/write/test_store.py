@@ -210,7 +210,7 @@ def test_files_have_the_rights_that_the_umask_gives(
     before = os.umask(mask)
     try:
         store = recipe.write_bundled(tmp_path / "store")
-        with recipe.open(store, shares=True) as writer, writer.publishing(0):
+        with recipe.open(store, shares=True) as writer, writer.publishing("card"):
             check_rights(store, mask)
     finally:
         os.umask(before)
