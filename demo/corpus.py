@@ -1,6 +1,6 @@
 """Generate a small, varied chat corpus from a seed, to train the demo's target.
 
-Each task family (see `FAMILIES`) draws words, numbers and phrasings from one `random.Random`. The
+Each task family (see `FAMILIES`) draws words and phrasings from one `random.Random`. The
 chats are neither constant nor noise: answers follow from their prompts, and no prompt occurs twice.
 Held-out chats come from the same families, but start with user messages that do not occur in the
 training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": family}`.
@@ -24,19 +24,7 @@ SYSTEM_PROMPTS = (
 )
 SYSTEM_SHARE = 0.1
 MAX_REDRAWS = 200
-NUMBER_WORDS = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-)
+NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 NAMES = (
     "Ada",
     "Bruno",
@@ -51,7 +39,6 @@ NAMES = (
     "Kira",
     "Luca",
 )
-ITEMS = ("apples", "books", "coins", "eggs", "keys", "lemons", "pears", "stones")
 WORDS = (
     "amber", "bell", "bird", "bread", "castle", "cloud", "dragon", "drum", "engine", "field",
     "flute", "garden", "hammer", "honey", "island", "king", "lantern", "lemon", "mirror", "ocean",
@@ -102,31 +89,6 @@ def _join(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + " and " + words[-1]
 
 
-def arithmetic(rng: random.Random) -> Chat:
-    """Draw a chat about a running total. Its answers write out each step of the sum."""
-    name = rng.choice(NAMES)
-    item = rng.choice(ITEMS)
-    total = rng.randint(5, 20)
-    story = [f"{name} has {total} {item}."]
-    steps = [f"{name} starts with {total} {item}."]
-    for _ in range(rng.randint(2, 3)):
-        amount = rng.randint(1, 9)
-        if rng.random() < 0.5 and total > amount:
-            story.append(rng.choice((f"{name} gives away {amount}.", f"{name} loses {amount}.")))
-            steps.append(f"Take away {amount}: {total} - {amount} = {total - amount}.")
-            total -= amount
-        else:
-            story.append(
-                rng.choice((f"{name} finds {amount} more.", f"{name} buys {amount} more."))
-            )
-            steps.append(f"Add {amount}: {total} + {amount} = {total + amount}.")
-            total += amount
-    question = f"How many {item} does {name} have now?"
-    return _chat(
-        " ".join([*story, question]), "\n".join([*steps, f"So {name} now has {total} {item}."])
-    )
-
-
 def sorting(rng: random.Random) -> Chat:
     """Draw words that are put into alphabetical order, one per line."""
     words = rng.sample(WORDS, rng.randint(3, 5))
@@ -142,39 +104,6 @@ def sorting(rng: random.Random) -> Chat:
         ask.format(", ".join(words)),
         "Here are the words in alphabetical order:\n" + "\n".join(lines),
     )
-
-
-UNITS = (
-    ("kilometers", "meters", 1000), ("meters", "centimeters", 100),
-    ("centimeters", "millimeters", 10), ("kilograms", "grams", 1000),
-    ("liters", "milliliters", 1000), ("euros", "cents", 100), ("weeks", "days", 7),
-    ("pairs", "pieces", 2), ("decades", "years", 10), ("centuries", "years", 100),
-    ("yards", "feet", 3),
-)  # fmt: skip
-
-
-CONVERSION_QUESTIONS = (
-    "Convert {value} {big} to {small}.",
-    "How many {small} are {value} {big}?",
-    "{name} has {value} {big} and wants to know how many {small} that is.",
-    "{name} asks: what is {value} {big} in {small}?",
-)
-CONVERSION_ANSWER = (
-    "Each of the {big} has {factor} {small}.\nMultiply: {value} x {factor} = {product}.\n"
-    "So {value} {big} are {product} {small}."
-)
-
-
-def conversion(rng: random.Random) -> Chat:
-    """Draw a unit conversion: the rule, the product, the answer."""
-    big, small, factor = rng.choice(UNITS)
-    value = rng.randint(2, 12) if factor in (2, 3, 7) else rng.randint(2, 99)
-    words = {
-        "big": big, "small": small, "factor": factor, "value": value, "product": value * factor,
-        "name": rng.choice(NAMES),
-    }  # fmt: skip
-    ask = rng.choice(CONVERSION_QUESTIONS)
-    return _chat(ask.format(**words), CONVERSION_ANSWER.format(**words))
 
 
 STORY_QUESTIONS = (
@@ -239,23 +168,10 @@ def shopping(rng: random.Random) -> Chat:
     return _chat(*turns)
 
 
-def echo(rng: random.Random) -> Chat:
-    """Draw a few words that are repeated: the simplest exercise in copying from the prompt."""
-    words = [rng.choice((*WORDS, *NAMES, *ITEMS)) for _ in range(rng.randint(3, 7))]
-    text = " ".join(words)
-    return _chat(
-        rng.choice(("Say: {}", "Repeat after me: {}", "Copy this line: {}")).format(text),
-        f"You said: {text}",
-    )
-
-
 FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
-    "arithmetic": arithmetic,
     "sorting": sorting,
-    "conversion": conversion,
     "story": story,
     "shopping": shopping,
-    "echo": echo,
 }
 
 

@@ -1,13 +1,13 @@
 """Run the phases of the demo: corpus, target, extract, train, eval and serve.
 
-If the demo is run again, finished phases are not repeated. With a pretrained model, the phase
-``target`` is skipped, and the model writes the corpus. ``demo.json`` in the demo's folder holds the
-settings, and the duration and results of each finished phase.
+With a pretrained model, the phase ``target`` is skipped, and the model writes the corpus.
+``demo.json`` in the demo's folder holds the settings, and the duration and results of each finished
+phase. If the demo is run again, it takes these results from ``demo.json`` and does not repeat the
+phases. An interrupted phase is resumed by its own stage: ``regenerate``, ``extract`` or ``train``.
 """
 
 import importlib
 import json
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,10 +34,6 @@ from .corpus import generate_corpus, opening, write_jsonl
 from .model import SMOLLM2, find_model
 
 STATE_FILE = "demo.json"
-# Temporary file that a demo killed before its first phase leaves in its folder. A folder with only
-# this file may be used for a new demo.
-_OURS = {STATE_FILE + PARTIAL_SUFFIX}
-PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
 """Maps each phase to its duration in seconds, with smollm2 on two idle cores at 2.5 GHz."""
 # Number of prompts that a pretrained model answers to find the prompt with the longest answer,
@@ -180,7 +176,9 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
-        refuse_other_files(folder, f"a demo ({STATE_FILE} is missing)", _OURS)
+        # A demo that is killed while it starts leaves only this temporary file.
+        leftovers = {STATE_FILE + PARTIAL_SUFFIX}
+        refuse_other_files(folder, f"a demo ({STATE_FILE} is missing)", leftovers)
         folder.mkdir(parents=True, exist_ok=True)
         _save(config, folder, {})
         return {}
@@ -221,7 +219,6 @@ def _own_corpus(
     importlib.import_module(f"{__package__}.serving")
     from ..pipeline.regenerate import regenerate
 
-    # If the phase was interrupted, `regenerate` resumes it.
     settings = RegenerateConfig(
         model=_target_name(config, folder),
         self_prompted=config.n_held_out + config.n_chats,
@@ -281,7 +278,6 @@ def _extract(
         data=DataSettings(max_sequences=config.n_store_chats if config.model is None else None),
         forward=ForwardSettings(device="cpu"),
     )
-    # If the phase was interrupted, `extract` resumes it.
     extract(settings, progress=progress, provenance=provenance)
     summary = summarize_store(folder / "store")
     return {
@@ -298,9 +294,6 @@ def _train(
 
     out = folder / "drafter"
     every = max(1, config.drafter_steps // 4)
-    can_resume = (out / LAST).is_file()  # An interrupted run leaves this checkpoint.
-    if out.exists() and not can_resume:
-        shutil.rmtree(out)  # Delete a run that was stopped before its first checkpoint.
     settings = {
         "store": str(folder / "store"),
         "out": str(out),
@@ -312,7 +305,7 @@ def _train(
         "record": {"checkpoint_every": every},
         "machine": {"accelerator": "cpu", "devices": "1"},
         "seed": config.seed,
-        "resume": can_resume,
+        "resume": (out / LAST).is_file(),
     }
     train_config = resolve(TrainConfig, settings | {"preset": "small"}, presets=PRESETS)
     report = train(train_config, progress, provenance)

@@ -4,9 +4,7 @@ The target is saved as an ordinary Hugging Face folder. Its chat template is Lla
 `{% generation %}` around the answers, so that the template itself provides the response masks.
 """
 
-import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,15 +19,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..files import replacing, write_atomic
+from ..files import replacing
 from ..moa.targets.model_files import write_tensors
 from ..text import Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
-# Name of the file that is written last. A folder without this file is incomplete, and the target is
-# trained again.
-MARKER = "training.json"
 BOS = "<|begin_of_text|>"
 EOT = "<|eot_id|>"
 PAD = "<|pad|>"
@@ -57,8 +52,7 @@ _Example = tuple[Tensor, Tensor]
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template."""
     tokenizer = Tokenizer(models.BPE())
-    # This is Llama-3's pattern, except that numbers are split into digits, because the model learns
-    # to add digit by digit.
+    # This is Llama-3's pattern, except that numbers are split into digits.
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -125,7 +119,7 @@ def train_target(
 ) -> dict[str, Any]:
     """Train the tokenizer and the target on the corpus, and save both to a folder.
 
-    If the folder holds a finished target, nothing is trained.
+    A target that is already in the folder is replaced.
 
     Args:
         train: rows of the corpus.
@@ -139,8 +133,6 @@ def train_target(
         A dict with ``n_parameters``, the number of tokens seen in training ``n_tokens``, prompts
         included, and the loss of the last step ``train_loss``, in nats per token.
     """
-    if (folder / MARKER).is_file():
-        return dict(json.loads((folder / MARKER).read_text(encoding="utf-8")))
     texts: list[str] = []
     for row in train:
         for message in row["messages"]:
@@ -148,8 +140,6 @@ def train_target(
     tokenizer = train_tokenizer(texts, config.vocab_size)
     model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
-    facts = {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
-    shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     # Write the weight files again, because transformers has written them with permissions that make
     # them unreadable for other users.
@@ -157,8 +147,7 @@ def train_target(
         with replacing(file) as partial:
             write_tensors(partial, load_file(file))
     tokenizer.save_pretrained(folder)
-    write_atomic(folder / MARKER, json.dumps(facts, indent=1).encode())
-    return facts
+    return {"n_parameters": model.num_parameters(), "n_tokens": n_tokens, "train_loss": loss}
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> list[_Example]:

@@ -264,10 +264,7 @@ def data_files(out: Path) -> dict[str, bytes]:
     data = re.compile(
         r"((store|drafter)/)?(parts|commits|codec|target|drafter)/.*|(store/)?plan\.parquet"
     )
-    of_runs = {
-        "target/training.json",
-        *(f"drafter/{name}.json" for name in ("report", "provenance", "store")),
-    }
+    of_runs = {f"drafter/{name}.json" for name in ("report", "provenance", "store")}
     files = {
         path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()
     }

@@ -8,7 +8,6 @@ one that has seen only one of them. Drafters do not reach their limit on it as s
 Writes OUT/target (a Hugging Face folder, bfloat16), OUT/train.jsonl (shuffled), OUT/held_out.jsonl
 (chats of the training files that are in neither other file) and OUT/test.jsonl (the test files,
 interleaved). The same files, seed, threads and versions give the same target.
-OUT/target/training.json has its last loss.
 """
 
 import argparse

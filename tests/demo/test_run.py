@@ -10,7 +10,7 @@ import pytest
 
 from moa_data.demo import run, serving
 from moa_data.demo.config import DemoConfig
-from moa_data.demo.run import PHASES, run_demo
+from moa_data.demo.run import run_demo
 from moa_data.errors import Interrupted, OptionInvalid, OutputOccupied
 from moa_data.tests.kit.command import DEMO
 from moa_data.tests.kit.errors import raises_naming
@@ -18,6 +18,7 @@ from moa_data.tests.kit.errors import raises_naming
 from .conftest import Interrupt
 
 TINY = DemoConfig.of(**DEMO)
+PHASES = ("corpus", "target", "extract", "train", "eval", "serve")
 
 
 def test_all_phases_then_reuse_then_refusal(
