@@ -6,17 +6,37 @@ This module imports only the standard library, so that every package can import 
 import os
 import re
 from collections.abc import Callable, Iterable
-
-Progress = Callable[[int, int, str], None]
-"""Type of functions that are called during a long task to report its progress.
-
-The arguments are the amount of work that is done, the total amount, and a message that starts with
-the name of the current phase.
-"""
+from dataclasses import dataclass, replace
 
 # Characters that are escaped: C0 and C1 controls except newline and tab, DEL, characters that
 # change the writing direction, and surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Reports the progress of one phase of a long task.
+
+    A task gets an object without a phase, and calls :meth:`of` at the start of each phase. The
+    presentation layer provides ``show``, which is called with this object, the number of units that
+    are done, their total number, and a note for the user. Without ``show``, nothing is reported.
+    """
+
+    show: Callable[["Progress", int, int, str], None] | None = None
+    phase: str = ""
+    unit: str = ""  # Singular name of what the phase counts, such as "token", or "B" for bytes.
+
+    def of(self, phase: str, unit: str) -> "Progress":
+        """Return the object that reports the progress of a phase."""
+        return replace(self, phase=phase, unit=unit)
+
+    def __call__(self, n_done: int, total: int, note: str = "") -> None:
+        """Report that ``n_done`` of ``total`` units are done."""
+        if self.show is not None:
+            self.show(self, n_done, total, note)
+
+
+SILENT = Progress()  # Reports nothing.
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -24,7 +24,7 @@ from .. import __version__
 from ..errors import Interrupted, MoaDataError
 from ..files import machine_trouble
 from ..machine import is_first_process
-from ..text import printable
+from ..text import SILENT, Progress, printable
 from .signals import end_command, interruption_code
 
 FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
@@ -248,55 +248,41 @@ def tell(text: str) -> None:
         click.echo(printable(text), err=True)
 
 
-PHASE_UNITS = {
-    "read": "row",
-    "tokenise": "chat",
-    "measure": "sequence",
-    "learn": "step",
-    **dict.fromkeys(("hash", "load", "verify"), "B"),
-    **dict.fromkeys(("extract", "add", "recode"), "token"),
-}
-"""Maps the first word of a progress message, which names the phase of a command, to the unit of the
-counts. Counts of bytes (B) are shortened to k, M and G."""
 _LOG_FORMAT = (
     "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {elapsed}, {remaining} left"
 )
 
 
-class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
+class ProgressLine(contextlib.AbstractContextManager[Progress]):
     """Shows progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
-    Each phase has its own bar. A new phase starts when the total changes, when the count falls, or
-    when the message starts with a different word of ``PHASE_UNITS``. If standard error is unusable,
-    work continues without progress.
-
-    Args:
-        unit: unit of the counts in phases that are not in ``PHASE_UNITS``.
+    Each phase has its own bar. A phase that starts again, which shows in a lower count or another
+    total, has a new bar. If standard error is unusable, work continues without progress.
     """
 
-    def __init__(self, unit: str) -> None:
-        self._unit = unit
-        self._phase = ""
+    def __init__(self) -> None:
+        self._phase = SILENT
         self._bar: Any = None
 
-    def __call__(self, done: int, total: int, message: str) -> None:
-        """Show that ``done`` of ``total`` units are done, and a message."""
+    def __enter__(self) -> Progress:
+        return Progress(self._show)
+
+    def _show(self, phase: Progress, n_done: int, total: int, note: str) -> None:
+        text = printable(", ".join(filter(None, (phase.phase, note))))
         with contextlib.suppress(OSError):
-            word = message.split(" ", 1)[0].rstrip(":,")
             bar = self._bar
-            phase = word if word in PHASE_UNITS else ""
-            if bar is None or bar.total != total or bar.n > done or phase != self._phase:
+            if bar is None or bar.total != total or bar.n > n_done or phase != self._phase:
                 self.close()
                 self._phase = phase
-                bar = self._bar = self._start(done, total, printable(message))
-            bar.set_description_str(printable(message), refresh=False)
-            bar.update(done - bar.n)
+                bar = self._bar = self._start(n_done, total, text)
+            bar.set_description_str(text, refresh=False)
+            bar.update(n_done - bar.n)
 
-    def _start(self, done: int, total: int, message: str) -> Any:
-        unit = PHASE_UNITS.get(self._phase, self._unit)
-        is_scaled = unit == "B"
+    def _start(self, n_done: int, total: int, text: str) -> Any:
+        unit = self._phase.unit
+        is_scaled = unit == "B"  # Counts of bytes are shortened to k, M and G.
         if sys.stderr.isatty():
-            options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "unit": unit or "it"}
+            options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "unit": unit}
         # In a log file, a redrawn bar would be one endless line. Write separate lines instead.
         else:
             options = {
@@ -304,10 +290,10 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
                 "mininterval": LOG_LINE_EVERY_S,
                 "maxinterval": LOG_LINE_EVERY_S,
                 "bar_format": _LOG_FORMAT,
-                "unit": unit if is_scaled or not unit else f" {unit}s",
+                "unit": unit if is_scaled else f" {unit}s",
             }
         return tqdm(
-            total=total, initial=done, desc=message, unit_scale=is_scaled, dynamic_ncols=True,
+            total=total, initial=n_done, desc=text, unit_scale=is_scaled, dynamic_ncols=True,
             **options,
         )  # fmt: skip
 
@@ -323,9 +309,9 @@ class ProgressLine(contextlib.AbstractContextManager["ProgressLine"]):
         self.close()
 
 
-def run_stage(unit: str, run: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
+def run_stage(run: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
     """Run a stage with a progress line, print its report, and return the report."""
-    with ProgressLine(unit) as progress:
+    with ProgressLine() as progress:
         report = run(*arguments, progress=progress, **options)
     out.print(report if isinstance(report, str) else cast(Any, report).describe())
     return report

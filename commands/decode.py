@@ -179,7 +179,7 @@ def evaluate(config: EvalConfig) -> None:
     from ..evaluation.run import evaluate as run_evaluate
     from ..evaluation.views import markdown_report
 
-    with ProgressLine("prompt") as progress:
+    with ProgressLine() as progress:
         try:
             report = run_evaluate(config, progress=progress, provenance=collect_provenance())
         except ReportUnwritten as error:
@@ -253,9 +253,7 @@ def conform(
     """
     from ..conform.run import conform as run_conform
 
-    result = run_stage(
-        "choice", run_conform, drafter, model, engine, n_drafts=draft_length, **options
-    )
+    result = run_stage(run_conform, drafter, model, engine, n_drafts=draft_length, **options)
     if report is not None:
         write_atomic(Path(report), (json.dumps(asdict(result), indent=2) + "\n").encode())
     if result.partings:

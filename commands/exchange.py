@@ -30,7 +30,7 @@ def export_command(config: ExportConfig) -> None:
     """
     from ..pipeline.exchange.transfer import export_store
 
-    run_stage("sequence", export_store, config)
+    run_stage(export_store, config)
 
 
 @stage_command(DrafterExportConfig, arguments=("drafter",), name="export-drafter")
@@ -65,7 +65,7 @@ def import_command(config: ImportConfig) -> None:
     """
     from ..pipeline.exchange.transfer import import_folder
 
-    run_stage("sequence", import_folder, config, provenance=collect_provenance())
+    run_stage(import_folder, config, provenance=collect_provenance())
 
 
 @click.command()
@@ -113,6 +113,6 @@ def pull(repo: str, path: Path, revision: str | None) -> None:
     """
     from ..pipeline.hub import pull as run_pull
 
-    with ProgressLine("B") as progress:
+    with ProgressLine() as progress:
         report = run_pull(repo, path, revision, progress)
     out.print(report)

@@ -66,7 +66,7 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """
     from ..pipeline import regenerate as job
 
-    with ProgressLine("chat" if config.self_prompted else "row") as progress:
+    with ProgressLine() as progress:
         text = (
             job.preview(config, progress)
             if dry_run
@@ -109,10 +109,10 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
     from ..pipeline.extract import extract as run_extract
 
     if worker is None:
-        run_stage("token", run_extract, config, provenance=collect_provenance())
+        run_stage(run_extract, config, provenance=collect_provenance())
         return
     end_with_input()
-    with ProgressLine("token") as progress:
+    with ProgressLine() as progress:
         report = run_extract(config, progress, share=worker)
     out.print(json.dumps(asdict(report.timings)))
 
@@ -135,7 +135,7 @@ def plan(config: ExtractConfig) -> None:
     from ..pipeline.estimate import describe_estimate, has_device
     from ..pipeline.plan import build_plan
 
-    with ProgressLine("chat") as progress:
+    with ProgressLine() as progress:
         extraction_plan = build_plan(config, progress=progress)
     refuse_addition(extraction_plan)
     out.print(extraction_plan.describe())
@@ -181,7 +181,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
         if plan.n_tokens and plan.forward.spec.fields:
             out.print(describe_estimate(plan))
         return
-    run_stage("token", run_add, config, provenance=collect_provenance())
+    run_stage(run_add, config, provenance=collect_provenance())
 
 
 @click.command()
@@ -227,7 +227,7 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
     """
     from ..pipeline.recode import recode as run_recode
 
-    with ProgressLine("token") as progress:
+    with ProgressLine() as progress:
         metrics = None
         if drafter is not None:
             from ..moa.formats.checkpoint import load_drafter
@@ -282,7 +282,6 @@ def compare(
     from ..pipeline.compare import compare as run_compare
 
     run_stage(
-        "sequence",
         run_compare,
         reference,
         store,
@@ -336,13 +335,11 @@ def repair(
     if model:
         from ..pipeline.extract import repair as run_repair
 
-        run_stage(
-            "token", run_repair, store, model, dataset, device, provenance=collect_provenance()
-        )
+        run_stage(run_repair, store, model, dataset, device, provenance=collect_provenance())
     elif drop:
         from ..storage.write.repair import drop_damage
 
-        with ProgressLine("B") as progress:
+        with ProgressLine() as progress:
             damages = drop_damage(store, progress)
         lines = [f"dropped: {damage.path}: {damage.message}" for damage in damages]
         out.print("\n".join(lines) or f"{store} has no damage, nothing was dropped")
@@ -379,9 +376,7 @@ def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) 
     """
     from ..pipeline.audit import audit as run_audit
 
-    if not run_stage(
-        "sequence", run_audit, store, model, samples=samples, seed=seed, device=device
-    ).ok:
+    if not run_stage(run_audit, store, model, samples=samples, seed=seed, device=device).ok:
         raise StageFailure(
             f"{store} differs from {model} by more than the tolerance. Check that this is the "
             "target that the store was extracted from.",

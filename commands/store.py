@@ -99,7 +99,7 @@ def check_store(store: "StorePath", values: bool = True) -> None:
     from ..storage.read.verify import verify_store
     from .views import COMPLETE_IT, verify_view
 
-    with ProgressLine("B") as progress:
+    with ProgressLine() as progress:
         report = verify_store(store, progress=progress, values=values)
     out.print(verify_view(report))
     report.check_complete(store)

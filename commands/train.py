@@ -73,7 +73,7 @@ def train(config: TrainConfig) -> None:
         announce(plan_run(config))
         return
 
-    with ProgressLine("step") as progress, warnings.catch_warnings():
+    with ProgressLine() as progress, warnings.catch_warnings():
         warnings.showwarning = partial(_show_warning, warnings.showwarning)
         report = run_train(
             config,
@@ -107,4 +107,4 @@ def demo(config: DemoConfig) -> None:
     """
     from ..demo.run import run_demo
 
-    run_stage("", run_demo, config, provenance=collect_provenance())
+    run_stage(run_demo, config, provenance=collect_provenance())

@@ -35,7 +35,7 @@ from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.cache import ContextCache
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
-from ..text import Progress, counted
+from ..text import SILENT, Progress, counted
 from . import other_side
 from .wrong_choices import CHOICES, Choice, Reading
 
@@ -125,7 +125,7 @@ def conform(
     max_new_tokens: int = 64,
     n_drafts: int = 5,
     dtype: str = "float32",
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Conformance:
     """Compare an engine's drafts with ours, and find the cause of differences.
 
@@ -139,7 +139,7 @@ def conform(
         max_new_tokens: maximum number of tokens of an answer.
         n_drafts: number of drafts of a round. DFlash ignores it and drafts whole blocks.
         dtype: dtype of target and drafter, here and in the engine.
-        progress: receives the number of wrong choices that were tried.
+        progress: reports the number of wrong choices that were tried.
 
     Raises:
         OptionInvalid: the engine cannot run this kind of drafter, failed, or drafted nothing.
@@ -248,7 +248,7 @@ def compare(
     prompts: Sequence[list[int]],
     answers: Sequence[Mapping[str, Any]],
     max_new_tokens: int,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Conformance:
     """Compare an engine's rounds with ours, and look for wrong choices that explain differences."""
     texts: list[list[int]] = []
@@ -280,12 +280,12 @@ def compare(
     result = Conformance(n_rounds, len(prompts), all_partings, other_answers)
     if not result.partings:
         return result
+    trying = progress.of("wrong choices", "choice")
     for number, (name, change) in enumerate(CHOICES.items()):
         # If even one round still differs, the choice is not the cause. So stop counting at one.
         if not count(change, 1):
             result.causes.append(name)
-        if progress:
-            progress(number + 1, len(CHOICES), "wrong choices")
+        trying(number + 1, len(CHOICES))
     if not result.causes:
         fewest = len(result.partings)
         for name, change in CHOICES.items():

@@ -27,7 +27,7 @@ from ..pipeline.config import (
 )
 from ..pipeline.dataset import read_jsonl
 from ..storage.read.verify import summarize_store
-from ..text import Progress, format_hours
+from ..text import SILENT, Progress, format_hours
 from ..trainer.config import LAST, PRESETS, TrainConfig
 from .config import DemoConfig
 from .corpus import generate_corpus, opening, write_jsonl
@@ -98,7 +98,7 @@ class DemoReport:
 
 
 def run_demo(
-    config: DemoConfig, progress: Progress | None = None, provenance: dict[str, Any] | None = None
+    config: DemoConfig, progress: Progress = SILENT, provenance: dict[str, Any] | None = None
 ) -> DemoReport:
     """Run the phases of the demo that are not finished yet.
 
@@ -117,11 +117,11 @@ def run_demo(
         if name in finished:
             continue
         began_s = time.perf_counter()
-        show = progress or (lambda *_: None)
+        noted = progress
         if config.model is not None:
-            show = _with_estimate(show, name, config.model, finished)
+            noted = _with_estimate(progress, name, config.model, finished)
         try:
-            facts = phase(config, folder, show, provenance or {})
+            facts = phase(config, folder, noted, provenance or {})
         except (KeyboardInterrupt, Interrupted) as error:
             progress_note = f"finished phases are kept ({', '.join(finished) or 'none yet'})"
             raise Interrupted(
@@ -135,12 +135,12 @@ def run_demo(
 def _with_estimate(
     progress: Progress, name: str, model: str, finished: Mapping[str, dict[str, Any]]
 ) -> Progress:
-    """Return a progress function that adds the estimated time of later phases to each message.
+    """Return a progress that adds the estimated time of later phases to each note.
 
     The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases.
 
     Args:
-        progress: the function that receives the messages.
+        progress: shows the notes.
         name: the current phase.
         model: name of the model.
         finished: the results of the finished phases.
@@ -155,7 +155,12 @@ def _with_estimate(
         slowness = finished_s / sum(MODEL_SECONDS[done] for done in finished)
         rest_s = slowness * sum(list(MODEL_SECONDS.values())[number:])
         note += f", then about {format_hours(rest_s)} more"
-    return lambda done, total, message: progress(done, total, f"{message} [{note}]")
+
+    def show(current: Progress, n_done: int, total: int, text: str) -> None:
+        noted = progress.of(current.phase, current.unit)
+        noted(n_done, total, f"{text} [{note}]".lstrip())
+
+    return Progress(show)
 
 
 def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]]) -> None:
@@ -204,7 +209,7 @@ def _corpus(
     (folder / "corpus").mkdir(exist_ok=True)
     write_jsonl(corpus.held_out, _held_out(folder))
     write_jsonl(corpus.train, folder / "corpus" / "train.jsonl")
-    progress(config.n_chats, config.n_chats, "corpus")
+    progress.of("corpus", "chat")(config.n_chats, config.n_chats)
     return {}
 
 
@@ -353,7 +358,7 @@ def _serve(
     # A pretrained model answers fewer prompts, because it is slow.
     n_prompts = config.n_eval_prompts if config.model is None else _SERVED_PROMPTS
     rows = [*read_jsonl(_held_out(folder))][:n_prompts]
-    progress(0, 1, "serve, and cut the network")
+    progress.of("serve, and cut the network", "answer")(0, 1)
     # Leave out the last message of each chat, which is the reference answer.
     prompts = [row["messages"][:-1] for row in rows]
     # The server loads the target. The client needs only the target's frozen weights, which it reads

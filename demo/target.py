@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from ..files import replacing
 from ..moa.targets.model_files import write_tensors
-from ..text import Progress
+from ..text import SILENT, Progress
 from ..trainer.muon import Muon
 from .config import DemoConfig
 
@@ -114,7 +114,7 @@ def train_target(
     train: list[dict[str, Any]],
     config: DemoConfig,
     folder: Path,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     build: Callable[[DemoConfig, PreTrainedTokenizerFast], Any] = build_target,
 ) -> dict[str, Any]:
     """Train the tokenizer and the target on the corpus, and save both to a folder.
@@ -125,7 +125,7 @@ def train_target(
         train: rows of the corpus.
         config: settings of the demo.
         folder: folder of the target.
-        progress: called with (steps done, total steps, message).
+        progress: reports the number of steps.
         build: builds the untrained target. The model must have its decoder layers in
             ``model.model.layers``.
 
@@ -206,7 +206,7 @@ def _build_optimizer(model: Any, config: DemoConfig) -> Muon:
 
 
 def _fit(
-    model: Any, train: list[_Example], config: DemoConfig, progress: Progress | None
+    model: Any, train: list[_Example], config: DemoConfig, progress: Progress
 ) -> tuple[int, float]:
     """Train the target, with a linear warm-up and a cosine decay to 2 % of the peak learning rates.
 
@@ -228,6 +228,7 @@ def _fit(
     n_tokens = 0
     started = time.perf_counter()
     pending: list[np.ndarray] = []
+    training = progress.of("target", "step")
     model.train()
     for step in range(1, n_steps + 1):
         pending = pending or _batches(train, config.target_batch_tokens, rng)
@@ -248,8 +249,8 @@ def _fit(
         schedule.step()
         optimizer.zero_grad()
         n_tokens += int((weights > 0).sum())
-        if progress is not None and (step % 10 == 0 or step == n_steps):
+        if step % 10 == 0 or step == n_steps:
             speed = n_tokens / (time.perf_counter() - started)
-            progress(step, n_steps, f"target, loss {loss.item():.3f}, {speed:,.0f} tok/s")
+            training(step, n_steps, f"loss {loss.item():.3f}, {speed:,.0f} tok/s")
     model.eval()
     return n_tokens, loss.item()

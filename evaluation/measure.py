@@ -36,7 +36,7 @@ from ..moa.targets.cache import TargetCache
 from ..moa.targets.chat import Message
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
-from ..text import Progress, first_line
+from ..text import SILENT, Progress, first_line
 from .prompts import Prompt
 
 # A method takes the token ids and the seed of each prompt, and returns a generation per prompt.
@@ -117,7 +117,7 @@ def measure(
     batch_size: int = 1,
     repeats: int = 1,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     sampling: SamplingConfig = GREEDY,
 ) -> Measurement:
     """Decode every turn of every prompt with every method.
@@ -133,12 +133,13 @@ def measure(
         batch_size: number of prompts that are decoded together.
         repeats: number of times that each method decodes each batch. Methods alternate.
         seed: the prompt with index i uses ``seed + i``.
-        progress: receives the number of measured prompts.
+        progress: reports the number of measured prompts.
         sampling: sampling settings of all methods.
     """
     first = opening_tokens(target, prompts)[:warmup]
     result = Measurement()
     n_batches = 0
+    evaluating = progress.of("evaluate", "prompt")
     for generate in methods.values():
         for start in range(0, len(first), batch_size):
             batch = first[start : start + batch_size]
@@ -161,9 +162,8 @@ def measure(
             order = [*methods][shift:] + [*methods][:shift]
             result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
             n_batches += 1
-        if progress is not None:
-            last = chats[-1].prompt
-            progress(start + len(chats), len(prompts), f"evaluate {last.category} {last.prompt_id}")
+        last = chats[-1].prompt
+        evaluating(start + len(chats), len(prompts), f"{last.category} {last.prompt_id}")
     return result
 
 
@@ -367,7 +367,7 @@ def measure_disconnections(
     max_new_tokens: int,
     batch_size: int = _BATCH,
     scorer: Scorer | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> list[CutRow]:
     """Cut the greedy answers to prompts and let every drafter continue from each cut.
 
@@ -382,13 +382,14 @@ def measure_disconnections(
         max_new_tokens: the cuts are within the first ``max_new_tokens`` tokens of an answer.
         batch_size: number of cuts that are continued together.
         scorer: scores the answers; None for no score.
-        progress: receives the number of finished answers, then the number of finished cuts.
+        progress: reports the number of finished answers, then the number of finished cuts.
     """
     usable: list[tuple[Prompt, list[int]]] = []
     for prompt in prompts:
         for tokens in opening_tokens(target, [prompt]):
             usable.append((prompt, tokens))
     cuts: list[_Cut] = []
+    answering = progress.of("answer", "prompt")
     for start in range(0, len(usable), batch_size):
         batch = usable[start : start + batch_size]
         answers = generate_batch(
@@ -401,12 +402,11 @@ def measure_disconnections(
                 row = CutRow(prompt.prompt_id, prompt.category, number, len(tokens), point)
                 reference = answer.tokens[point : point + n_tokens]
                 cuts.append(_Cut(row, prompt, tokens + answer.tokens[:point], reference))
-        if progress is not None:
-            progress(start + len(batch), len(usable), "answer")
+        answering(start + len(batch), len(usable))
+    continuing = progress.of("continue", "cut")
     for start in range(0, len(cuts), batch_size):
         _continue_batch(target, drafters, cuts[start : start + batch_size], n_tokens, scorer)
-        if progress is not None:
-            progress(min(start + batch_size, len(cuts)), len(cuts), "continue")
+        continuing(min(start + batch_size, len(cuts)), len(cuts))
     return [cut.row for cut in cuts]
 
 

@@ -19,7 +19,7 @@ from ..moa.formats.checkpoint import ready_drafters
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate, choose_template_arguments
-from ..text import Progress
+from ..text import SILENT, Progress
 from .config import DRAFTING, EvalConfig
 from .drafters import drafter_facts
 from .measure import Generate, load_scorer, measure, measure_disconnections
@@ -29,7 +29,7 @@ from .report import Disconnection, EvaluationReport, check_output, write_report
 
 def evaluate(
     config: EvalConfig,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     provenance: Mapping[str, Any] | None = None,
 ) -> EvaluationReport:
     """Measure decoding methods against plain decoding of the same prompts.

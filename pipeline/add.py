@@ -33,7 +33,7 @@ from ..storage.write.addition import (
     save_next_basis,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, activation_name, add_command, counted, format_bytes
+from ..text import SILENT, Progress, activation_name, add_command, counted, format_bytes
 from .audit import stored_tolerance
 from .card import write_card
 from .config import (
@@ -108,13 +108,13 @@ class AddPlan(WritePlan):
 
 
 def add(
-    config: AddConfig, progress: Progress | None = None, provenance: Provenance | None = None
+    config: AddConfig, progress: Progress = SILENT, provenance: Provenance | None = None
 ) -> WriteReport:
     """Add activations to every committed part of a store, or resume an earlier addition.
 
     Args:
         config: the settings of the addition.
-        progress: called with (tokens done, total, message).
+        progress: reports the phases ``hash weights``, ``load the target``, ``learn`` and ``add``.
         provenance: entries for the JSON file of the run, such as the command line.
 
     Raises:
@@ -167,7 +167,7 @@ def _write_fields(
     writer: StoreWriter,
     reader: ActivationStore,
     timings: Timings,
-    progress: Progress | None,
+    progress: Progress,
 ) -> str:
     """Write the target's bundle, the new fields of all parts, and then the manifest.
 
@@ -202,14 +202,7 @@ def _write_fields(
             lambda key: (reader.read(rows[key], TOKENS), reader.read(rows[key], "response_mask")),
         )
         timings.n_before_tokens = plan.n_stored_tokens - plan.n_tokens
-
-        def tell(timings: Timings) -> None:
-            if progress:
-                n_done = addition.n_parts - len(addition.pending_parts())
-                n_tokens = timings.n_before_tokens + timings.n_computed_tokens
-                progress(n_tokens, plan.n_stored_tokens, f"add {n_done}/{addition.n_parts} parts")
-
-        run_parts(forwards, addition, pending, timings, tell)
+        run_parts(forwards, addition, pending, timings, progress.of("add", "token"))
     addition.finish()  # Publish the manifest, so that readers see the new fields.
     return agreement
 
@@ -219,7 +212,7 @@ def _learn(
     writer: StoreWriter,
     reader: ActivationStore,
     target: Target,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Fit the codec of the new fields to the same sequences as the codec of the old fields."""
     if n_pending := len(writer.pending_parts()):
@@ -286,11 +279,11 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
     return report
 
 
-def plan_addition(config: AddConfig, progress: Progress | None = None) -> AddPlan:
+def plan_addition(config: AddConfig, progress: Progress = SILENT) -> AddPlan:
     """Plan an addition without running the target or writing anything.
 
     Args:
-        progress: called while the target's weights are hashed, with (bytes done, total, message).
+        progress: reports the bytes of the target's weights that are hashed.
 
     Raises:
         OptionInvalid: the store was not made by `extract`, or the activations are unknown.
@@ -417,7 +410,7 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> None:
 
 
 def _find_same_target(
-    config: AddConfig, path: StorePath, stored: StoreManifest, progress: Progress | None
+    config: AddConfig, path: StorePath, stored: StoreManifest, progress: Progress
 ) -> tuple[Path, str]:
     """Return the target's folder and the device.
 

@@ -21,7 +21,7 @@ from ..moa.targets.template import TEMPLATE_TIME, ChatTemplate
 from ..storage.paths import StoreLike, StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.schema import HIDDEN_LAST, FieldSpec, to_float32
-from ..text import Progress, counted
+from ..text import SILENT, Progress, counted
 from . import plan
 from .config import TEXT_FIELDS, parse_fields
 from .dataset import Columns
@@ -113,7 +113,7 @@ def audit(
     samples: int = 8,
     seed: int = 0,
     device: str = "auto",
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> AuditReport:
     """Compare random sequences of a store with the live target.
 
@@ -124,7 +124,7 @@ def audit(
     Args:
         samples: number of sequences to compare.
         seed: seed of the random choice of sequences.
-        progress: called with (sequences done, total, message).
+        progress: reports the number of compared sequences.
 
     Raises:
         DatasetError: no part of the store is committed.
@@ -146,13 +146,13 @@ def audit(
         indices = sorted(np.random.default_rng(seed).permutation(len(stored))[:samples].tolist())
         chats, note = _tokenize_again(stored, target.tokenizer, indices)
         rows: list[AuditRow] = []
+        auditing = progress.of("audit", "sequence")
         for done, index in enumerate(indices):
             rows += [
                 *_text_rows(stored, index, chats),
                 *_activation_rows(stored, index, target, frozen),
             ]
-            if progress:
-                progress(done + 1, len(indices), "audit")
+            auditing(done + 1, len(indices))
         return AuditReport(stored.path, model, tuple(rows), len(indices), (note,) if note else ())
 
 

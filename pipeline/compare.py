@@ -27,7 +27,7 @@ from ..storage.paths import StoreLike, StorePath
 from ..storage.read.store import ActivationStore
 from ..storage.read.verify import summarize_store
 from ..storage.schema import HIDDEN_LAST, TARGET_NAME, TOKENS, FieldSpec, to_float32
-from ..text import Progress, counted
+from ..text import SILENT, Progress, counted
 from . import plan
 from .config import TEXT_FIELDS
 from .differences import Divergence, LayerDifferences
@@ -103,7 +103,7 @@ def compare(
     samples: int = 16,
     seed: int = 0,
     device: str = "auto",
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Comparison:
     """Compare random sequences of a store with those of a reference store, usually a lossless one.
 
@@ -130,6 +130,7 @@ def compare(
         errors: Errors = defaultdict(LayerDifferences)
         teacher = Divergence()
         continued = Divergence()
+        comparing = progress.of("compare", "sequence")
         for done, (i, j) in enumerate(pairs):
             values: dict[str, tuple[np.ndarray, np.ndarray]] = {}
             for name in fields:
@@ -141,8 +142,7 @@ def compare(
                 )
             if target is not None:
                 compare_continued(target, exact.read(i, TOKENS), exact.fields, values, continued)
-            if progress:
-                progress(done + 1, len(pairs), "compare")
+            comparing(done + 1, len(pairs))
         n_tokens = int(sum(exact.lengths[i] for i, _ in pairs))
     summary = summarize_store(store)
     return Comparison(

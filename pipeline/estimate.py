@@ -48,7 +48,7 @@ from ..storage.schema import (
     tokens_field,
 )
 from ..storage.write.store import StoreWriter
-from ..text import Progress, first_line, format_bytes, format_hours, format_range
+from ..text import SILENT, Progress, first_line, format_bytes, format_hours, format_range
 from .config import ActivationSpec
 from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
 from .forwards.capture import capture
@@ -247,12 +247,12 @@ class ForwardPlan:
                     "smaller batches or with fewer workers needs less memory.",
                 )
 
-    def load_target(self, progress: Progress | None = None) -> Target:
+    def load_target(self, progress: Progress = SILENT) -> Target:
         """Load the target. Progress is counted in bytes of weights."""
-        tell = progress or (lambda *_: None)
-        tell(0, self.weight_bytes, "load the target")
+        loading = progress.of("load the target", "B")
+        loading(0, self.weight_bytes)
         target = Target.load(str(self.folder), getattr(torch, self.compute_dtype), self.device)
-        tell(self.weight_bytes, self.weight_bytes, "load the target")
+        loading(self.weight_bytes, self.weight_bytes)
         return target
 
     def forwards(
@@ -370,7 +370,7 @@ class WritePlan:
         target: Target,
         lengths: np.ndarray,
         tokens_of: Callable[[int], np.ndarray],
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         """Run the target over a sample of the sequences, and fit the codec to the activations.
 

@@ -38,7 +38,7 @@ from ..storage.paths import StoreLike
 from ..storage.plan import numbers
 from ..storage.schema import ANSWERS_BY, CODEC_NAME, TARGET_NAME
 from ..storage.write.store import StoreWriter
-from ..text import Progress, format_bytes
+from ..text import SILENT, Progress, format_bytes
 from .add import refuse_addition
 from .card import write_card
 from .config import ExtractConfig, ScaleSettings
@@ -47,7 +47,7 @@ from .forwards.calibrate import learned_before
 from .forwards.parts import Forwards, run_parts, save_bundle, sequence_name
 from .forwards.vllm_source import VllmSource
 from .plan import ExtractPlan, build_plan, interruptible, recorded_config
-from .report import PartProgress, Provenance, Timings, WriteReport
+from .report import Provenance, Timings, WriteReport
 from .sequences import keep_texts
 from .workers import Total, Worker, is_done, pending_in_turn, run_on_ray, run_processes
 
@@ -57,7 +57,7 @@ _N_PROVEN_TOKENS = 16
 
 def extract(
     config: ExtractConfig,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     provenance: Provenance | None = None,
     repairs: bool = False,
     share: tuple[int, int] | None = None,
@@ -65,10 +65,8 @@ def extract(
     """Extract activations to a store, or resume an earlier extraction.
 
     Args:
-        progress: called with (done, total, message). The message starts with the phase. The phase
-            ``tokenise`` counts chats, ``hash`` and ``load`` count bytes of weights, ``learn``
-            counts steps, ``verify`` counts bytes of a store under repair, and ``extract`` counts
-            tokens.
+        progress: reports the phases ``tokenise``, ``hash weights``, ``learn``, ``load the target``,
+            ``verify`` and ``extract``, as far as they are necessary.
         provenance: entries for the JSON file of the run, such as the command line.
         repairs: whether to check every byte of the store when it is opened, so that damaged parts
             are written again.
@@ -106,14 +104,13 @@ def extract(
                     plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin)
                 )
         had_target = store.has_target
-        counter = PartProgress(store, progress)
+        n_before_tokens = sum(store.part_tokens[part] for part in store.committed_parts())
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
         target = None  # Free the target's memory for the workers.
-        timings, lost = _work(plan, store, forwards, counter, share or (0, 1))
-        if timings.n_padded_tokens:
-            counter.tell(timings, looks=True)
-        timings.n_before_tokens = counter.n_before_tokens
+        extracting = progress.of("extract", "token")
+        timings, lost = _work(plan, store, forwards, extracting, share or (0, 1))
+        timings.n_before_tokens = n_before_tokens
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, store, timings, lost)
         report.restored = "" if had_target else f"{TARGET_NAME}/"
@@ -149,7 +146,7 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
     store.sweep()
 
 
-def _learn_codec(plan: ExtractPlan, progress: Progress | None) -> tuple[StoreCodec, Target | None]:
+def _learn_codec(plan: ExtractPlan, progress: Progress) -> tuple[StoreCodec, Target | None]:
     """Fit the codec to activations of a sample of the plan, unless an earlier run has fitted it.
 
     Returns:
@@ -172,7 +169,7 @@ def _prove_target(
     plan: ExtractPlan,
     codec: StoreCodec,
     target: Target | None,
-    progress: Progress | None,
+    progress: Progress,
     opened: ExitStack,
 ) -> Forwards | None:
     """Load the target and run it on a few tokens, so that an unusable target is refused early.
@@ -198,7 +195,7 @@ def _load_forwards(
     plan: ExtractPlan,
     codec: StoreCodec,
     target: Target | None,
-    progress: Progress | None,
+    progress: Progress,
     opened: ExitStack,
 ) -> Forwards:
     """Load the target, and start vLLM if vLLM is the engine that runs the target."""
@@ -212,7 +209,7 @@ def _load_forwards(
 
 
 def _open_store(
-    plan: ExtractPlan, codec: StoreCodec, progress: Progress | None, repairs: bool
+    plan: ExtractPlan, codec: StoreCodec, progress: Progress, repairs: bool
 ) -> StoreWriter:
     """Create the store, or resume an existing one.
 
@@ -242,7 +239,7 @@ def _work(
     plan: ExtractPlan,
     store: StoreWriter,
     forwards: Forwards | None,
-    counter: PartProgress,
+    progress: Progress,
     share: tuple[int, int],
 ) -> Total:
     """Write and commit the target's bundle and all pending parts, in this process or in workers.
@@ -251,7 +248,7 @@ def _work(
         plan: the plan of the extraction.
         store: the store.
         forwards: runs the target over batches in this process; None if workers run it.
-        counter: reports progress.
+        progress: reports the tokens.
         share: (k, n) if this process is worker k of n workers.
 
     Returns:
@@ -260,7 +257,7 @@ def _work(
     timings = Timings()
     try:
         if forwards is None:
-            return (timings, []) if is_done(store) else _run_workers(plan, store, counter)
+            return (timings, []) if is_done(store) else _run_workers(plan, store, progress)
         forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
         write_bundle = partial(
             save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
@@ -269,7 +266,7 @@ def _work(
         # another worker writes the bundle after its own parts.
         if share[0] == 0 and not store.has_target:
             write_bundle()
-        run_parts(forwards, store, pending_in_turn(store, *share), timings, counter.tell)
+        run_parts(forwards, store, pending_in_turn(store, *share), timings, progress)
         if not store.has_target:
             write_bundle()
         return timings, []
@@ -283,7 +280,7 @@ def _work(
         ) from error
 
 
-def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -> Total:
+def _run_workers(plan: ExtractPlan, store: StoreWriter, progress: Progress) -> Total:
     """Run this extraction in several worker processes until all parts are done."""
     config = plan.config
     scale = config.scale
@@ -304,8 +301,8 @@ def _run_workers(plan: ExtractPlan, store: StoreWriter, counter: PartProgress) -
     for index, worker_device in enumerate(devices):
         workers.append(Worker(single.replaced(device=worker_device), index, scale.workers))
     if scale.engine == "ray":
-        return run_on_ray(workers, store, scale, counter)
-    return run_processes(workers, store, counter)
+        return run_on_ray(workers, store, scale, progress)
+    return run_processes(workers, store, progress)
 
 
 def _absolute(name: str) -> str:
@@ -362,7 +359,7 @@ def repair(
     model: str,
     dataset: str | None = None,
     device: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     provenance: Provenance | None = None,
 ) -> WriteReport:
     """Extract the damaged and missing parts of a store, with the settings of its last extraction.

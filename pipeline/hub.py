@@ -22,7 +22,7 @@ from ..storage.schema import (
     MANIFEST_NAME,
     RUNS_NAME,
 )
-from ..text import Progress, first_line, format_bytes
+from ..text import SILENT, Progress, first_line, format_bytes
 
 DRAFTER_FILE = "drafter.json"
 # Files of a store that are pushed. The locks and runs/ are left out, because they name local paths
@@ -118,9 +118,7 @@ def push(path: Path, repo: str, private: bool = False) -> str:
     )
 
 
-def pull(
-    repo: str, folder: Path, revision: str | None = None, progress: Progress | None = None
-) -> str:
+def pull(repo: str, folder: Path, revision: str | None = None, progress: Progress = SILENT) -> str:
     """Pull a repository that :func:`push` made, and check every byte.
 
     Args:

@@ -62,7 +62,7 @@ from ..storage.schema import (
     RUNS_NAME,
     StoreManifest,
 )
-from ..text import Progress, counted, format_bytes
+from ..text import SILENT, Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
 from .estimate import ForwardPlan, WritePlan, field_specs, has_device
@@ -181,7 +181,7 @@ class ExtractPlan(WritePlan):
 
 
 def build_plan(
-    config: ExtractConfig, progress: Progress | None = None, with_weights: bool = False
+    config: ExtractConfig, progress: Progress = SILENT, with_weights: bool = False
 ) -> ExtractPlan:
     """Plan an extraction without running the target or writing anything.
 
@@ -189,8 +189,8 @@ def build_plan(
 
     Args:
         config: the settings of the extraction.
-        progress: called with (done, total, message), first for chats, and then for the bytes of
-            weights that are hashed.
+        progress: reports the chats that are tokenised, and then the bytes of weights that are
+            hashed.
         with_weights: whether to hash the target's weights, too. The store records this hash to
             identify the target. The weights of a Hub target are downloaded to be hashed.
     """
@@ -494,7 +494,7 @@ def find_target(
 
 
 def find_same_target(
-    model: str, store: StorePath, stored: StoreManifest, progress: Progress | None = None
+    model: str, store: StorePath, stored: StoreManifest, progress: Progress = SILENT
 ) -> Path:
     """Return the folder of the target that a store was made with.
 
@@ -502,7 +502,7 @@ def find_same_target(
         model: a folder, a GGUF file or a hub id.
         store: the store, for error messages.
         stored: the store's manifest.
-        progress: called while the weights are hashed.
+        progress: reports the bytes of weights that are hashed.
 
     Raises:
         StoreMismatch: the target has other weights or another config.
@@ -547,7 +547,7 @@ def sources_record(
     return {"sources": recorded} if recorded else {}
 
 
-def weight_identities(folder: Path, progress: Progress | None = None) -> dict[str, str]:
+def weight_identities(folder: Path, progress: Progress = SILENT) -> dict[str, str]:
     """Return the hashes ``target.weights_sha256`` and ``target.config_sha256`` of a target."""
     return {f"target.{key}": value for key, value in hash_target(folder, progress).items()}
 

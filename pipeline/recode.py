@@ -26,7 +26,7 @@ from ..storage.plan import numbers
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.store import StoreWriter
-from ..text import Progress
+from ..text import SILENT, Progress
 from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Provenance, Timings, WriteReport
@@ -61,7 +61,7 @@ def recode(
     store: StoreLike,
     codec: str,
     out: StoreLike,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     provenance: Provenance | None = None,
     kv_metrics: KVMetrics | None = None,
 ) -> WriteReport:
@@ -74,7 +74,7 @@ def recode(
         store: a complete lossless store.
         codec: name of the new codec.
         out: the new store.
-        progress: called with (tokens done, total, message).
+        progress: reports the tokens of each phase.
         kv_metrics: measures how much errors in keys and values matter to a drafter. A transform
             codec for keys and values is fitted with the result. It is not called if an earlier run
             has fitted the codec.
@@ -120,8 +120,7 @@ def recode(
                 timings = write_parts(
                     writer,
                     lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
-                    "recode",
-                    progress,
+                    progress.of("recode", "token"),
                 )
             except KeyboardInterrupt as error:
                 n_done = writer.n_parts - len(writer.pending_parts())
@@ -149,7 +148,7 @@ def _learned_codec(
     name: str,
     out: StorePath,
     manifest: StoreManifest,
-    progress: Progress | None,
+    progress: Progress,
     kv_metrics: KVMetrics | None,
 ) -> StoreCodec:
     """Create the new codec. If this kind of codec needs fitting, fit it to the source store.
@@ -234,15 +233,14 @@ def _encoded(source: ActivationStore, i: int, codec: StoreCodec) -> dict[str, An
 def write_parts(
     store: StoreWriter,
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    message: str,
-    progress: Progress | None,
+    progress: Progress,
 ) -> Timings:
     """Write and commit all pending parts of a store, sequence by sequence.
 
     Args:
         read: maps a row of the plan to a dict from field name to values, as ``PartWriter.write``
             takes it.
-        message: name of the phase in progress messages. Progress counts tokens.
+        progress: reports the number of tokens in the phase of the caller.
     """
     timings = Timings()
     start = time.perf_counter()
@@ -257,10 +255,7 @@ def write_parts(
                 for name, values in read(row).items():
                     out.write(name, row["first_token"], values)
                 n_done += row["n_tokens"]
-                if progress:
-                    progress(
-                        n_done, int(n_tokens.sum()), f"{message} part {part + 1}/{store.n_parts}"
-                    )
+                progress(n_done, int(n_tokens.sum()), f"part {part + 1}/{store.n_parts}")
             out.commit()
             timings.add_part(int(numbers(out.sequences, "n_tokens").sum()), out.was_first)
     timings.extract_s = time.perf_counter() - start

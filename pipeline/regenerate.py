@@ -47,7 +47,7 @@ from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens, tokenize_chat
 from ..moa.targets.live import Target
 from ..moa.targets.template import parse_template_arguments
-from ..text import Progress, counted, first_line, format_hours, printable
+from ..text import SILENT, Progress, counted, first_line, format_hours, printable
 from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 from .report import reason_lines
@@ -237,7 +237,7 @@ class Work(NamedTuple):
     text: str  # one line of text that summarises the questions
 
 
-def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Work:
+def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
     """Count the questions of a run. If there is a dataset, all of its rows are read."""
     limits = f"of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
     questions = config.questions
@@ -256,12 +256,13 @@ def count_work(config: RegenerateConfig, progress: Progress | None = None) -> Wo
     n_rows = 0
     n_chats = 0
     n_answers = 0
+    reading = progress.of("read rows", "row")
     for row in _rows(config, source):
         n_rows += 1
         n_chats += bool(row.turns)
         n_answers += len(row.turns)
-        if progress and n_rows % 1024 == 0:
-            progress(n_rows, max(total, n_rows), "read rows")
+        if n_rows % 1024 == 0:
+            reading(n_rows, max(total, n_rows))
     if not n_chats:
         raise DatasetError(
             f"Dataset {source.name} has no chat with a question among {n_rows:,} rows. Point "
@@ -286,7 +287,7 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
         yield Row.read(number, content, columns)
 
 
-def preview(config: RegenerateConfig, progress: Progress | None = None) -> str:
+def preview(config: RegenerateConfig, progress: Progress = SILENT) -> str:
     """Return a text about the questions of a run, and an upper bound of its time."""
     work = count_work(config, progress)
     if config.server is not None:
@@ -294,7 +295,7 @@ def preview(config: RegenerateConfig, progress: Progress | None = None) -> str:
     return f"{work.text}; {LocalTarget(config).estimate(work.most_tokens)}"
 
 
-def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "ChatFile":
+def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFile":
     """Let the target answer the questions of a dataset, or its own. Resume an earlier run.
 
     Returns:
@@ -327,13 +328,15 @@ def regenerate(config: RegenerateConfig, progress: Progress | None = None) -> "C
     }
     settings = json.loads(json.dumps(settings))
     limit = config.questions.max_rejected_fraction
+    progress = progress.of("regenerate", "row" if config.self_prompted is None else "chat")
     with open_chat_file(
         out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress
     ) as chat_file:
         n_done = chat_file.counts.n_rows
-        if progress and isinstance(answering, LocalTarget):
+        # The estimate takes time, because it measures the speed of the target.
+        if progress.show is not None and isinstance(answering, LocalTarget):
             most_tokens = work.most_tokens * (1 - n_done / work.n_rows)
-            progress(n_done, work.n_rows, f"regenerate, {answering.estimate(most_tokens)}")
+            progress(n_done, work.n_rows, answering.estimate(most_tokens))
         answering.answer(islice(_rows(config, work.source), n_done, None), chat_file)
     return chat_file
 
@@ -389,7 +392,7 @@ class ChatFile:
     settings: Mapping[str, Any]  # settings that determine the answers
     n_rows: int  # number of rows to answer
     max_rejected_fraction: float = 1.0  # largest allowed fraction of rejected rows
-    progress: Progress | None = None
+    progress: Progress = SILENT
 
     def __post_init__(self) -> None:
         self.record = self.path.with_suffix(RECORD_SUFFIX)
@@ -465,13 +468,9 @@ class ChatFile:
         if self._keeps_questions:
             for row in answered:
                 self.asked.add(_as_one_line(row.messages))
-        if self.progress:
-            tokens_per_s = (self.counts.n_tokens - self._n_tokens_before) / (
-                time.monotonic() - self._began_s
-            )
-            self.progress(
-                self.counts.n_rows, self.n_rows, f"regenerate at {tokens_per_s:.3g} answer tokens/s"
-            )
+        n_new_tokens = self.counts.n_tokens - self._n_tokens_before
+        tokens_per_s = n_new_tokens / (time.monotonic() - self._began_s)
+        self.progress(self.counts.n_rows, self.n_rows, f"{tokens_per_s:.3g} answer tokens/s")
         self._check_rejected()
 
     def _save(self) -> None:

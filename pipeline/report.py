@@ -3,22 +3,18 @@
 A store is written in parts. A part is a group of sequences that is committed as a whole.
 """
 
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ..storage.commit import read_part_commit
 from ..storage.paths import StorePath
-from ..storage.plan import numbers
 from ..storage.schema import commit_path
+from ..storage.write.addition import StoreAddition
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 
-_LOOK_EVERY_S = 1.0
 # Entries for the JSON file of a run that say where it came from, such as the command line.
 Provenance = Mapping[str, Any]
 
@@ -190,37 +186,41 @@ def reason_lines(counts: Counter[str], examples: Mapping[str, str], start: str =
 
 
 class PartProgress:
-    """Reports progress on a store's plan, from committed parts and this run's computed tokens."""
+    """Reports the committed parts of a store, and their tokens and those of this run's forwards.
 
-    def __init__(self, store: StoreWriter, progress: Progress | None) -> None:
-        self._store = store
+    Args:
+        progress: reports the phase in which the parts are written.
+        store: the store whose parts are written, or the addition of new fields to its parts.
+    """
+
+    def __init__(self, progress: Progress, store: StoreWriter | StoreAddition) -> None:
         self._progress = progress
-        lengths = numbers(store.plan, "n_tokens").astype(np.int64)
-        self._tokens = np.bincount(numbers(store.plan, "part"), lengths, store.n_parts).astype(
-            np.int64
-        )
-        self._parts = store.committed_parts()
-        self._n_before_parts = len(self._parts)
-        self.n_before_tokens = int(self._tokens[self._parts].sum())
-        self._looked_s = time.monotonic()
+        self._store = store
+        self._n_tokens = sum(store.part_tokens.values())
+        self.look()
+        self._n_before_tokens = self._n_committed_tokens
+        self._n_before_parts = self._n_committed
 
-    def tell(self, timings: Timings, workers: str = "", looks: bool = False) -> None:
-        """Call the progress function with (tokens done, tokens of the plan, message).
+    def look(self) -> int:
+        """Count the commits, also those of other processes. Return the number of pending parts."""
+        pending = self._store.pending_parts()
+        n_pending_tokens = sum(self._store.part_tokens[part] for part in pending)
+        self._n_committed_tokens = self._n_tokens - n_pending_tokens
+        self._n_committed = self._store.n_parts - len(pending)
+        return len(pending)
+
+    def report(self, timings: Timings, note: str = "") -> None:
+        """Report the tokens that are done.
 
         Args:
-            timings: the timings and counts of this run.
-            workers: text about the running workers, for the message.
-            looks: whether to list the commit files now in any case. If false, the commit files of a
-                store that several processes write are listed at most once per second, because such
-                a store may be on a network, where listing is slow.
+            timings: the timings and counts of this run. They may contain parts that were committed
+                after the last call of :meth:`look`.
+            note: text at the end of the progress line.
         """
-        if self._progress is None:
-            return
-        if looks or not self._store.is_shared or time.monotonic() > self._looked_s + _LOOK_EVERY_S:
-            self._parts = self._store.committed_parts()
-            self._looked_s = time.monotonic()
-        committed = int(self._tokens[self._parts].sum())
-        total = int(self._tokens.sum())
-        n_done = max(committed, min(self.n_before_tokens + timings.n_computed_tokens, total))
-        n_parts = max(len(self._parts), self._n_before_parts + timings.n_parts)
-        self._progress(n_done, total, f"extract {n_parts}/{self._store.n_parts} parts{workers}")
+        n_computed = min(self._n_before_tokens + timings.n_computed_tokens, self._n_tokens)
+        n_parts = max(self._n_committed, self._n_before_parts + timings.n_parts)
+        self._progress(
+            max(self._n_committed_tokens, n_computed),
+            self._n_tokens,
+            f"{n_parts}/{self._store.n_parts} parts{note}",
+        )

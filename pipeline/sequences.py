@@ -43,7 +43,7 @@ from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
 from ..storage.plan import TEXTS_SHA256, column, map_texts, numbers, text_column, texts_sha256
 from ..storage.schema import TEXTS_NAME
-from ..text import Progress
+from ..text import SILENT, Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
 from .dataset import FORMATS, ChatSource, Columns
 from .report import reason_lines
@@ -232,7 +232,7 @@ def read_sequences(
     template: ChatTemplate,
     config: ExtractConfig,
     facts: TargetFacts,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Sequences:
     """Tokenise the rows of a dataset in order, until there are ``max_sequences`` sequences."""
     sequences = Sequences()
@@ -249,6 +249,7 @@ def read_sequences(
     results = tokenise_rows(
         contents, tokenise, n_processes, lambda: limit and limit - len(sequences)
     )
+    tokenising = progress.of("tokenise", "chat")
     for row, (chat, asked_the_time) in enumerate(results):
         source.count_row()
         sequences.n_rows += 1
@@ -259,12 +260,11 @@ def read_sequences(
             _check_fits(row, chat, facts, config)
             sequences.add(row, chat)
         done = len(sequences) if limit else sequences.n_rows
-        if progress and done % _REPORT_ROWS == 0:
-            progress(done, total, "tokenise")
+        if done % _REPORT_ROWS == 0:
+            tokenising(done, total)
         if len(sequences) == limit:
             break
-    if progress:
-        progress(total, total, "tokenise")
+    tokenising(total, total)
     sequences.dataset_sha256 = source.identity()
     return sequences
 

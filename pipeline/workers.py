@@ -30,7 +30,7 @@ from typing import Any
 from ..errors import OptionInvalid, WorkerError
 from ..machine import usable_cores
 from ..storage.write.store import StoreWriter
-from ..text import counted, first_line
+from ..text import Progress, counted, first_line
 from .config import ExtractConfig, ScaleSettings, core_share, resolve_encode_threads
 from .report import PartProgress, Timings
 
@@ -227,7 +227,7 @@ def direct(
     start: Callable[[Worker], Poll],
     workers: Sequence[Worker],
     store: StoreWriter,
-    progress: PartProgress,
+    progress: Progress,
     restarts: bool,
 ) -> Total:
     """Run workers until all parts are done.
@@ -236,7 +236,7 @@ def direct(
         start: starts a worker and returns the function that polls it.
         workers: the workers.
         store: the store that the workers write.
-        progress: reports how many parts are done.
+        progress: reports the tokens in the phase of the caller.
         restarts: whether a lost worker is restarted. If not, the other workers write its parts.
 
     Returns:
@@ -249,12 +249,13 @@ def direct(
     timings = Timings()
     lost = list[str]()
     n_lost_in_a_row = 0
-    n_pending = len(store.pending_parts())
+    counter = PartProgress(progress, store)
+    n_pending = counter.look()
     end_s = math.inf
     running = {worker.index: start(worker) for worker in workers}
     while running and time.monotonic() < end_s:
         up_to = "up to " if restarts else ""  # With Ray, some workers may still be queued.
-        progress.tell(timings, f", {up_to}{counted(len(running), 'worker')}")
+        counter.report(timings, f", {up_to}{counted(len(running), 'worker')}")
         # Sleep in Python rather than in Ray. If a signal interrupts a wait in Ray, the number of
         # the signal is lost.
         time.sleep(_POLL_EVERY_S)
@@ -270,12 +271,13 @@ def direct(
             n_lost_in_a_row += 1
             if restarts and n_lost_in_a_row < _MAX_LOST * len(workers):
                 running[index] = start(workers[index])
-        n_left = len(store.pending_parts())
+        n_left = counter.look()
         if n_left < n_pending:
             n_pending = n_left
             n_lost_in_a_row = 0
         if end_s == math.inf and is_done(store):
             end_s = time.monotonic() + _END_S
+    counter.report(timings)
     if not is_done(store):
         raise WorkerError(
             f"{len(lost)} workers ended too early, and not all parts are finished. The last one: "
@@ -288,7 +290,7 @@ def direct(
 def run_processes(
     workers: Sequence[Worker],
     store: StoreWriter,
-    progress: PartProgress,
+    progress: Progress,
     start: Callable[..., Any] = start_command,
 ) -> Total:
     """Run workers as processes on this machine until all parts are done.
@@ -324,7 +326,7 @@ def _end(workers: Sequence[WorkerProcess]) -> None:
 
 
 def run_on_ray(
-    workers: Sequence[Worker], store: StoreWriter, scale: ScaleSettings, progress: PartProgress
+    workers: Sequence[Worker], store: StoreWriter, scale: ScaleSettings, progress: Progress
 ) -> Total:
     """Run workers with Ray until all parts are done; see :func:`direct`.
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from moa_data.commands.console import StandardOutput
 from moa_data.tests.kit.chats import chat
 from moa_data.tests.kit.command import build_room, run
-from moa_data.text import format_bytes, format_range, printable
+from moa_data.text import SILENT, Progress, format_bytes, format_range, printable
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 ATTACK = (
@@ -108,3 +108,16 @@ def test_a_range_whose_ends_look_alike_is_one_figure() -> None:
     assert format_range(2e9, 2.4e9, format_bytes) == "2.0 GB to 2.4 GB"
     assert format_range(0, 2.4e9, format_bytes) == "up to 2.4 GB"
     assert format_range(2.01e9, 2.04e9, format_bytes) == "2.0 GB"
+
+
+def test_progress_names_its_phase_and_unit_and_is_silent_without_a_display() -> None:
+    seen: list[tuple[str, str, int, int, str]] = []
+    progress = Progress(
+        lambda phase, n_done, total, note: seen.append(
+            (phase.phase, phase.unit, n_done, total, note)
+        )
+    )
+    progress.of("tokenise", "chat")(3, 4)
+    progress.of("extract", "token")(10, 20, "1/2 parts")
+    SILENT.of("extract", "token")(10, 20)
+    assert seen == [("tokenise", "chat", 3, 4, ""), ("extract", "token", 10, 20, "1/2 parts")]

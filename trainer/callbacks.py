@@ -118,9 +118,9 @@ class ShowSteps(L.Callback):
     """Reports progress: steps, and the micro-batches and validation batches between them."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
-        self.progress = progress
+        self.progress = progress.of("train", "step")
         self.max_steps = max_steps
-        self._figures = "train"
+        self._figures: list[str] = []
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -138,7 +138,7 @@ class ShowSteps(L.Callback):
         n_done = batch_idx % trainer.accumulate_grad_batches + 1
         # Show micro-batches, because a step can take minutes on a CPU.
         if n_done < trainer.accumulate_grad_batches:
-            self._report(trainer, f", micro-batch {n_done} of {trainer.accumulate_grad_batches}")
+            self._report(trainer, f"micro-batch {n_done} of {trainer.accumulate_grad_batches}")
             return
         # Show metrics only once per step, because reading them synchronizes with the device.
         self.on_validation_end(trainer, pl_module)
@@ -154,19 +154,19 @@ class ShowSteps(L.Callback):
         *args: Any,
     ) -> None:
         [n_batches] = trainer.num_val_batches
-        self._report(trainer, f", validation {batch_idx + 1} of {n_batches}")
+        self._report(trainer, f"validation {batch_idx + 1} of {n_batches}")
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        figures = [
+        self._figures = [
             f"{name} {float(value):,.4g}" for name, value in trainer.progress_bar_metrics.items()
         ]
-        self._figures = ", ".join(["train", *figures]).replace(f", {PLUS_MINUS}", f" {PLUS_MINUS}")
         self._report(trainer)
 
-    def _report(self, trainer: L.Trainer, doing: str = "") -> None:
+    def _report(self, trainer: L.Trainer, *doing: str) -> None:
         if trainer.is_global_zero:
-            self.progress(trainer.global_step, self.max_steps, self._figures + doing)
+            note = ", ".join([*self._figures, *doing]).replace(f", {PLUS_MINUS}", f" {PLUS_MINUS}")
+            self.progress(trainer.global_step, self.max_steps, note)
 
 
 class MicroBatches(L.Callback):

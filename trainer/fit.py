@@ -67,7 +67,7 @@ from ..moa.targets.bundle import FrozenTarget
 from ..storage.commit import check_target_bundle
 from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
-from ..text import Progress, first_line
+from ..text import SILENT, Progress, first_line
 from . import callbacks, checkpoints
 from .batches import token_bytes
 from .config import (
@@ -160,7 +160,7 @@ class RunPlan:
 
 def train(
     config: TrainConfig,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     provenance: dict[str, Any] | None = None,
     announce: Callable[[RunPlan], None] | None = None,
 ) -> TrainReport:
@@ -170,7 +170,7 @@ def train(
 
     Args:
         config: settings of the run.
-        progress: called with (steps done, total steps, message).
+        progress: reports the number of steps.
         provenance: command, versions and machine of the run, written to the run's folder.
         announce: called once before the first step with the plan of the run.
 
@@ -219,7 +219,7 @@ def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
 def _train(
     config: TrainConfig,
     out: Path,
-    progress: Progress | None,
+    progress: Progress,
     provenance: dict[str, Any] | None,
     announce: Callable[[RunPlan], None] | None,
     is_first: bool,
@@ -262,7 +262,7 @@ def _open_store(config: TrainConfig) -> ActivationStore:
 
 
 def _fit(
-    data: StoreDataModule, module: DrafterModule, progress: Progress | None, is_first: bool
+    data: StoreDataModule, module: DrafterModule, progress: Progress, is_first: bool
 ) -> TrainReport:
     """Run the steps and write the results. Only the first process writes."""
     out = Path(data.config.out)
@@ -270,7 +270,8 @@ def _fit(
     throughput = callbacks.Throughput()
     saves = callbacks.Saves(out, data.config.record.checkpoint_every, data.max_steps)
     extra: list[L.Callback] = [guard, callbacks.MicroBatches(data, out / MEMORY_FILE), throughput]
-    if progress:
+    # Without a display, do not read the metrics, because reading them synchronizes with the device.
+    if progress.show is not None:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
     # ``saves`` is the last callback, so that it saves the other callbacks' state at the same step.

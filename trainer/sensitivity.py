@@ -35,7 +35,7 @@ from ..moa.targets.bundle import FrozenTarget
 from ..storage.codecs.transform import TransformCodec
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TOKENS, to_float32
-from ..text import Progress, add_command
+from ..text import SILENT, Progress, add_command
 
 # Number of drafts per round. If a drafter supports fewer drafts, its maximum is used instead.
 DRAFT_LENGTH = 5
@@ -75,7 +75,7 @@ class DrafterMetrics:
     """
 
     drafter: Drafter  # The drafter to measure, in evaluation mode and float32.
-    progress: Progress | None = None  # Called with (sequences done, all sequences, message).
+    progress: Progress = SILENT  # Reports the number of sequences.
 
     @property
     def identity(self) -> str:
@@ -108,13 +108,9 @@ class DrafterMetrics:
         n_steps = 1 + min(DRAFT_LENGTH, drafter.config.max_depth or DRAFT_LENGTH)
         sums: list[Tensor] = []
         n_tokens = 0
+        measuring = self.progress.of("measure", "sequence")
         for done, index in enumerate(sequences):
-            if self.progress:
-                self.progress(
-                    done,
-                    len(sequences),
-                    f"measure: drafter on sequence {done + 1}/{len(sequences)}",
-                )
+            measuring(done, len(sequences), f"drafter on sequence {done + 1}/{len(sequences)}")
             inputs = _read(store, reads, index)
             draws = Draws(
                 torch.tensor([n_steps]),

@@ -25,6 +25,7 @@ from moa_data.pipeline.estimate import batches_of, estimate
 from moa_data.pipeline.extract import extract
 from moa_data.pipeline.plan import build_plan
 from moa_data.storage.plan import numbers
+from moa_data.text import Progress
 from moa_data.trainer.config import TrainConfig
 from moa_data.trainer.fit import plan_run, train
 
@@ -73,11 +74,11 @@ def train_part(config: TrainConfig) -> dict[str, Any]:
     """Train, and return what it took."""
     first_s: list[float] = []
 
-    def note(n_done: int, _n_all: int, _text: str) -> None:
+    def note(*_: object) -> None:
         if not first_s:
             first_s.append(time.perf_counter())
 
-    report = train(config, progress=note)
+    report = train(config, progress=Progress(note))
     return {
         "n_steps": report.n_steps,
         "seconds": time.perf_counter() - first_s[0],

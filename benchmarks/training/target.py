@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.kit.harness import parsed, parser_of
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.target import train_target
+from moa_data.text import Progress
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
@@ -86,10 +87,10 @@ def main() -> None:
     )  # fmt: skip
     folder = options.out / "target"
 
-    def report(step: int, n_steps: int, message: str) -> None:
-        print(f"{step} of {n_steps}: {message}", flush=True)
+    def report(phase: Progress, step: int, n_steps: int, note: str) -> None:
+        print(f"{step} of {n_steps}: {phase.phase}, {note}", flush=True)
 
-    found = train_target(train, config, folder, report)
+    found = train_target(train, config, folder, Progress(report))
     model = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, use_safetensors=True, trust_remote_code=False
     )

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ...errors import TargetError
 from ...files import write_atomic
-from ...text import Progress
+from ...text import SILENT, Progress
 from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
 from ..nn.packed import PackedLinear, as_layer, pack, rows_of
@@ -85,12 +85,12 @@ def weight_files(folder: Path) -> list[Path]:
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
-def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[str, str]:
+def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, str]:
     """Compute the content hashes that identify a target.
 
     Args:
         folder: the model folder.
-        progress: is called with the number of bytes of weights that were hashed.
+        progress: reports the number of bytes of weights that were hashed.
 
     Returns:
         ``weights_sha256``, the hash of the names and bytes of all weight files, and
@@ -108,13 +108,13 @@ def hash_target(folder: str | Path, progress: Progress | None = None) -> dict[st
     digest = hashlib.sha256()
     n_bytes = sum(file.stat().st_size for file in weights)
     n_done = 0
+    hashing = progress.of("hash weights", "B")
     for number, file in enumerate(weights, start=1):
         # This raises TargetError for a damaged file.
         read_header(file, TargetError)
         digest.update(file.name.encode() + bytes.fromhex(file_sha256(file)))
         n_done += file.stat().st_size
-        if progress:
-            progress(n_done, n_bytes, f"hash weights, file {number}/{len(weights)}")
+        hashing(n_done, n_bytes, f"file {number}/{len(weights)}")
     config_digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
     return {"weights_sha256": digest.hexdigest(), "config_sha256": config_digest}
 

@@ -40,7 +40,7 @@ from ...storage.commit import has_parts
 from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
 from ...storage.write.store import StoreWriter
-from ...text import Progress, counted
+from ...text import SILENT, Progress, counted
 from ..card import write_card
 from ..recode import write_parts
 from ..report import WriteReport
@@ -59,7 +59,7 @@ _STORE_KEY = b"moa_data.store"
 RECORD_NAME = "export.json"
 
 
-def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
+def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
     """Write the sequences of a store as another project's files or as a Parquet index.
 
     The order of the sequences is kept. Files that an earlier, interrupted export of this store has
@@ -89,6 +89,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
         _claim(folder, file_format, store, n)
         dataset = ActivationDataset(store, file_format.fields, layers=file_format.kv_layers or None)
         sizes = list[int]()
+        exporting = progress.of(f"export to {file_format.name}", "sequence")
         pending = deque[Future[None]]()
         # Write in threads, because a disk takes about as long to sync one small file as to sync
         # several in parallel.
@@ -108,8 +109,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
                     )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
-                if progress:
-                    progress(i + 1, n, f"export to {file_format.name}")
+                exporting(i + 1, n)
             for future in pending:
                 future.result()
         # Write the Arrow dataset last, because its state.json marks the folder as complete.
@@ -129,7 +129,7 @@ def export_store(config: ExportConfig, progress: Progress | None = None) -> str:
 
 
 def _write_index(
-    store: ActivationStore, path: Path, n_sequences: int, progress: Progress | None = None
+    store: ActivationStore, path: Path, n_sequences: int, progress: Progress = SILENT
 ) -> str:
     """Write the index of the first ``n_sequences`` of a store. Replace an older index of the store.
 
@@ -148,6 +148,7 @@ def _write_index(
     tokenizer = load_target_tokenizer(store.target_path) if has_tokenizer else None
     about = {_STORE_KEY: json.dumps({"sha256": identity, **store.manifest.identities})}
     path.parent.mkdir(parents=True, exist_ok=True)
+    indexing = progress.of("index", "sequence")
     with replacing(path) as partial:
         columns = _index_rows(store, range(1), part_rows, tokenizer).schema.with_metadata(about)
         with partial.open("wb") as sink:
@@ -155,8 +156,7 @@ def _write_index(
                 for start in range(0, n_sequences, _INDEX_ROWS):
                     chosen = range(start, min(start + _INDEX_ROWS, n_sequences))
                     file.write_table(_index_rows(store, chosen, part_rows, tokenizer))
-                    if progress:
-                        progress(chosen.stop, n_sequences, "index")
+                    indexing(chosen.stop, n_sequences)
             os.fsync(sink.fileno())
     return f"{path}: {counted(n_sequences, 'sequence')}, columns {', '.join(columns.names)}"
 
@@ -235,7 +235,7 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
 
 def import_folder(
     config: ImportConfig,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:
     """Read another project's files into a store, or continue an import that was interrupted.
@@ -285,8 +285,7 @@ def import_folder(
             lambda row: _read_sequence(
                 file_format, paths[row["source_row"]], row["n_tokens"], specs, norm
             ),
-            f"import from {file_format.name}",
-            progress,
+            progress.of(f"import from {file_format.name}", "token"),
         )
         licences = (config.target_license, config.dataset_license)
         command = f"moa-data import --format {config.format}"
@@ -300,7 +299,7 @@ def import_folder(
 
 
 def _read_texts(
-    file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress | None
+    file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress
 ) -> pa.Table:
     """Read the token ids and masks of all files.
 
@@ -308,6 +307,7 @@ def _read_texts(
         A table for ``plan_parts``, with one row per distinct sequence.
     """
     rows: dict[str, tuple[int, int, int]] = {}
+    reading = progress.of("read tokens", "row")
     for row, path in enumerate(paths):
         tokens = file_format.read_tokens(path)
         mask = file_format.read_mask(path)
@@ -328,8 +328,7 @@ def _read_texts(
                 "with."
             )
         rows.setdefault(content_id(tokens, mask), (row, len(tokens), int(mask.sum())))
-        if progress:
-            progress(row + 1, len(paths), "read tokens")
+        reading(row + 1, len(paths))
     source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
     if not any(n_response):
         raise DatasetError(

@@ -70,9 +70,7 @@ def learned_before(
         return None  # When the store is opened for writing, its damage is reported or repaired.
 
 
-def learning_on(
-    device: str | torch.device, folder: Path | None, progress: Progress | None
-) -> Learning:
+def learning_on(device: str | torch.device, folder: Path | None, progress: Progress) -> Learning:
     """Return the settings of a calibration that runs with torch on the target's device.
 
     Even on a CPU, torch decomposes a matrix in half the time that NumPy needs.
@@ -80,11 +78,12 @@ def learning_on(
     Args:
         device: device of the target.
         folder: folder for the sample on disk; None for the system's temporary folder.
-        progress: called with (steps done, total steps, message); None for no reports.
+        progress: reports the steps of the calibration.
     """
-    learning = Learning(folder, progress=progress) if progress else Learning(folder)
-    return replace(
-        learning, to_device=lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return Learning(
+        folder,
+        to_device=lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device),
+        progress=progress.of("learn", "step"),
     )
 
 
@@ -144,7 +143,7 @@ def calibrate(
             field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
             observations[name] = stack.enter_context(closing(Observation(field, learning)))
         for i, row in enumerate(rows):
-            learning.progress(i, len(rows), f"learn: sample {i + 1}/{len(rows)}")
+            learning.progress(i, len(rows), f"sample {i + 1}/{len(rows)}")
             values = read(row)
             for name, observation in observations.items():
                 observation.observe(values[name], values[TOKENS])
@@ -164,7 +163,7 @@ def calibrate(
             if name in joint and not bits:
                 bits = _joint_bits(codec, joint, observations, offered, learning)
             if name == HIDDEN_LAST:
-                learning.progress(0, 1, "learn: metric of the next-token distribution")
+                learning.progress(0, 1, "metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
                 learned.metrics = [
                     [logit_metric(np.concatenate(last), head, to_device=learning.to_device)]
@@ -211,7 +210,7 @@ def _joint_bits(
     Returns:
         A dict from field name to bits per token.
     """
-    learning.progress(0, 1, "learn: bits of joint hidden states")
+    learning.progress(0, 1, "bits of joint hidden states")
     variances = list[np.ndarray]()
     below = list[np.ndarray]()
     for name in joint:

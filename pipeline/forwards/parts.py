@@ -36,8 +36,9 @@ from ...storage.plan import numbers
 from ...storage.write.addition import StoreAddition
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
+from ...text import SILENT, Progress
 from ..config import ActivationSpec
-from ..report import Timings
+from ..report import PartProgress, Timings
 from .capture import Capture, HostSlots, capture
 
 _BATCHES_AHEAD = 2
@@ -81,7 +82,7 @@ def run_parts(
     store: StoreWriter | StoreAddition,
     parts: Iterable[int | None],
     timings: Timings,
-    tell: Callable[[Timings], None] = lambda _: None,
+    progress: Progress = SILENT,
 ) -> None:
     """Run the target over parts of a store, then write and commit each part.
 
@@ -92,7 +93,7 @@ def run_parts(
             part are done. If it yields None, no part is available yet. The loop then checks the
             writer thread for errors and advances the iterator again.
         timings: the times and counts of this run, which are updated.
-        tell: called with the timings before the first batch, after each batch, and at the end.
+        progress: reports the tokens in the phase of the caller.
     """
     keep_freed_memory()
     start = time.perf_counter()
@@ -101,13 +102,15 @@ def run_parts(
     writer = BackgroundWriter()
     slots = HostSlots(device, N_HOST_SLOTS) if device.type == "cuda" else None
     open_parts: list[PartWriter] = []
+    counter = PartProgress(progress, store)
 
     try:
-        tell(timings)
+        counter.report(timings)
         for part in parts:
             if part is None:
                 writer.check()
                 continue
+            counter.look()
             out = store.part(part, pool)
             # Earlier parts may still be queued for the writer thread: more than one if each part
             # is a single batch.
@@ -120,10 +123,11 @@ def run_parts(
                 timings.wait_s += time.perf_counter() - waiting
                 timings.n_computed_tokens += sum(done.captured.n_tokens)
                 timings.n_padded_tokens += len(done.texts) * max(done.captured.n_tokens)
-                tell(timings)
+                counter.report(timings)
             writer.submit(partial(_commit, out, timings))
         writer.finish()
-        tell(timings)
+        counter.look()
+        counter.report(timings)
     except BaseException:
         pool.close()  # This stops the encoding of the batch that is being written.
         writer.abort()

@@ -12,7 +12,7 @@ import numpy as np
 from array_api_compat import array_namespace, device
 
 from ...errors import StoreError
-from ...text import Progress
+from ...text import SILENT, Progress
 from ..schema import Array, FieldSpec, StoredArray
 
 Codes = Mapping[str, Array]  # Name of a stored array -> its rows.
@@ -192,5 +192,4 @@ class Learning:
     # Moves a NumPy array to the device on which large matrix products and decompositions run, e.g.
     # to a GPU as a torch tensor.
     to_device: Callable[[np.ndarray], Array] = lambda array: array
-    # Called with the number of finished steps, the number of all steps, and a message.
-    progress: Progress = lambda n_done, n_all, message: None
+    progress: Progress = SILENT  # Reports the steps of learning.

@@ -408,12 +408,12 @@ def fit_groups(
         fitted.append([])
         for part in range(n_parts):
             n_done = sum(map(len, fitted))
-            learning.progress(n_done, n_steps, f"learn: basis {n_done + 1}/{n_bases}")
+            learning.progress(n_done, n_steps, f"basis {n_done + 1}/{n_bases}")
             metric = None if metrics is None else metrics[group][part]
             fitted[-1].append(
                 _fit_part(sample, group, part, n_layers[group], metric, features, learning)
             )
-    learning.progress(n_bases, n_steps, "learn: quantisers")
+    learning.progress(n_bases, n_steps, "quantisers")
     groups = _measure_groups(sample, fitted, _weights(fitted, n_layers, metrics), bits_per_token)
     options = _concatenated(group.options for group in groups)
     ends = np.cumsum([len(group.hopeful) for group in groups])[:-1]
@@ -421,7 +421,7 @@ def fit_groups(
     # estimated bits is scaled until the stored bits meet ``bits_per_token``.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
-        learning.progress(n_bases + 1 + fit_round, n_steps, f"learn: bytes, round {fit_round + 1}")
+        learning.progress(n_bases + 1 + fit_round, n_steps, f"bytes, round {fit_round + 1}")
         columns_of_groups: list[coding.CodeColumns] = []
         group_bits: list[float] = []
         for measured, index in zip(groups, np.split(allocate(options, budget), ends), strict=True):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreDamaged, StoreError
-from ...text import Progress
+from ...text import SILENT, Progress
 from .. import schema
 from ..backend import (
     MISSING,
@@ -151,7 +151,7 @@ def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
 
 def verify_store(
     path: str | os.PathLike[str] | StorePath,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     n_threads: int | None = None,
     values: bool = True,
 ) -> VerifyReport:
@@ -170,7 +170,7 @@ def verify_store(
 
     Args:
         path: the store's folder, or its URL.
-        progress: called with the number of bytes that have been checked. If values are decoded,
+        progress: reports the number of bytes that have been checked. If values are decoded,
             half of a file's bytes count after its checksum is checked, and the other half after its
             values are decoded.
         n_threads: number of threads that compute checksums and decode. The default is one per core,
@@ -217,7 +217,7 @@ def verify_commits(
     store: StorePath,
     planned: Sequence[Mapping[str, int]],
     depth: Depth,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
     n_threads: int | None = None,
 ) -> VerifyReport:
     """Check the committed parts and the target bundle of a store.
@@ -228,7 +228,7 @@ def verify_commits(
         store: the store's path.
         planned: the counts of each planned part (``plan.part_counts``).
         depth: how thoroughly files are checked.
-        progress: called with the number of bytes that have been checked.
+        progress: reports the number of bytes that have been checked.
         n_threads: number of threads. The default is one per core, at most 16.
     """
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
@@ -242,11 +242,9 @@ def verify_commits(
 class _Verification:
     """The state of a call of :func:`verify_commits`."""
 
-    def __init__(
-        self, store: StorePath, pool: Executor, progress: Progress | None, depth: Depth
-    ) -> None:
+    def __init__(self, store: StorePath, pool: Executor, progress: Progress, depth: Depth) -> None:
         self.store = store
-        self.progress = progress
+        self.progress = progress.of("verify", "B")
         self.depth = depth
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
         # Sizes of the files of all parts, from one listing of a remote store. A listing may be out
@@ -375,10 +373,8 @@ class _Verification:
 
     def _advance(self, n_bytes: float, part: int) -> None:
         self.done_bytes += n_bytes
-        if self.progress:
-            self.progress(
-                min(round(self.done_bytes), self.n_bytes), self.n_bytes, f"verify part {part}"
-            )
+        n_done = min(round(self.done_bytes), self.n_bytes)
+        self.progress(n_done, self.n_bytes, f"part {part}")
 
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:

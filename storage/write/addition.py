@@ -140,6 +140,7 @@ class StoreAddition:
             self._lacking[part] = lacking_fields(commit, self.fields)
         # Number of committed parts. The new fields are added to all of them.
         self.n_parts = len(self._lacking)
+        self.part_tokens = {part: writer.part_tokens[part] for part in self._lacking}
         self._is_laid_out = False
 
     def pending_parts(self) -> list[int]:

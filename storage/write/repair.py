@@ -2,7 +2,7 @@
 
 import os
 
-from ...text import Progress
+from ...text import SILENT, Progress
 from ..backend import check_guard, open_path
 from ..commit import find_manifest_damage
 from ..paths import StorePath
@@ -14,13 +14,13 @@ from .store import StoreWriter
 
 
 def drop_damage(
-    path: str | os.PathLike[str] | StorePath, progress: Progress | None = None
+    path: str | os.PathLike[str] | StorePath, progress: Progress = SILENT
 ) -> tuple[Finding, ...]:
     """Check every byte of a store, and delete the commits of damaged parts.
 
     Args:
         path: the store's folder, or its URL.
-        progress: called with the number of bytes that have been checked.
+        progress: reports the number of bytes that have been checked.
 
     Returns:
         The damage that was found.

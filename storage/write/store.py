@@ -57,7 +57,7 @@ from ...errors import (
     StoreMismatch,
 )
 from ...files import LockHeld, disk_full_guard, kind_of
-from ...text import Progress
+from ...text import SILENT, Progress
 from ..backend import MISSING, backend_of, check_guard, open_path
 from ..chunk import EncodePool
 from ..codecs.registry import BASIS_NAME, NEXT_BASIS_NAME, StoreCodec, read_basis
@@ -139,6 +139,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
         self.n_parts = len(self._counts)  # Number of planned parts.
+        # Number of tokens in each planned part.
+        self.part_tokens = {part: counts["n_tokens"] for part, counts in enumerate(self._counts)}
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
@@ -155,7 +157,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         shares: bool = False,
         begins_anew: bool = False,
         depth: Depth = "sizes",
-        progress: Progress | None = None,
+        progress: Progress = SILENT,
     ) -> "StoreWriter":
         """Create a store, or resume writing a store that was made from the same inputs.
 
@@ -173,7 +175,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 no committed part and no other process is writing to it.
             depth: how thoroughly existing files are checked. They are not checked if another
                 process is writing to the store.
-            progress: called with the number of bytes that have been checked.
+            progress: reports the number of bytes that have been checked.
 
         Raises:
             OutputOccupied: the path contains files that do not belong to a store.
@@ -483,7 +485,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def _record_manifest(self) -> None:
         write_manifest_commit(self.path, metadata_names(array.name for array in self.codec.arrays))
 
-    def _clean(self, depth: Depth, progress: Progress | None) -> None:
+    def _clean(self, depth: Depth, progress: Progress) -> None:
         """Check the files of the store. Delete uncommitted files and commits of damaged parts."""
         # Check all files before the first deletion, so that nothing is deleted if a file cannot be
         # checked.

@@ -20,14 +20,14 @@ def test_a_log_gets_lines(
 ) -> None:
     """A log gets the first and the last state of each phase, and another every ten seconds."""
     monkeypatch.setattr(console, "LOG_LINE_EVERY_S", 1e9)
-    with ProgressLine("step") as progress:
+    with ProgressLine() as progress:
         for step in range(90, 101):
-            progress(step, 100, "train, loss 0.5")
-        progress(1, 2, "export")
+            progress.of("train", "step")(step, 100, "loss 0.5")
+        progress.of("export", "step")(1, 2)
     monkeypatch.setattr(console, "LOG_LINE_EVERY_S", 0.0)
-    with ProgressLine("step") as progress:
+    with ProgressLine() as progress:
         for step in range(4):
-            progress(step, 3, f"train, loss {step}")
+            progress.of("train", "step")(step, 3, f"loss {step}")
     shown = capsys.readouterr()
     assert shown.out == ""
     assert re.findall(
@@ -38,18 +38,18 @@ def test_a_log_gets_lines(
     ]  # fmt: skip
 
 
-def test_named_phases_have_lines_and_units_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_have_lines_and_units_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Two phases may count to the same total."""
-    with ProgressLine("tok") as progress:
-        progress(24, 24, "tokenise")
-        progress(16_000_000_000, 16_000_000_000, "load the target")
-        progress(4_096, 4_096, "learn the codec's basis")
-        progress(4_096, 4_096, "extract 29/29 parts")
+    with ProgressLine() as progress:
+        progress.of("tokenise", "chat")(24, 24)
+        progress.of("load the target", "B")(16_000_000_000, 16_000_000_000)
+        progress.of("learn", "step")(4_096, 4_096, "the codec's basis")
+        progress.of("extract", "token")(4_096, 4_096, "29/29 parts")
     assert [line.partition(")")[0] for line in capsys.readouterr().err.splitlines()] == [
         "tokenise: 24 of 24 chats (100%",
         "load the target: 16.0G of 16.0GB (100%",
-        "learn the codec's basis: 4096 of 4096 steps (100%",
-        "extract 29/29 parts: 4096 of 4096 tokens (100%",
+        "learn, the codec's basis: 4096 of 4096 steps (100%",
+        "extract, 29/29 parts: 4096 of 4096 tokens (100%",
     ]
 
 
@@ -57,9 +57,9 @@ def test_a_terminal_has_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
-    with ProgressLine("step") as progress:
-        progress(3, 3, "target")
-        progress(1, 9, "train")
+    with ProgressLine() as progress:
+        progress.of("target", "step")(3, 3)
+        progress.of("train", "step")(1, 9)
         # The first bar has reached its last state, and its line has ended.
         assert terminal.getvalue().count("\n") == 1
     assert terminal.getvalue().splitlines()[-1].rpartition("\r")[2].startswith("train:  11%")

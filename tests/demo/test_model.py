@@ -26,6 +26,7 @@ from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import drafter_identity, target_identity, tokenizer_identity
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import write_target_of_letters
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.serving import LiveServer
 
 from .conftest import Interrupt
@@ -76,7 +77,7 @@ def test_the_whole_job_on_the_model_of_a_package(
         raises_naming(Interrupted, "train", "(corpus, extract)"),
     ):
         run_demo(config)
-    report = run_demo(config, lambda done, total, message: messages.append(message))
+    report = run_demo(config, progress_to(lambda done, total, message: messages.append(message)))
     assert report.reused == ("corpus", "extract")
     assert list(report.phases) == list(MODEL_SECONDS)
     assert report.phases["eval"]["n_exact"] == report.phases["eval"]["n_answers"] == 2

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moa_data.demo.config import DemoConfig
 from moa_data.demo.corpus import generate_corpus
 from moa_data.demo.target import BOS, EOT, train_target
+from moa_data.tests.kit.progress import progress_to
 
 SMALL = DemoConfig.of(
     hidden_size=32,
@@ -33,7 +34,7 @@ def rows() -> Any:
 @pytest.fixture(scope="module")
 def trained(rows: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder, told = tmp_path_factory.mktemp("demo") / "target", []
-    train_target(rows, SMALL, folder, lambda done, total, text: told.append(text))
+    train_target(rows, SMALL, folder, progress_to(lambda done, total, text: told.append(text)))
     return folder, told
 
 

@@ -13,6 +13,7 @@ from moa_data.moa.decoding.loop import DecodeStats, Generation, generate_batch, 
 from moa_data.moa.decoding.sampling import SamplingConfig, distribution
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.errors import raises_naming
+from moa_data.tests.kit.progress import progress_to
 
 from .conftest import MAX_POSITIONS
 
@@ -50,7 +51,11 @@ def test_the_order_turns_round_and_warmup_is_not_measured(target: Target) -> Non
     prompts = [question(text, prompt_id=text) for text in ("a", "b", "c")]
     steps: list[tuple[int, int]] = []
     measurement = measure(
-        target, methods, prompts, warmup=2, progress=lambda done, n, _: steps.append((done, n))
+        target,
+        methods,
+        prompts,
+        warmup=2,
+        progress=progress_to(lambda done, n, _: steps.append((done, n))),
     )
     assert [row.order for row in measurement.rows] == [
         ("plain", "three"),

@@ -14,7 +14,8 @@ Stores and runs
 Commands and processes
     ``command`` runs the command line inside the test's process. ``apart`` runs a function in a
     process of its own, ``ranks`` in several processes that find each other, and ``workers`` in
-    worker processes without a target. ``variants`` chooses what runs by default.
+    worker processes without a target. ``variants`` chooses what runs by default. ``progress``
+    passes the progress of a task to a function.
 
 Servers
     ``serving`` serves tiny targets. ``attackers`` has hostile clients, and ``certificates`` what TLS

@@ -30,8 +30,10 @@ from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.variants import quick
+from moa_data.text import Progress
 
 OLD, NEW = ("kv", "hidden:last"), ("kv", "hidden:last", "hidden:layer:0", "hidden:layer:1")
 
@@ -103,7 +105,7 @@ def test_the_store_becomes_the_one_of_a_single_extraction(
     Path(config.dataset).rename(f"{config.dataset}.away")
     report = add(
         addition(config),
-        progress=lambda *call: calls.append(call),
+        progress=progress_to(lambda *call: calls.append(call)),
         provenance={"argv": ["moa-data"]},
     )
     Path(f"{config.dataset}.away").rename(config.dataset)
@@ -169,7 +171,7 @@ def test_a_bundle_can_grow_alone(config: ExtractConfig) -> None:
     assert read_tree(config.out) == after
 
 
-def interrupt_at(phase: str, n_parts: int = -1) -> Callable[[int, int, str], None]:
+def interrupt_at(phase: str, n_parts: int = -1) -> Progress:
     """Press Ctrl-C in a phase; in the phase of adding once ``n_parts`` parts are committed."""
 
     def progress(_done: int, _total: int, message: str) -> None:
@@ -178,7 +180,7 @@ def interrupt_at(phase: str, n_parts: int = -1) -> Callable[[int, int, str], Non
         ):
             raise KeyboardInterrupt
 
-    return progress
+    return progress_to(progress)
 
 
 @pytest.mark.parametrize(("phase", "n_parts"), [("hash", -1), ("add", 0), ("add", 1)])

@@ -15,6 +15,7 @@ from moa_data.pipeline.differences import LayerDifferences
 from moa_data.pipeline.extract import extract
 from moa_data.storage.read.store import ActivationStore
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import flip
 
 
@@ -38,7 +39,9 @@ def store(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_a_fresh_store_passes(store: Path, target_folder: Path) -> None:
     calls: list[tuple[int, int, str]] = []
-    report = audit(store, str(target_folder), 5, 0, "cpu", lambda *call: calls.append(call))
+    report = audit(
+        store, str(target_folder), 5, 0, "cpu", progress_to(lambda *call: calls.append(call))
+    )
     assert report.ok, report.describe()
     assert report.n_samples == 5
     assert list(report.worst()) == [

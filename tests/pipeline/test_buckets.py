@@ -23,6 +23,7 @@ from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.object_stores import copy_up, empty_prefix, read_remote_tree, use
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import read_tree
 
 
@@ -56,11 +57,11 @@ def remote(config: ExtractConfig, endpoint: str) -> RemotePath:
     config = config.replaced(out=f"{empty_prefix(endpoint)}/store")
 
     def interrupt(done: int, total: int, message: str) -> None:
-        if message.startswith("extract 1/"):
+        if message.startswith("extract, 1/"):
             raise KeyboardInterrupt
 
     with raises_naming(Interrupted, config.out):
-        extract(config, progress=interrupt)
+        extract(config, progress=progress_to(interrupt))
     report = extract(config)
     assert report.n_parts_done < report.n_parts
     store = open_path(config.out)
@@ -142,11 +143,11 @@ def test_another_addition_to_a_bucket_is_refused_before_it_changes_the_store(
     )
 
     def interrupt(done: int, total: int, message: str) -> None:
-        if message.startswith("add 1/"):
+        if message.startswith("add, 1/"):
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        add(first, progress=interrupt)
+        add(first, progress=progress_to(interrupt))
     before = read_remote_tree(store)
     with pytest.raises(StoreLocked):
         add(first.replaced(activations=("hidden:layer:2",)))

@@ -6,6 +6,7 @@ The bytes are the same whatever ends a run or damages the store.
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,7 @@ from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import kill_at_points, run_apart
 from moa_data.tests.kit.models import build_text_model, build_tokenizer, write_target
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.templates import LLAMA3_TEMPLATE
 from moa_data.tests.kit.variants import quick, quick_rows
@@ -132,7 +134,9 @@ def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
     calls: list[tuple[int, int, str]] = []
     config = config.replaced(part_tokens=1 << 20, batch_tokens=128)
     report = extract(
-        config, progress=lambda *call: calls.append(call), provenance={"argv": ["moa-data"]}
+        config,
+        progress=progress_to(lambda *call: calls.append(call)),
+        provenance={"argv": ["moa-data"]},
     )
     (record,) = [
         json.loads(path.read_text()) for path in (Path(config.out) / "runs").glob("*.json")
@@ -144,16 +148,16 @@ def test_progress_and_the_record_of_a_run(config: ExtractConfig) -> None:
     assert 0 <= record["timings"]["padding_fraction"] < 1
     for part in ("12 sequences", "bytes per token", "rejected     0 of 12 rows", "tokens/s"):
         assert part in report.describe()
-    phases = list(dict.fromkeys(message.split(" ")[0] for _, _, message in calls))
+    phases = list(dict.fromkeys(re.split("[ ,]", message)[0] for _, _, message in calls))
     assert phases == ["tokenise", "hash", "load", "extract"]
     for phase in ("hash", "load"):
         done, total, _ = [call for call in calls if call[2].startswith(phase)][-1]
         assert done == total > 30_000  # bytes of the weights
     told = [call for call in calls if call[2].startswith("extract")]
-    assert told[0] == (0, report.n_tokens, "extract 0/1 parts")
+    assert told[0] == (0, report.n_tokens, "extract, 0/1 parts")
     # The single part reports its progress several times.
     assert len({done for done, _, _ in told}) > 5
-    assert told[-1] == (report.n_tokens, report.n_tokens, "extract 1/1 parts")
+    assert told[-1] == (report.n_tokens, report.n_tokens, "extract, 1/1 parts")
 
 
 def test_a_second_run_has_nothing_to_do_and_changes_nothing(
@@ -465,7 +469,7 @@ def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(
         if n_told == 2:  # The first batch has been computed.
             commit.write_bytes(content)
 
-    timings = extract(config, progress=commit_meanwhile).timings
+    timings = extract(config, progress=progress_to(commit_meanwhile)).timings
     assert (timings.n_parts, timings.n_late, timings.n_tokens) == (0, 1, 0)
     assert timings.n_computed_tokens > 0
 

@@ -27,6 +27,7 @@ from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.errors import raises_naming
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.variants import quick
 from moa_data.trainer.batches import BatchReader
@@ -62,7 +63,7 @@ def test_recoding_gives_the_bytes_of_extracting_also_after_an_interruption(
             raise KeyboardInterrupt
 
     with raises_naming(Interrupted, tmp_path / "recoded", 1):
-        recode(lossless, "int8", tmp_path / "recoded", progress=interrupt)
+        recode(lossless, "int8", tmp_path / "recoded", progress=progress_to(interrupt))
     report = recode(lossless, "int8", tmp_path / "recoded")
     assert report.n_parts_done == report.n_parts - 1 > 0
     assert "int8" in report.describe()

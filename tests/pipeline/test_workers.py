@@ -46,6 +46,7 @@ from moa_data.storage.write.store import StoreWriter
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.kills import die
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import Recipe, make_recipe, read_tree
 from moa_data.tests.kit.workers import Forked, Script, open_recipe, workers_of, write_bundle
 
@@ -93,7 +94,7 @@ class Crew:
 
         self.patch.setattr(workers, "ray_task", task)
         with self.opened() as store:
-            progress = PartProgress(store, lambda *told: self.told.append(told))
+            progress = progress_to(lambda *told: self.told.append(told)).of("extract", "token")
             crew = workers_of(self.path, n_workers)
             if ray:
                 found = run_on_ray(
@@ -101,7 +102,6 @@ class Crew:
                 )
             else:
                 found = run_processes(crew, store, progress, script.start)
-            progress.tell(found[0], looks=True)
             store.sweep()
         return found
 
@@ -275,7 +275,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_no_file_of_theirs(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartProgress, "tell", interrupt)
+        patch.setattr(PartProgress, "report", interrupt)
         with pytest.raises(KeyboardInterrupt):
             crew.run(2, lambda number, part: time.sleep(0.05))
     crew.check_gone()

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from moa_data.errors import TrainingError
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.runs import run, settings
 from moa_data.trainer import callbacks, checkpoints, data, fit
 from moa_data.trainer.batches import BatchReader
@@ -109,7 +110,7 @@ def test_steps_are_reported_once_each(store_path: Path, tmp_path: Path) -> None:
         store_path, tmp_path / "run", drafter="eagle", max_steps=3, micro_batch_size=2,
         validate_every=2, log_every=1,
     )  # fmt: skip
-    train(config, progress=lambda *state: told.append(state))
+    train(config, progress=progress_to(lambda *state: told.append(state)))
     assert {total for _, total, _ in told} == {3}
     steps = [done for done, _, _ in told]
     assert steps == sorted(steps)

@@ -33,6 +33,7 @@ from moa_data.tests.kit.command import run as run_command
 from moa_data.tests.kit.drafters import build, build_drafter, frozen_for, stored
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.training import build_store, tiny_model
 from moa_data.trainer.sensitivity import DrafterMetrics, drawn_gradients
 
@@ -125,7 +126,7 @@ def test_metrics_of_what_a_drafter_reads(
     drafter, codec, seen = build(kind, model, **sizes), codec_of(model, "layer"), []
     with ActivationStore(store_path) as store:
         sequences = [1, 5, 6]
-        metrics = DrafterMetrics(drafter, lambda *progress: seen.append(progress[:2]))(
+        metrics = DrafterMetrics(drafter, progress_to(lambda *told: seen.append(told[:2])))(
             store, codec, sequences
         )
     assert seen == [(0, 3), (1, 3), (2, 3)]

@@ -40,8 +40,10 @@ from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.families import write_family
 from moa_data.tests.kit.models import write_target
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import read_tree
 from moa_data.tests.kit.variants import quick, quick_rows
+from moa_data.text import Progress
 
 
 def export(store: Path, name: Format, out: Path, **options: Any) -> Path:
@@ -70,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in read_tree(folder).items() if not name.endswith(drawn)}
 
 
-def stop_at(n: int) -> Callable[[int, int, str], None]:
+def stop_at(n: int) -> Progress:
     calls = list[int]()
 
     def progress(done: int, _total: int, message: str) -> None:
@@ -78,7 +80,7 @@ def stop_at(n: int) -> Callable[[int, int, str], None]:
         if len(calls) == n:
             raise KeyboardInterrupt
 
-    return progress
+    return progress_to(progress)
 
 
 @pytest.mark.parametrize(

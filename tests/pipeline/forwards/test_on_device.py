@@ -3,7 +3,7 @@
 import errno
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -104,6 +104,12 @@ def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
     forwards = Forwards(target, spec, codec, torch.float32, n_tokens, True, text.__getitem__, 1)
 
     class Store:
+        n_parts = 1
+        part_tokens: ClassVar = {0: n * n_tokens}
+
+        def pending_parts(self) -> list[int]:
+            return [0]
+
         def part(self, *_: Any) -> Any:
             return part
 

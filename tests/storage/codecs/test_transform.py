@@ -23,6 +23,7 @@ from moa_data.storage.codecs.transform import Rope, TransformCodec, TransformSet
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import TOKENS, FieldSpec, hidden_field, kv_field, tokens_field
 from moa_data.tests.kit.errors import raises_naming
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import flip
 
 from .contract import EMBEDDINGS, KV, ROPE, SEQUENCES, LossyContract, activations, exact, learn_from
@@ -344,7 +345,7 @@ def test_learning_holds_a_part_of_a_group_in_memory_and_says_how_far_it_is(tmp_p
     rng = np.random.default_rng(0)
     codec = TransformCodec(kv_field(6, 1, 16), TransformSettings.parse("transform:1@layer"))
     told: list[tuple[int, int, str]] = []
-    learning = Learning(tmp_path, progress=lambda *step: told.append(step))
+    learning = Learning(tmp_path, progress=progress_to(lambda *step: told.append(step)))
     n_tokens, n_sequences = 400, 24
     sequences = (
         rng.standard_normal((n_tokens, 6, 1, 2, 16), dtype=np.float32) for _ in range(n_sequences)

@@ -14,13 +14,15 @@ import pytest
 
 from moa_data.storage.read.verify import summarize_store, verify_store
 from moa_data.storage.schema import StoreManifest
+from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import Recipe, flip
 
 
 def test_a_whole_store_is_ok(store: Path, recipe: Recipe) -> None:
     seen = []
     report = verify_store(
-        store, progress=lambda done, total, message: seen.append((done, total, message))
+        store,
+        progress=progress_to(lambda done, total, message: seen.append((done, total, message))),
     )
     assert report.ok
     assert (report.n_parts, report.n_pending_parts) == (recipe.manifest.n_parts, 0)
