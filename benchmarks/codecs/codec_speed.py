@@ -38,6 +38,7 @@ from moa_data.storage.codecs.transform import Observation, TransformCodec
 from moa_data.storage.grid import array_grid
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import FieldSpec, StoredArray, kv_field
+from moa_data.text import SILENT
 
 FIELDS = ("kv", "hidden/last")
 CODECS = ("lossless", "int8", "transform:1")
@@ -182,7 +183,7 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
     bits = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
     started = time.perf_counter()
     if isinstance(codec, TransformCodec):
-        with closing(Observation(codec, learning_on(options.device, None, None))) as observation:
+        with closing(Observation(codec, learning_on(options.device, None, SILENT))) as observation:
             for one in sample:
                 observation.observe(one)
             observation.learn()

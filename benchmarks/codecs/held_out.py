@@ -36,6 +36,7 @@ from moa_data.storage.chunk import encode_chunk
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import HIDDEN_LAST, TOKENS, to_float32
+from moa_data.text import SILENT
 
 CODECS = ("transform:0.86,hidden=3.2,tokens@all", "transform:0.43,hidden=1.85,tokens,from-kv@all")
 CHUNK_TOKENS = 512
@@ -59,7 +60,7 @@ def learned(name: str, store: ActivationStore, frozen: FrozenTarget) -> StoreCod
         calibrate(
             codec, store.lengths, lambda row: read(store, row, codec), frozen.facts,
             frozen.lm_head_weight, frozen.embed_tokens.weight,
-            learning_on("cpu", Path(folder), None),
+            learning_on("cpu", Path(folder), SILENT),
         )  # fmt: skip
     return codec
 
