@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from ..errors import ServingError
 from ..moa.decoding.loop import plain_generate
+from ..moa.decoding.prepare import prepare_for_inference
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
@@ -187,7 +188,7 @@ def answer_through_a_cut(
         decoding.
     """
     live = Target.load(model, device="cpu")
-    live.prepare()
+    prepare_for_inference(live)
     references: list[list[int]] = []
     for prompt in prompts:
         tokens = prompt_tokens(live.template, prompt)

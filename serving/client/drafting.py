@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...config import read_config_file
 from ...errors import RequestInvalid
+from ...moa.decoding.prepare import prepare_for_inference
 from ...moa.decoding.proposer import Chain
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, choose, penalised
 from ...moa.drafters.base import Drafter
@@ -89,8 +90,7 @@ class DraftingModel:
             device
         )
         check_target_fits(drafter.config, frozen.facts.sizes)
-        drafter.prepare()
-        frozen.prepare()
+        prepare_for_inference(frozen, [drafter])
         recorded: Mapping[str, str] = drafter.config.target
         arguments = choose_template_arguments(template_arguments, {str(folder): recorded})
         template = ChatTemplate(load_target_tokenizer(bundle_folder), arguments, str(bundle_folder))
