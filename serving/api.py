@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -101,10 +101,11 @@ class ApiError(Exception):
 
 
 class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 # A body of a megabyte can contain half a million wrong items. An error for each of them would take
@@ -226,11 +227,9 @@ class GenerationRequest(Body):
         )
         raise ApiError(400, message, param, "invalid_value")
 
-    @classmethod
     @override
-    def parse(cls, body: bytes) -> Self:
-        request = super().parse(body)
-        if request.stream_options is not None and not request.stream:
+    def model_post_init(self, context: Any) -> None:
+        if self.stream_options is not None and not self.stream:
             raise ApiError(
                 400,
                 "stream_options needs a streamed answer. Set stream to true, or leave out "
@@ -238,15 +237,6 @@ class GenerationRequest(Body):
                 "stream_options",
                 "invalid_value",
             )
-        for name, value in (
-            (request.stream_options and request.stream_options.model_extra) or {}
-        ).items():
-            if value:
-                message = (
-                    f"stream_options: {name[:60]} is not supported by this server. Leave it out."
-                )
-                raise ApiError(400, message, "stream_options", "unsupported_parameter")
-        return request
 
 
 class ChatRequest(GenerationRequest):
@@ -261,9 +251,9 @@ class ChatRequest(GenerationRequest):
 
     @override
     def model_post_init(self, context: Any) -> None:
-        self.max_tokens = (
-            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        )
+        super().model_post_init(context)
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 400,
@@ -323,24 +313,21 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
-    @classmethod
     @override
-    def parse(cls, body: bytes) -> Self:
-        request = super().parse(body)
-        if request.prompt is not None:
+    def model_post_init(self, context: Any) -> None:
+        if self.prompt is not None:
             kind = "prompt"
             settings_of_others: tuple[str, ...] = ("messages", "tools", "add_generation_prompt")
-        elif request.messages is not None:
+        elif self.messages is not None:
             kind = "messages"
             settings_of_others = ("add_special_tokens",)
         else:
             message = "the request lacks prompt or messages."
             raise ApiError(400, message, "prompt", "missing_required_parameter")
         for name in settings_of_others:
-            if getattr(request, name):
+            if getattr(self, name):
                 message = f"{name} does not apply to a request with {kind}. Leave it out."
                 raise ApiError(400, message, name, "unsupported_parameter")
-        return request
 
 
 class DetokenizeRequest(Body):
@@ -364,6 +351,9 @@ def _invalid(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {reason}.", code="invalid_json")
     if first["type"] == "missing":
         return ApiError(400, f"the request lacks {param}.", param, "missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        message = f"{param}: {str(first['loc'][-1])[:60]} is not supported. Leave it out."
+        return ApiError(400, message, param, "unsupported_parameter")
     if param == "stop":
         message = (
             f"stop must be a text or a list of at most {_MAX_STOPS} texts, each of 1 to "
@@ -387,6 +377,7 @@ class CompletionOutput:
         news: asyncio.Event,
     ) -> None:
         self.index = index
+        self.text = ""  # The text so far. It is not collected for streams.
         self._engine = engine
         loop = asyncio.get_running_loop()
         self._commits: deque[Commit] = deque()
@@ -395,7 +386,7 @@ class CompletionOutput:
         # Use the backend tokenizer's decode: the wrapper of transformers would double the time that
         # decoding takes in the event loop.
         decode = partial(engine.target.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-        self._text = Detokenizer(decode)
+        self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops, request.min_new_tokens)
         self._began = time.perf_counter()
         # ``finish_reason`` is "stop" or "length" once the answer has ended.
@@ -404,9 +395,7 @@ class CompletionOutput:
         # Tokens that were not sent yet, with their log-probabilities. The list stays empty if the
         # request asks for no log-probabilities.
         self.scored: list[tuple[int, Logprobs]] = []
-        self._id: int | None = engine.add(
-            request, lambda commit: call_in(loop, self._arrive, commit)
-        )
+        self._id = engine.add(request, lambda commit: call_in(loop, self._arrive, commit))
         engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
     def pieces(self) -> Iterator[str]:
@@ -424,9 +413,7 @@ class CompletionOutput:
 
     def close(self) -> None:
         """Remove the sequence from the engine."""
-        if self._id is not None:
-            self._engine.remove(self._id)
-            self._id = None
+        self._engine.remove(self._id)
 
     def _take(self, commit: Commit) -> str:
         """Take the tokens of one target call up to a stop string, and return their text."""
@@ -439,7 +426,7 @@ class CompletionOutput:
             self.n_tokens += 1
             if commit.logprobs:
                 self.scored.append((token, commit.logprobs[index]))
-            text += self._stops.push(self._text.append(token))
+            text += self._stops.push(self._detokenizer.append(token))
             if self._stops.is_found:
                 self.finish_reason = "stop"
                 return text
@@ -447,9 +434,8 @@ class CompletionOutput:
         return text + self._stops.rest() if commit.finish else text
 
     def _hold(self, is_held: bool) -> None:
-        if self._id is not None:
-            self._is_held = is_held
-            self._engine.hold(self._id, is_held)
+        self._is_held = is_held
+        self._engine.hold(self._id, is_held)
 
     def _arrive(self, commit: Commit) -> None:
         self._commits.append(commit)
@@ -519,12 +505,10 @@ class RequestOutput:
                 for piece in output.pieces():
                     yield output, piece
 
-    async def whole(self) -> list[str]:
-        """Wait until all answers have ended, and return their texts."""
-        pieces: list[list[str]] = [[] for _ in self.outputs]
+    async def whole(self) -> None:
+        """Wait until all answers have ended, and collect their texts."""
         async for output, piece in self.pieces():
-            pieces[output.index].append(piece)
-        return ["".join(parts) for parts in pieces]
+            output.text += piece
 
     def close(self) -> None:
         """Remove the sequences from the engine: the answers have ended, or their reader is gone."""
@@ -550,24 +534,20 @@ class ResponseFormatter:
         # Index of an answer with log-probabilities -> number of characters of its tokens that were
         # sent.
         self._offsets: Counter[int] = Counter()
-        # Index of an answer -> the bytes of an event before and after its text. They are the same
-        # for all events of the answer.
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()), "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
 
-    def whole(self, texts: Sequence[str], request_output: RequestOutput) -> JsonObject:
+    def whole(self, request_output: RequestOutput) -> JsonObject:
         """Return the response with all answers, once they are complete."""
         choices = []
-        for text, output in zip(texts, request_output.outputs, strict=True):
-            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append(
-                self._choice(
-                    output, message if self._is_chat else {"text": text}, output.finish_reason
-                )
-            )
+        for output in request_output.outputs:
+            content: JsonObject = {"text": output.text}
+            if self._is_chat:
+                message = {"role": "assistant", "content": output.text, "refusal": None}
+                content = {"message": message}
+            choices.append(self._choice(output, content, output.finish_reason))
         name = "chat.completion" if self._is_chat else "text_completion"
         return self._facts | {
             "object": name,
@@ -583,7 +563,8 @@ class ResponseFormatter:
 
     def piece(self, output: CompletionOutput, text: str) -> bytes:
         """Return the event of a piece of text, followed by the final event after the last piece."""
-        events = self._text(output, text) if text else b""
+        content = {"content": text} if self._is_chat else text
+        events = self._delta(output, content, None) if text else b""
         if reason := output.finish_reason:
             events += self._delta(output, {} if self._is_chat else "", reason)
         return events
@@ -596,18 +577,6 @@ class ResponseFormatter:
             else b""
         )
         return events + b"data: [DONE]\n\n"
-
-    def _text(self, output: CompletionOutput, text: str) -> bytes:
-        if output.scored:
-            return self._delta(output, {"content": text} if self._is_chat else text, None)
-        # Only the text differs between the events of an answer. Serializing the other fields would
-        # take longer than serializing the text, so it is done once per answer.
-        if output.index not in self._frames:
-            frame = self._delta(output, {"content": ""} if self._is_chat else "", None)
-            head, _, tail = frame.rpartition(b'""')
-            self._frames[output.index] = head, tail
-        head, tail = self._frames[output.index]
-        return head + _ENCODER.encode(text).encode() + tail
 
     def _delta(self, output: CompletionOutput, delta: Any, finish_reason: str | None) -> bytes:
         chunk = self._chunk(

@@ -343,9 +343,8 @@ class Service:
             return StreamingResponse(
                 _events(request, output, formatter), 200, headers, "text/event-stream"
             )
-        return JSONResponse(
-            formatter.whole(await _while_connected(request, output.whole()), output)
-        )
+        await _while_connected(request, output.whole())
+        return JSONResponse(formatter.whole(output))
 
     async def _begin(
         self, asked: GenerationRequest, prompts: list[list[int]], connection: Connection
