@@ -345,7 +345,8 @@ class _Turn:
         kind = message.WhichOneof("body")
         if kind == "pong" and (sent_s := self._pings.pop(message.pong.id, None)) is not None:
             self._round_trip_s = _smoothed(self._round_trip_s, at_s - sent_s)
-        n_before = len(session.tokens)
+        n_tokens_before = len(session.tokens)
+        n_contexts_before = session.n_context
         try:
             session.receive(message)
         except Overloaded as error:
@@ -355,11 +356,12 @@ class _Turn:
             if self._n_senseless > _MAX_SENSELESS:
                 raise
             self._reconnect(error)
-        if (n_new := len(session.tokens) - n_before) > 0:
+        if (n_new := len(session.tokens) - n_tokens_before) > 0:
             self._measure(message.committed, at_s, n_new)
-        for context, n_known in session.take_contexts():
+        if (n_new := session.n_context - n_contexts_before) > 0:
+            context = message.context
             rows = decode(context.codec, context.values, context.n_positions, self._drafter.width)
-            self._drafter.receive(rows[n_known:])
+            self._drafter.receive(rows[-n_new:])
 
     def _measure(self, committed: pb.Committed, at_s: float, n_new: int) -> None:
         self._n_senseless = 0

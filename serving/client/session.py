@@ -224,7 +224,8 @@ class ClientSession:
         saved: the answer so far, with its prompt.
         settings: how the answer is drafted.
         texts: a detokenizer without tokens.
-        n_context: the number of positions whose contexts the drafter has.
+        n_context: the number of positions whose contexts the drafter has. If :meth:`receive`
+            increases it, the last positions of its message are new.
     """
 
     def __init__(
@@ -247,7 +248,6 @@ class ClientSession:
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
         self.n_context = n_context
-        self.contexts = list[tuple[pb.Context, int]]()
         self.finish = ""  # The reason why the answer ended; empty before.
         # Numbers of: target calls that committed tokens, chains that were verified, tokens that
         # these verifications committed, and shown tokens that were taken back.
@@ -396,15 +396,6 @@ class ClientSession:
         self._events = []
         return events
 
-    def take_contexts(self) -> list[tuple[pb.Context, int]]:
-        """Return the context messages since the last call.
-
-        Each comes with the number of positions at its start whose contexts were already known.
-        """
-        contexts = self.contexts
-        self.contexts = []
-        return contexts
-
     def ping(self, number: int) -> None:
         """Request a Pong, to measure the round trip and to check that the server is alive."""
         if self._is_up:
@@ -469,7 +460,6 @@ class ClientSession:
                 "for each known token."
             )
         if n_known < context.n_positions:
-            self.contexts.append((context, n_known))
             self.n_context = context.start + context.n_positions
             self._is_stuck = False
 

@@ -274,10 +274,14 @@ class World:
 
     def deliver_down(self) -> None:
         if self.down:
+            message = self.down.popleft()
+            n_before = self.session.n_context
             try:
-                self.session.receive(self.down.popleft())
+                self.session.receive(message)
             except Disconnected:
                 self.cut()
+            if n_new := self.session.n_context - n_before:
+                self.contexts += message.context.values[-n_new:]
 
     def repeat(self) -> None:
         """Deliver a message twice. Repeated tokens and contexts must change nothing."""
@@ -313,8 +317,6 @@ class World:
     def _look(self) -> None:
         for event in self.session.take_events():
             self.display.show(event)
-        for context, n_known in self.session.take_contexts():
-            self.contexts += context.values[n_known:]
         tokens = self.session.tokens
         assert bytes(self.contexts) == bytes(tokens[: len(self.contexts)]), "contexts have no gaps"
         shown = (
