@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import RequestInvalid, ServingError
 from ..moa.targets.live import Target
+from .wire import n_common
 
 
 class Grammar:
@@ -28,10 +29,7 @@ class Grammar:
         """
         matcher = self._matcher
         consumed = self._taken
-        answer = list(answer)
-        n_same = min(len(consumed), len(answer))
-        while answer[:n_same] != consumed[:n_same]:
-            n_same -= 1
+        n_same = n_common(consumed, answer)
         if n_same < len(consumed):
             matcher.rollback(len(consumed) - n_same)
             del consumed[n_same:]
