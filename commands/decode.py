@@ -72,7 +72,6 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
 
     from ..moa.decoding.loop import generate_batch
     from ..moa.decoding.policy import AutoPolicy
-    from ..moa.decoding.prepare import prepare_for_inference
     from ..moa.decoding.proposer import DrafterProposer
     from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import TreeShape
@@ -82,10 +81,10 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     from .views import decoding_view
 
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
+    target.prepare(config.cuda_graphs)
     (drafter,) = ready_drafters(
         target, [config.drafter], config.template_kwargs, config.model
     ).values()
-    prepare_for_inference(target, [drafter], config.cuda_graphs)
     rows = [prompt_tokens(target.template, [{"role": "user", "content": text}]) for text in texts]
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer = DrafterProposer(target, drafter, sampling)

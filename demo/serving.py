@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 
 from ..errors import ServingError
 from ..moa.decoding.loop import plain_generate
-from ..moa.decoding.prepare import prepare_for_inference
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
@@ -188,7 +187,7 @@ def answer_through_a_cut(
         decoding.
     """
     live = Target.load(model, device="cpu")
-    prepare_for_inference(live)
+    live.prepare()
     references: list[list[int]] = []
     for prompt in prompts:
         tokens = prompt_tokens(live.template, prompt)

@@ -11,7 +11,6 @@ import torch
 from ..errors import DrafterError, OptionInvalid, ReportUnwritten, StorageUnavailable
 from ..moa.decoding.loop import Generation, OnTokens, generate_batch
 from ..moa.decoding.policy import AutoPolicy, ShapePolicy
-from ..moa.decoding.prepare import prepare_for_inference
 from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Proposer
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
 from ..moa.decoding.tree import TreeShape
@@ -56,9 +55,9 @@ def evaluate(
     )
     file = load_prompts(config.prompts, config.n_prompts)
     target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
+    target.prepare(config.cuda_graphs)
     folders = config.drafter if config.needs_drafters else ()
     drafters = ready_drafters(target, folders, config.template_kwargs, config.model)
-    prepare_for_inference(target, drafters.values(), config.cuda_graphs)
     facts: dict[str, dict[str, Any]] = {}
     for folder, (name, drafter) in zip(folders, drafters.items(), strict=True):
         facts[name] = drafter_facts(folder, drafter)
@@ -226,7 +225,8 @@ def generate(
     if messages:
         arguments = choose_template_arguments((), {"drafter": drafter.config.target})
         tokens = prompt_tokens(ChatTemplate(target.tokenizer, arguments), messages)
-    prepare_for_inference(target, [drafter])
+    target.prepare()
+    drafter.prepare()
     proposer = DrafterProposer(target, drafter, sampling)
     return generate_batch(
         target, [tokens], max_new_tokens=max_new_tokens, proposer=proposer, sampling=sampling,

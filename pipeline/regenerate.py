@@ -40,7 +40,6 @@ from .. import __version__
 from ..errors import DatasetError, OptionInvalid, OutputOccupied, ServingError, TemplateError
 from ..files import disk_full_guard, parsing, refuse_other_inputs, write_atomic
 from ..moa.decoding.loop import generate_batch
-from ..moa.decoding.prepare import prepare_for_inference
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import SamplingConfig
 from ..moa.formats.checkpoint import ready_drafters
@@ -536,13 +535,14 @@ class LocalTarget:
         self._target = Target.load(
             config.model, getattr(torch, config.dtype), config.device, config.revision
         )
+        self._target.prepare()
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         sampling = SamplingConfig(**config.sampling.arguments())
         proposer = shape = None
         folders = () if config.drafter is None else (config.drafter,)
-        drafters = ready_drafters(self._target, folders, config.template_kwargs, config.model)
-        prepare_for_inference(self._target, drafters.values())
-        for drafter in drafters.values():
+        for drafter in ready_drafters(
+            self._target, folders, config.template_kwargs, config.model
+        ).values():
             proposer = DrafterProposer(self._target, drafter, sampling)
             shape = config.shape()
             if config.tree is None and proposer.max_depth is not None:

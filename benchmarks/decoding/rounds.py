@@ -26,7 +26,6 @@ from benchmarks.training.runs import small_config
 from moa_data.evaluation.measure import Generate, MethodRun, measure
 from moa_data.evaluation.prompts import load_prompts
 from moa_data.moa.decoding.loop import Generation, generate_batch
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import DraftTree, TreeShape
 from moa_data.moa.drafters.base import Drafter
@@ -79,7 +78,7 @@ def random_drafter(target: Target, name: str) -> Drafter:
     drafter.initialize(torch.Generator().manual_seed(0))
     n_tokens = target.facts.vocab_size
     drafter.adopt(FrozenTarget.from_model(target.model, 0), lambda: torch.arange(n_tokens, 0, -1))
-    prepare_for_inference(target, [drafter.eval().requires_grad_(False)])
+    drafter.eval().requires_grad_(False).prepare()
     return drafter
 
 
@@ -131,6 +130,7 @@ def figures(runs: Sequence[MethodRun], plain: Sequence[MethodRun]) -> dict[str, 
 def timed(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all figures."""
     target = Target.load(options.model)
+    target.prepare()
     lengths = {name: float(value) for name, value in (one.split("=") for one in options.lengths)}
     methods = methods_of(target, lengths, TreeShape(options.draft_length), options.max_new_tokens)
     prompts = load_prompts(options.prompts, options.n_prompts).prompts

@@ -22,7 +22,6 @@ import yaml
 
 from benchmarks.decoding.decode import random_drafter
 from benchmarks.kit.harness import in_turn, run
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter
@@ -87,13 +86,14 @@ def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
     Returns a row for each kind of drafter and each draft vocabulary.
     """
     target = Target.load(options.model, torch.float32, "cpu")
+    target.prepare()
     rows = []
     for kind in options.kinds:
         for n_tokens in (0, *options.sizes):
             with torch.inference_mode(False):
                 drafter = random_drafter(target, kind, 0)
                 set_vocabulary(drafter, torch.arange(n_tokens))
-                prepare_for_inference(target, [drafter.requires_grad_(False)])
+                drafter.requires_grad_(False).prepare()
             text = Text(target, drafter)
             taken = in_turn({"plain": text.step, "drafts": text.draft}, options.repeats)
             plain_ms, drafts_ms = (

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from ...errors import DrafterError
 from ..nn import losses
 from ..nn.layers import DecoderBlock
-from ..nn.packed import state_of
+from ..nn.packed import pack, rows_of, state_of
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
@@ -98,11 +98,10 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         # Cached rows of LM heads for the draft vocabulary. ``_target_rows`` has rows of the
-        # target's LM head for one state of that head. ``own_rows`` has rows of the drafter's own
-        # head, once it is prepared. PyTorch does not register layers in a dict or a list as
-        # submodules.
+        # target's LM head for one state of that head. ``_own_rows`` has rows of the drafter's own
+        # head. PyTorch does not register layers in a dict or a list as submodules.
         self._target_rows: dict[tuple[int, int], nn.Linear] = {}
-        self.own_rows: list[nn.Linear] = []
+        self._own_rows: list[nn.Linear] = []
         self.register_buffer(
             "draft_ids", torch.tensor(config.draft_tokens, dtype=torch.int64), persistent=False
         )
@@ -200,6 +199,18 @@ class Drafter(nn.Module, ABC):
 
     # Decoding on the target's machine
 
+    def prepare(self) -> None:
+        """Pack the final weights for fast drafting on a CPU.
+
+        This may change the drafts slightly.
+        """
+        pack(self, is_exact=False)
+        for module in self.modules():
+            if isinstance(module, DecoderBlock):
+                module.fuse()
+        if self.config.draft_tokens and self.own_head is not None:
+            self._own_rows = [rows_of(self.own_head, self.draft_ids, is_packed=True)]
+
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
         """Compute the logits [..., V] of features [..., E].
 
@@ -237,8 +248,8 @@ class Drafter(nn.Module, ABC):
 
         The result is [..., V_d].
         """
-        if self.own_rows:
-            logits: Tensor = self.own_rows[0](x)
+        if self._own_rows:
+            logits: Tensor = self._own_rows[0](x)
             return logits
         head = cast(Tensor, self.own_head)
         return F.linear(x, head[self.draft_ids] if self.config.draft_tokens else head)

@@ -172,7 +172,7 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 def ready_drafters(
     target: Target, folders: Sequence[str], template_kwargs: Sequence[str], where: str
 ) -> dict[str, Drafter]:
-    """Load drafters, and set the target's chat template.
+    """Load drafters for decoding, and set the target's chat template.
 
     The template gets the arguments with which the drafters' training chats were rendered.
 
@@ -183,6 +183,8 @@ def ready_drafters(
         where: name of the target in error messages.
     """
     drafters = load_drafters(folders, target, target.model.dtype)
+    for drafter in drafters.values():
+        drafter.prepare()
     arguments = choose_template_arguments(
         template_kwargs, {name: loaded.config.target for name, loaded in drafters.items()}
     )

@@ -27,6 +27,7 @@ from . import bundle, gguf, proof
 from .cache import Buffers, TargetCache
 from .facts import TargetFacts, load_facts
 from .families import decoder_layers, text_model, transformers_config
+from .fused import fuse
 from .loading import load_target_model
 from .model_files import check_model_folder, read_config
 from .template import ChatTemplate
@@ -235,12 +236,14 @@ class Target:
         is_llama = self.facts.family.has_llama_layers
         return "" if is_llama else proof.decoding_problem(self)
 
-    def prepare_calls(self, uses_graphs: bool) -> None:
-        """Choose how calls run on the device. A second call has no effect.
+    def prepare(self, uses_graphs: bool = True) -> None:
+        """Optimize decoding for the device. The weights must not change afterwards.
 
-        On a CPU, a small target decodes with one thread (:meth:`threads`). On a CUDA device, calls
-        after a prefill run as CUDA graphs if the target has Llama's layers.
+        On a CPU this packs the weights (:func:`.fused.fuse`), and a small target decodes with one
+        thread (:meth:`threads`). On a CUDA device, calls after a prefill run as CUDA graphs if the
+        target has Llama's layers. Calling this method again has no effect.
         """
+        fuse(self.model)
         largest = 0
         for module in self.model.modules():
             if isinstance(module, nn.Linear):

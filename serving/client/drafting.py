@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ...config import read_config_file
 from ...errors import RequestInvalid
-from ...moa.decoding.prepare import prepare_for_inference
 from ...moa.decoding.proposer import Chain
 from ...moa.decoding.sampling import GREEDY, SamplingConfig, choose, penalised
 from ...moa.drafters.base import Drafter
@@ -90,7 +89,8 @@ class DraftingModel:
             device
         )
         check_target_fits(drafter.config, frozen.facts.sizes)
-        prepare_for_inference(frozen, [drafter])
+        drafter.prepare()
+        frozen.prepare()
         recorded: Mapping[str, str] = drafter.config.target
         arguments = choose_template_arguments(template_arguments, {str(folder): recorded})
         template = ChatTemplate(load_target_tokenizer(bundle_folder), arguments, str(bundle_folder))

@@ -152,7 +152,7 @@ class Engine:
         self.working_bytes = activations + 8 * facts.vocab_size * n_logits + masks + 200_000_000
         self._max_open = options.max_sequences + options.max_waiting
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
-        self._runner = Runner(target, self.drafters.values(), options.target_ms / 1000)
+        self._runner = Runner(target, options.target_ms / 1000)
         if problem := self._problem():
             raise TargetError(f"{target.facts.model_type} can't be served: {problem}.")
         self._speculations = {

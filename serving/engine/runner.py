@@ -19,19 +19,17 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...moa.decoding.prepare import prepare_for_inference
-from ...moa.drafters.base import Drafter
 from ...moa.nn.masks import to_device
 from ...moa.targets.bundle import FrozenTarget
 from ...moa.targets.families import text_model
-from ...moa.targets.fused import FusedBody
+from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, layer_outputs
 from .attention import ATTENTION, BatchedAttention, Segment, SegmentAttention
 
@@ -60,20 +58,17 @@ class Runner:
 
     Args:
         target: the target; its modules are copied, its weights are shared.
-        drafters: drafters of this target, which are prepared together with it.
         min_s: minimum duration of a call in seconds, to simulate a slower target.
     """
 
-    def __init__(
-        self, target: Target, drafters: Iterable[Drafter] = (), min_s: float = 0.0
-    ) -> None:
+    def __init__(self, target: Target, min_s: float = 0.0) -> None:
         # Copy the modules but share the weights.
         weights = {
             id(tensor): tensor
             for tensor in itertools.chain(target.model.parameters(), target.model.buffers())
         }
         self._model = copy.deepcopy(target.model, weights)
-        prepare_for_inference(self._model, drafters)
+        fuse(self._model)
         self._fused = FusedBody.of(self._model)
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():

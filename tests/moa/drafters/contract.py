@@ -22,7 +22,6 @@ from torch import Tensor
 from moa_data.errors import DrafterError, TargetError
 from moa_data.evaluation.run import generate
 from moa_data.moa.decoding.loop import Generation, generate_batch, plain_generate
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.sampling import GREEDY, SamplingConfig, distribution
 from moa_data.moa.decoding.tree import TreeShape
@@ -457,7 +456,7 @@ class DrafterContract:
             ]
 
         plain = drafts()
-        prepare_for_inference(target, [drafter])
+        drafter.prepare()
         blocks = [module for module in drafter.modules() if isinstance(module, DecoderBlock)]
         are_alike = [
             not hasattr(block.self_attn, "q_norm") and block.input_layernorm._parameters

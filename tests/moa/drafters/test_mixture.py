@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moa_data.errors import DrafterError
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.drafters import training
 from moa_data.moa.drafters.caches import write_after
 from moa_data.moa.drafters.mixture import MoADrafter
@@ -118,7 +117,7 @@ def test_rows_of_the_head_are_laid_out_for_drafting_alone(monkeypatch: pytest.Mo
         drafter = build_drafter(model, 0, draft_vocabulary=30)
         frozen = frozen_for(drafter, model)
         if is_prepared:
-            prepare_for_inference(frozen)
+            frozen.prepare()
         rows = frozen.head_of(drafter.draft_ids)
         assert ("packed" in vars(rows)) == is_prepared
         with torch.inference_mode():

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from moa_data.moa.decoding.loop import generate_batch, plain_generate
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.vocabulary import choose_draft_vocabulary, coverage, most_frequent
@@ -84,10 +83,10 @@ def test_the_most_frequent_tokens_are_drafted(
     expected = of_all.draft_logits(frozen, features)
     if is_prepared:
         monkeypatch.setattr(packed, "_FEWEST_VALUES", 1)
-        prepare_for_inference(frozen)
+        frozen.prepare()
     for drafter in (own, load_drafter(tmp_path)):
         if is_prepared:
-            prepare_for_inference(frozen, [drafter])
+            drafter.prepare()
         with torch.inference_mode(is_prepared):
             logits = drafter.draft_logits(frozen, features)
         tolerance = 2e-2 if is_prepared else 1e-5  # prepared weights are rounded to float16

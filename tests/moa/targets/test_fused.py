@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.nn import packed
 from moa_data.moa.targets import fused
 from moa_data.moa.targets.families import decoder_layers, text_model
@@ -71,7 +70,7 @@ def test_layers_compute_what_the_models_own_do(
     """Weights were stored in either dtype."""
     model = build_model(family, **BIASES[changes]).to(dtype).float()
     expected = hidden_of(model)
-    prepare_for_inference(Target(model))
+    Target(model).prepare()
     # Qwen3 has norms of query and key heads, so its layers are not fused.
     assert are_fused(model) == [family != "qwen3"] * len(decoder_layers(model))
     for own, other in zip(hidden_of(model), expected, strict=True):
@@ -81,7 +80,7 @@ def test_layers_compute_what_the_models_own_do(
 def test_where_a_part_of_each_head_is_rotated_the_models_own_layer_computes() -> None:
     model = build_family("glm4_moe", use_qk_norm=False)
     expected = hidden_of(model)
-    prepare_for_inference(Target(model))
+    Target(model).prepare()
     for own, other in zip(hidden_of(model), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 

@@ -17,7 +17,6 @@ import torch
 
 from moa_data.errors import TargetError
 from moa_data.moa.decoding.loop import generate_batch
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.targets import live as target_module
 from moa_data.moa.targets.cache import Buffers, TargetCache
 from moa_data.moa.targets.live import (
@@ -166,7 +165,7 @@ def test_small_targets_decode_with_one_thread_and_give_the_others_back(is_prepar
     torch.set_num_threads(2)
     try:
         if is_prepared:
-            prepare_for_inference(target)
+            target.prepare()
         generate_batch(
             target,
             [[5, 6, 7]],

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moa_data.moa.decoding.loop import generate_batch
-from moa_data.moa.decoding.prepare import prepare_for_inference
 from moa_data.moa.decoding.proposer import DrafterProposer
 from moa_data.moa.decoding.tree import TreeShape, ancestors
 from moa_data.moa.targets.cache import TargetCache
@@ -133,5 +132,5 @@ def test_only_layers_of_llama_on_a_gpu_become_graphs(device: Counts) -> None:
         ("qwen3_moe", "cuda", False),
     ):
         target = Target(build_family(family).to(where))
-        prepare_for_inference(target)
+        target.prepare()
         assert (target._static is not None) == is_static, (family, where)
