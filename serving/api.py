@@ -132,8 +132,16 @@ _Stops = Annotated[
     _FAILS_FAST,
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
+_Tokens = Annotated[list[int], _FAILS_FAST]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
+# Settings whose values have several types -> the message for any wrong value.
+_HINTS = {
+    "prompt": "prompt must be a text, a list of token ids, or a list of several prompts of one of "
+    f"these kinds. The number of prompts times n may be at most {_MAX_CHOICES}.",
+    "stop": f"stop must be a text or a list of at most {_MAX_STOPS} texts, each of 1 to "
+    f"{_MAX_STOP_CHARS} characters.",
+}
 
 
 class Body(BaseModel):
@@ -158,12 +166,12 @@ class Body(BaseModel):
         except ValidationError as error:
             raise _invalid(error) from error
         for name, value in (request.model_extra or {}).items():
-            if name not in _NOTHING and name not in _OF_THE_CALLER:
-                message = f"unrecognized request argument: {name[:60]}. Leave it out."
-                raise ApiError(400, message, name[:60], "unknown_parameter")
-            if name in _NOTHING and value is not None and value not in _NOTHING[name]:
-                message = f"{name} is not supported by this server. Leave it out."
-                raise ApiError(400, message, name, "unsupported_parameter")
+            is_known = name in _NOTHING
+            if name in _OF_THE_CALLER or (is_known and value in (None, *_NOTHING[name])):
+                continue
+            message = f"{name[:60]} is not supported by this server. Leave it out."
+            code = "unsupported_parameter" if is_known else "unknown_parameter"
+            raise ApiError(400, message, name[:60], code)
         return request
 
 
@@ -274,32 +282,24 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[Any]
+    prompt: (
+        str | _Tokens | Annotated[list[str], _FAILS_FAST] | Annotated[list[_Tokens], _FAILS_FAST]
+    )
     max_tokens: Count | None = 16
     logprobs: _TopLogprobs | None = None
 
+    @override
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if len(self.prompts) * (self.n or 1) > _MAX_CHOICES:
+            raise ApiError(400, _HINTS["prompt"], "prompt", "invalid_value")
+
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, at least one. All are texts, or all are lists of token ids."""
-        prompt = self.prompt
-        prompts = (
-            prompt
-            if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-            else [prompt]
-        )
-        are_texts = isinstance(prompts[0], str)
-        # Check the prompts here, because pydantic would try each kind of prompt on each of up to
-        # half a million items.
-        are_right = len(prompts) * (self.n or 1) <= _MAX_CHOICES and all(
-            _is_prompt(item, are_texts) for item in prompts
-        )
-        if not are_right:
-            message = (
-                "prompt must be a text, a list of token ids, or a list of several prompts of one "
-                f"of these kinds. The number of prompts times n may be at most {_MAX_CHOICES}."
-            )
-            raise ApiError(400, message, "prompt", "invalid_value")
-        return prompts
+        prompt: Any = self.prompt
+        is_single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        return [prompt] if is_single else prompt
 
 
 class TokenizeRequest(Body):
@@ -333,14 +333,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The body of ``/detokenize``, as in vLLM."""
 
-    tokens: Annotated[list[int], _FAILS_FAST]
-
-
-def _is_prompt(item: Any, is_text: bool) -> bool:
-    """Return whether a prompt is a text or, if ``is_text`` is false, a list of token ids."""
-    if is_text:
-        return isinstance(item, str)
-    return isinstance(item, list) and all(type(token) is int for token in item)
+    tokens: _Tokens
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -354,15 +347,8 @@ def _invalid(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         message = f"{param}: {str(first['loc'][-1])[:60]} is not supported. Leave it out."
         return ApiError(400, message, param, "unsupported_parameter")
-    if param == "stop":
-        message = (
-            f"stop must be a text or a list of at most {_MAX_STOPS} texts, each of 1 to "
-            f"{_MAX_STOP_CHARS} characters."
-        )
-        return ApiError(400, message, param, "invalid_value")
-    return ApiError(
-        400, f"{param or 'the body'}: {first['msg'].rstrip('.')}.", param or None, "invalid_value"
-    )
+    message = _HINTS.get(param, f"{param or 'the body'}: {first['msg'].rstrip('.')}.")
+    return ApiError(400, message, param or None, "invalid_value")
 
 
 class CompletionOutput:
