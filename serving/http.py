@@ -247,32 +247,26 @@ class Service:
                 5,
             )
         limits = self.limits
-        max_bytes = self.limits.max_body_bytes
-        too_large = ApiError(
-            413,
-            f"the body has more than {max_bytes} bytes; send a smaller body.",
-            None,
-            "request_too_large",
-        )
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > max_bytes:
-            raise too_large
-        parts = []
-        n_bytes = 0
+        body = bytearray()
         try:
             async with asyncio.timeout(limits.body_s):
                 async for part in request.stream():
-                    n_bytes += len(part)
-                    if n_bytes > max_bytes:
-                        raise too_large
-                    parts.append(part)
+                    body += part
+                    if len(body) > limits.max_body_bytes:
+                        raise ApiError(
+                            413,
+                            f"the body has more than {limits.max_body_bytes} bytes; send a smaller "
+                            "body.",
+                            None,
+                            "request_too_large",
+                        )
         except TimeoutError as error:
             message = (
                 f"the body of the request did not arrive within {limits.body_s:g} s; send it "
                 "without pauses."
             )
             raise ApiError(408, message, None, "timeout") from error
-        asked = kind.parse(b"".join(parts))
+        asked = kind.parse(bytes(body))
         if asked.model is not None:
             self._check_model(asked.model)
         return asked
@@ -433,20 +427,17 @@ class Service:
         context = self.engine.max_positions
         n_new = asked.max_tokens
         limit = self.limits.max_new_tokens
-        if n_prompt >= context:
+        least = n_new or 1
+        if n_prompt + least > context:
             message = (
-                f"the prompt has {n_prompt} tokens, but at most {context - 1} fit into the "
-                "context; shorten the prompt."
+                f"the prompt has {n_prompt} tokens, and the answer may have {least}, but the "
+                f"context has only {context} tokens for both together; shorten the prompt or lower "
+                "max_tokens."
             )
-            raise ApiError(400, message, None, "context_length_exceeded")
+            param = "max_tokens" if n_prompt < context else None
+            raise ApiError(400, message, param, "context_length_exceeded")
         if n_new is None:
             return min(limit, context - n_prompt)
-        if n_prompt + n_new > context:
-            message = (
-                f"the prompt has {n_prompt} tokens and max_tokens is {n_new}, but the context has "
-                f"only {context} tokens for both together; shorten the prompt or lower max_tokens."
-            )
-            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         if n_new > limit:
             message = (
                 f"max_tokens is {n_new}, but this server allows at most {limit} tokens per answer; "
@@ -471,13 +462,7 @@ class _Tokenizer:
         If the caller is cancelled before the function starts, the function never runs.
         """
         if self._n_waiting >= self._max_waiting:
-            raise ApiError(
-                503,
-                "too many requests wait for the tokenizer; try again later.",
-                None,
-                "overloaded",
-                1,
-            )
+            raise Overloaded("too many requests wait for the tokenizer; try again later.")
         self._n_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
@@ -491,18 +476,19 @@ def _chat_tokens(
     template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool
 ) -> list[int]:
     """Tokenize a chat, with its tools if the template can show them. The tools are never called."""
-    are_developers = [message.get("role") == "developer" for message in messages]
     converted_messages: list[Message] = []
-    for message, is_developer in zip(messages, are_developers, strict=True):
+    for message in messages:
+        is_developer = message.get("role") == "developer"
         converted_messages.append(message | {"role": "system"} if is_developer else message)
     chat = parse_prompt({"messages": converted_messages, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
     # As in vLLM, developer messages become system messages if the template does not know the role
     # developer.
-    if any(are_developers) and re.search("['\"]developer['\"]", template.text):
-        for message, is_developer in zip(chat.messages, are_developers, strict=True):
-            message["role"] = "developer" if is_developer else message["role"]
+    if re.search("['\"]developer['\"]", template.text):
+        for message, original in zip(chat.messages, messages, strict=True):
+            if original.get("role") == "developer":
+                message["role"] = "developer"
     if chat.tools:
         with contextlib.suppress(TemplateError):
             return prompt_tokens(template, chat.messages, chat.tools, is_open=is_open)
@@ -547,12 +533,22 @@ async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) 
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(task, until_gone())
         if not task.done():
             raise ApiError(_CLIENT_GONE, "the client has gone.")
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+
+
+async def first_of(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the work or the event, whichever is first; errors of the work are raised."""
+    waiting = asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        waiting.cancel()

@@ -15,10 +15,9 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import grpc
 import uvicorn
@@ -26,7 +25,7 @@ import uvicorn
 from ..errors import RequestInvalid
 from .access import HttpServer
 from .grpc import DraftingServer, Identities
-from .http import Service
+from .http import Service, first_of
 
 OnReady = Callable[[str, str | None], None]
 _LOG = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class ServerRun:
                         f"{scheme}://{shown}:{port}",
                         f"{shown}:{self.drafting.port}" if self.drafting else None,
                     )
-                    await _first_of(serving, self._ending.wait())
+                    await first_of(serving, self._ending.wait())
                 await self._drain(http, serving)
             finally:
                 if self.drafting is not None:
@@ -140,13 +139,13 @@ class ServerRun:
         if self.drafting is not None:
             work.append(asyncio.ensure_future(self.drafting.stop(self._config.grace_s)))
         rest = asyncio.gather(*work, return_exceptions=True)
-        await _first_of(rest, self._breaking_off.wait())
+        await first_of(rest, self._breaking_off.wait())
         rest.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await rest
         # This closes the listener and idle connections.
         http.should_exit = True
-        await _first_of(serving, self._breaking_off.wait())
+        await first_of(serving, self._breaking_off.wait())
         http.force_exit = True
         await serving
 
@@ -177,9 +176,8 @@ def bind(host: str, port: int) -> socket.socket:
         both = family == socket.AF_INET6 and host == "::"
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (while")[0].rstrip(".")
         raise RequestInvalid(
-            f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
+            f"cannot listen on {host}, port {port}: {error.strerror}. Choose another --host or --port."
         ) from error
     # Connections inherit this size. By default the kernel would buffer megabytes of text for a
     # client that does not read.
@@ -208,14 +206,3 @@ def check_tls(cert: Path, key: Path) -> None:
             f"--tls-cert {cert} and --tls-key {key} cannot be used for TLS: {error}. Give a "
             "certificate chain and its private key as PEM files."
         ) from error
-
-
-async def _first_of(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the work or the event, whichever is first; errors of the work are raised."""
-    waiting = asyncio.ensure_future(event)
-    try:
-        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-    finally:
-        waiting.cancel()
