@@ -221,10 +221,11 @@ class World:
             max_offline=MAX_OFFLINE,
             eos_token_ids=frozenset({EOS}),
             mode=self.mode,
-            shape=shape,
         )
         saved = SavedAnswer(name, tuple(tokens), len(PROMPT), N_NEW)
-        return ClientSession(saved, settings, texts())
+        session = ClientSession(saved, settings, texts())
+        session.shape = shape
+        return session
 
     # The actions
 
