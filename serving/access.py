@@ -449,6 +449,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, limits: LimitOptions) -> None:
         super().__init__(config)
         self._pool = Connections(limits)
+        self.has_started = asyncio.Event()
 
     @override
     @contextlib.contextmanager
@@ -465,3 +466,4 @@ class HttpServer(uvicorn.Server):
             )
         self.servers: list[Any] = [self._pool]
         self.started = True
+        self.has_started.set()

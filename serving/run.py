@@ -79,17 +79,15 @@ class ServerRun:
             try:
                 await self._start_drafting()
                 serving = asyncio.create_task(http.serve(sockets=[listener]))
-                while not http.started and not serving.done():
-                    await asyncio.sleep(0.01)
-                if http.started:
-                    host, port = listener.getsockname()[:2]
-                    shown = f"[{host}]" if ":" in host else host
-                    scheme = "https" if self._config.tls else "http"
-                    self._on_ready(
-                        f"{scheme}://{shown}:{port}",
-                        f"{shown}:{self.drafting.port}" if self.drafting else None,
-                    )
-                    await first_of(serving, self._ending.wait())
+                await first_of(serving, http.has_started.wait())
+                host, port = listener.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                scheme = "https" if self._config.tls else "http"
+                self._on_ready(
+                    f"{scheme}://{shown}:{port}",
+                    f"{shown}:{self.drafting.port}" if self.drafting else None,
+                )
+                await first_of(serving, self._ending.wait())
                 await self._drain(http, serving)
             finally:
                 if self.drafting is not None:
@@ -130,12 +128,11 @@ class ServerRun:
         """Wait for running answers up to the grace period, abort the rest, and close the server."""
         self._service.is_draining = True
         # Wait only for the current requests, because later requests are refused.
-        answering = list(http.server_state.tasks)
+        work: list[asyncio.Future[None]] = list(http.server_state.tasks)
         _LOG.info(
             "shutting down: %d requests are still being answered", self._service.metrics.n_in_flight
         )
         asyncio.get_running_loop().call_later(self._config.grace_s, self._breaking_off.set)
-        work: list[asyncio.Future[None]] = list(answering)
         if self.drafting is not None:
             work.append(asyncio.ensure_future(self.drafting.stop(self._config.grace_s)))
         rest = asyncio.gather(*work, return_exceptions=True)

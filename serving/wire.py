@@ -113,9 +113,7 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     if codec == "bf16":
         return _finite(packed.view(torch.bfloat16))
     n_groups = -(-width // GROUP)
-    scales = _finite(packed[:, : 2 * n_groups].reshape(-1).view(torch.bfloat16)).view(
-        n_positions, n_groups
-    )
+    scales = _finite(packed[:, : 2 * n_groups].contiguous().view(torch.bfloat16))  # [n, G]
     codes = packed[:, 2 * n_groups :]
     if codec == "int4":
         codes = (
