@@ -81,18 +81,15 @@ class SamplingConfig:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise DrafterError(f"temperature must be a number from 0 up, got {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise DrafterError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
-        if self.top_k < 0:
-            raise DrafterError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}.")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise DrafterError(
-                f"repetition_penalty must be a number above 0, got {self.repetition_penalty}."
-            )
-        if not 0 <= self.min_p <= 1:
-            raise DrafterError(f"min_p must be from 0 to 1, got {self.min_p}.")
+        for name, is_valid, expected in (
+            ("temperature", 0 <= self.temperature < math.inf, "a number from 0 up"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+        ):
+            if not is_valid:
+                raise DrafterError(f"{name} must be {expected}, got {getattr(self, name)}.")
 
     @property
     def is_argmax(self) -> bool:
