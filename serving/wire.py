@@ -113,7 +113,9 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     if codec == "bf16":
         return _finite(packed.view(torch.bfloat16))
     n_groups = -(-width // GROUP)
-    scales = _finite(packed[:, : 2 * n_groups].contiguous().view(torch.bfloat16))  # [n, G]
+    scales = _finite(packed[:, : 2 * n_groups].reshape(-1).view(torch.bfloat16)).view(
+        n_positions, n_groups
+    )
     codes = packed[:, 2 * n_groups :]
     if codec == "int4":
         codes = (
