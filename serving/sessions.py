@@ -24,7 +24,6 @@ Shapes: n positions, W numbers of a context.
 import asyncio
 import enum
 import operator
-import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -68,12 +67,13 @@ class ServerSession:
 
     def __init__(
         self,
+        id_: str,
         opener: "Stream",
         engine: Engine,
         request: Request,
         on_lost: Callable[["ServerSession"], None],
     ) -> None:
-        self.id = secrets.token_urlsafe()
+        self.id = id_
         self.owner = opener.owner
         self.counted_by = opener.counted_by
         # ``time.monotonic()`` of the last message from or to the session's client. The gRPC server
