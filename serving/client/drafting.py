@@ -107,20 +107,31 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
     Raises:
         RequestInvalid: no bundle was found.
     """
-    stores: list[Any] = [bundle]
-    if bundle is None:
-        run = Path(folder).expanduser()
-        files = (run / _RUN_FILE, run.parent / _RUN_FILE)
-        stores = [read_config_file(file).get("store") for file in files if file.is_file()]
-    for store in stores:
-        base_folder = Path(str(store)).expanduser()
+    if bundle is not None:
+        base_folder = Path(bundle).expanduser()
         for bundle_folder in (base_folder, base_folder / _BUNDLE):
             if (bundle_folder / FROZEN_FILE).is_file():
                 return bundle_folder
+        raise RequestInvalid(
+            f"{base_folder} has no file {FROZEN_FILE} with the target's frozen weights. Give a "
+            "store, or its folder target/, as --bundle."
+        )
+    run = Path(folder).expanduser()
+    for base_folder in (run, run.parent):
+        if (base_folder / _RUN_FILE).is_file():
+            bundle_folder = (
+                Path(str(read_config_file(base_folder / _RUN_FILE).get("store", ""))).expanduser()
+                / _BUNDLE
+            )
+            if (bundle_folder / FROZEN_FILE).is_file():
+                return bundle_folder
+            raise RequestInvalid(
+                f"{base_folder} was trained from the store {bundle_folder.parent}, whose folder "
+                "target/ is missing on this machine. Give a copy of that folder with --bundle."
+            )
     raise RequestInvalid(
-        f"{FROZEN_FILE}, the file with the frozen weights of the drafter's target, was not found "
-        f"in {stores or folder}. Give the store that the drafter was trained from, or a copy of "
-        "its folder target/, as --bundle."
+        f"{run} is not a run of `moa-data train`, so the store that it was trained from is not "
+        "known. Give that store, or its folder target/, with --bundle."
     )
 
 
