@@ -11,7 +11,6 @@ import numpy as np
 
 from ..errors import RequestInvalid, ServingError
 from ..moa.targets.live import Target
-from .wire import n_common
 
 
 class Grammar:
@@ -29,7 +28,10 @@ class Grammar:
         """
         matcher = self._matcher
         consumed = self._taken
-        n_same = n_common(consumed, answer)
+        answer = list(answer)
+        n_same = min(len(consumed), len(answer))
+        while answer[:n_same] != consumed[:n_same]:
+            n_same -= 1
         if n_same < len(consumed):
             matcher.rollback(len(consumed) - n_same)
             del consumed[n_same:]
