@@ -10,7 +10,6 @@ stream, with a ``Failure`` message and the matching gRPC status.
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -335,11 +334,10 @@ class DraftingServer:
         request = self._request(body)
         known = self._sessions.get(body.session)
         if known is None or known.owner != stream.owner:
-            session = self._new_session(secrets.token_urlsafe(), stream, request)
+            session = self._new_session(stream, request)
         else:
             session = await self._resume(known, stream, request)
-        was_rebuilt = bool(body.session) and session is not known
-        self._reply_to_open(stream, session, body, request, was_rebuilt)
+        self._reply_to_open(stream, session, body, request)
 
     def _request(self, body: pb.Open) -> Request:
         self._identities.check(body)
@@ -362,12 +360,7 @@ class DraftingServer:
         )  # fmt: skip
 
     def _reply_to_open(
-        self,
-        stream: Stream,
-        session: ServerSession,
-        body: pb.Open,
-        request: Request,
-        was_rebuilt: bool,
+        self, stream: Stream, session: ServerSession, body: pb.Open, request: Request
     ) -> None:
         engine = self._engine
         known = self._identities
@@ -375,7 +368,7 @@ class DraftingServer:
         width = engine.drafters[drafter].context_width if request.wants_context else 0
         opened = pb.Opened(
             session=session.id, n_committed=len(session.tokens), context_width=width,
-            was_rebuilt=was_rebuilt, max_drafts=engine.max_drafts,
+            was_rebuilt=body.session not in ("", session.id), max_drafts=engine.max_drafts,
             max_positions=engine.target.max_positions,
             identities=pb.Identities(
                 target=known.target, tokenizer=known.tokenizer,
@@ -394,7 +387,7 @@ class DraftingServer:
         """Detach a session from its current stream, if it has one, so that another can attach.
 
         Returns:
-            The session, or a new one with the same id if the text must be prefilled again.
+            The session, or a new one if the text must be prefilled again.
         """
         known.check_text(request)
         # Several streams may resume the session at the same time. The last one keeps it.
@@ -403,19 +396,15 @@ class DraftingServer:
             known.detach()
             await known.stopped.wait()
         self.counts.n_resumed += 1
-        if self._sessions.get(known.id) is not known:
-            raise Overloaded("the session was just removed; open it again.")
         known.check_text(request)  # The engine may have added tokens meanwhile.
-        if not known.must_rebuild(request):
+        if known.id in self._sessions and not known.must_rebuild(request):
             return known
-        tokens = max(tuple(known.tokens), request.tokens, key=len)
-        # If the engine refuses the request, the known session stays.
-        session = self._new_session(known.id, stream, replace(request, tokens=tokens))
-        known.close()
         self.counts.n_rebuilt += 1
-        return session
+        self._forget(known)
+        tokens = max(tuple(known.tokens), request.tokens, key=len)
+        return self._new_session(stream, replace(request, tokens=tokens))
 
-    def _new_session(self, id_: str, stream: Stream, request: Request) -> ServerSession:
+    def _new_session(self, stream: Stream, request: Request) -> ServerSession:
         client_sessions = [
             session
             for session in self._sessions.values()
@@ -426,13 +415,13 @@ class DraftingServer:
         if len(self._sessions) >= self._settings.max_sessions:
             self._make_room(self._sessions.values())
         try:
-            session = ServerSession(id_, stream, self._engine, request, self._forget)
+            session = ServerSession(stream, self._engine, request, self._forget)
         except Overloaded:
             # The engine removes a sequence only between two target calls. So this attempt fails,
             # and the client's next one finds room.
             self._make_room(self._sessions.values())
             raise
-        self._sessions[id_] = session
+        self._sessions[session.id] = session
         self.counts.n_opened += 1
         self.counts.n_sessions = len(self._sessions)
         return session

@@ -24,6 +24,7 @@ Shapes: n positions, W numbers of a context.
 import asyncio
 import enum
 import operator
+import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -67,13 +68,12 @@ class ServerSession:
 
     def __init__(
         self,
-        id_: str,
         opener: "Stream",
         engine: Engine,
         request: Request,
         on_lost: Callable[["ServerSession"], None],
     ) -> None:
-        self.id = id_
+        self.id = secrets.token_urlsafe()
         self.owner = opener.owner
         self.counted_by = opener.counted_by
         # ``time.monotonic()`` of the last message from or to the session's client. The gRPC server
