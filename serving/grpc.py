@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -127,13 +127,13 @@ class DraftingServer:
         self._streams: set[Stream] = set()
         self._is_draining = False
 
-    async def start(self, host: str, port: int, credentials: Any) -> None:
+    async def start(self, host: str = "127.0.0.1", port: int = 0, credentials: Any = None) -> None:
         """Start serving in the running event loop.
 
         Args:
             host: address to listen on.
             port: port to listen on; 0 for any free port.
-            credentials: gRPC credentials for TLS; None without TLS.
+            credentials: gRPC credentials for TLS.
         """
         settings = self._settings
         keepalive_ms = round(self._settings.keepalive_s * 1000)
@@ -311,19 +311,19 @@ class DraftingServer:
         elif kind == "close":
             self._forget(session)
             stream.close()
-        else:
+        elif kind in ("run", "verify"):
             try:
-                if kind not in ("run", "verify"):
-                    raise RequestInvalid(
-                        "the message is ignored: it must be Run, Verify, Ping or Close, because "
-                        "the session is already open."
-                    )
                 session.take(message.sequence, getattr(message, kind))
             except (Overloaded, RequestInvalid) as error:
                 self.counts.n_failures[_code(error)] += 1
                 session.send_failure(_code(error), str(error), answers=message.sequence)
-        if stream.session is not None:
-            stream.session.used_s = time.monotonic()
+        else:
+            reason = "the session is already open" if kind == "open" else "its kind is unknown"
+            session.send_failure(
+                "invalid", f"the message is ignored, because {reason}.", answers=message.sequence
+            )
+        if session is not None:
+            session.used_s = time.monotonic()
 
     # Sessions
 
@@ -335,9 +335,11 @@ class DraftingServer:
         known = self._sessions.get(body.session)
         if known is None or known.owner != stream.owner:
             session = self._new_session(stream, request)
-        else:
-            session = await self._resume(known, stream, request)
-        self._reply_to_open(stream, session, body, request)
+            self._reply_to_open(stream, session, body, request, was_rebuilt=bool(body.session))
+            return
+        async with known.resuming:
+            was_rebuilt = await self._resume(known, request)
+            self._reply_to_open(stream, known, body, request, was_rebuilt)
 
     def _request(self, body: pb.Open) -> Request:
         self._identities.check(body)
@@ -360,49 +362,55 @@ class DraftingServer:
         )  # fmt: skip
 
     def _reply_to_open(
-        self, stream: Stream, session: ServerSession, body: pb.Open, request: Request
+        self,
+        stream: Stream,
+        session: ServerSession,
+        body: pb.Open,
+        request: Request,
+        was_rebuilt: bool,
     ) -> None:
         engine = self._engine
         known = self._identities
-        drafter = request.drafter or ""
-        width = engine.drafters[drafter].context_width if request.wants_context else 0
+        width = (
+            engine.drafters[request.drafter].context_width
+            if request.drafter and request.wants_context
+            else 0
+        )
+        drafter = known.drafters.get(request.drafter or "", "")
         opened = pb.Opened(
             session=session.id, n_committed=len(session.tokens), context_width=width,
-            was_rebuilt=body.session not in ("", session.id), max_drafts=engine.max_drafts,
+            was_rebuilt=was_rebuilt, max_drafts=engine.max_drafts,
             max_positions=engine.target.max_positions,
             identities=pb.Identities(
-                target=known.target, tokenizer=known.tokenizer,
-                drafter=known.drafters.get(drafter, ""),
+                target=known.target, tokenizer=known.tokenizer, drafter=drafter
             ),
         )  # fmt: skip
         stream.session = session
+        session.used_s = time.monotonic()
         stream.put(pb.ServerMessage(opened=opened))
         session.attach(stream, len(body.tokens))
         if width and request.n_context >= session.contexts.first:
             stream.send_contexts(session.contexts, body.codec, request.n_context, width)
 
-    async def _resume(
-        self, known: ServerSession, stream: Stream, request: Request
-    ) -> ServerSession:
+    async def _resume(self, known: ServerSession, request: Request) -> bool:
         """Detach a session from its current stream, if it has one, so that another can attach.
 
         Returns:
-            The session, or a new one if the text must be prefilled again.
+            Whether the session's sequence must be prefilled again.
         """
         known.check_text(request)
-        # Several streams may resume the session at the same time. The last one keeps it.
-        while known.stream is not None or not known.stopped.is_set():
-            known.send_failure("invalid", "another connection has resumed this session.", ends=True)
-            known.detach()
-            await known.stopped.wait()
+        known.send_failure("invalid", "another connection has resumed this session.", ends=True)
+        known.detach()
+        await known.stopped.wait()
         self.counts.n_resumed += 1
+        if self._sessions.get(known.id) is not known:
+            raise Overloaded("the session was just removed; open it again.")
         known.check_text(request)  # The engine may have added tokens meanwhile.
-        if known.id in self._sessions and not known.must_rebuild(request):
-            return known
+        if not known.must_rebuild(request):
+            return False
         self.counts.n_rebuilt += 1
-        self._forget(known)
-        tokens = max(tuple(known.tokens), request.tokens, key=len)
-        return self._new_session(stream, replace(request, tokens=tokens))
+        known.restart(request)
+        return True
 
     def _new_session(self, stream: Stream, request: Request) -> ServerSession:
         client_sessions = [

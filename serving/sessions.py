@@ -23,7 +23,6 @@ Shapes: n positions, W numbers of a context.
 
 import asyncio
 import enum
-import operator
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -57,7 +56,6 @@ _MAX_KEPT = 4 << 20
 
 
 _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
-_settings_of = operator.attrgetter("n_prompt", "max_new_tokens", "sampling", "seed")
 
 
 class ServerSession:
@@ -80,6 +78,8 @@ class ServerSession:
         # updates it.
         self.used_s = 0.0
         self.stream: Stream | None = None
+        # Held while a stream resumes the session, so that no other stream resumes it too.
+        self.resuming = asyncio.Lock()
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
@@ -94,12 +94,25 @@ class ServerSession:
         self.stopped.set()
         # Number of tokens that the client has, including those that were sent and are on their way.
         self._n_sent = 0
+        self.begin(request)
+
+    def begin(self, request: Request) -> None:
+        """Add the sequence to the engine, which leaves it idle until a message is processed."""
+        self._sequence_id: int | None = self._engine.add(request, self._hand_commit)
         self.request = request
         self.tokens = list(request.tokens)
         self.finish = ""
         self.contexts = ContextLog(request.n_context)
-        # The engine leaves the sequence idle until a message is processed.
-        self._sequence_id: int | None = engine.add(request, self._hand_commit)
+
+    def restart(self, request: Request) -> None:
+        """Add the sequence to the engine again, so that the engine prefills it again.
+
+        No stream may be attached to the session.
+        """
+        before = self._sequence_id
+        self.begin(replace(request, tokens=max(tuple(self.tokens), request.tokens, key=len)))
+        if before is not None:
+            self._engine.remove(before)
 
     # The stream
 
@@ -111,17 +124,22 @@ class ServerSession:
         """
         # If the server has lost the session, this check is impossible, and the client's tokens
         # become the sequence of a new session.
+        known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
-        n_agreed = n_common(self.tokens, request.tokens)
-        has_same_text = n_agreed == n_both >= self.request.n_prompt
-        if not has_same_text or _settings_of(request) != _settings_of(self.request):
+        settings = (known.n_prompt, known.max_new_tokens, known.sampling, known.seed)
+        requested = (request.n_prompt, request.max_new_tokens, request.sampling, request.seed)
+        if (
+            settings != requested
+            or n_both < known.n_prompt
+            or list(request.tokens[:n_both]) != self.tokens[:n_both]
+        ):
             raise RequestInvalid(
                 "the session cannot be resumed, because its prompt, settings or tokens differ "
                 "from those of the request; open a new session."
             )
 
     def must_rebuild(self, request: Request) -> bool:
-        """Return whether a new session must prefill the text of this one again.
+        """Return whether the sequence must be prefilled again.
 
         This is necessary if the client needs contexts that were dropped, or if it has more tokens
         than the session.
