@@ -276,8 +276,7 @@ class _Turn:
             ServingError: the server refuses the answer, or was not reached in time.
         """
         session = self._session
-        # The time of the last message of a server, or of the start.
-        self._spoke_s = time.monotonic()
+        self._lost_s = time.monotonic()
         self._link.begin()
         try:
             while not session.finish:
@@ -319,7 +318,7 @@ class _Turn:
 
     def _handle(self, event: LinkEvent) -> None:
         if event.error is not None:
-            if event.stream == self._stream:
+            if event.stream in (0, self._stream):
                 if isinstance(event.error, NotAllowed | RequestInvalid | ProtocolMismatch):
                     # Do not reconnect, because the server would refuse another connection for the
                     # same reason.
@@ -333,7 +332,7 @@ class _Turn:
             self._session.link_up()
             self._flush()
         elif event.stream == self._stream:
-            self._heard_s = self._spoke_s = event.at_s
+            self._heard_s = event.at_s
             self._receive(event.message, event.at_s)
 
     def _receive(self, message: pb.ServerMessage, at_s: float) -> None:
@@ -370,6 +369,8 @@ class _Turn:
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
+        if self._stream:
+            self._lost_s = time.monotonic()
         self._stream = 0
         self._error = error
         self._session.link_down(str(error))
@@ -383,9 +384,9 @@ class _Turn:
         now = time.monotonic()
         session = self._session
         timeouts = self._timeouts
-        if not session.was_opened and now - self._spoke_s > timeouts.connect_s:
-            raise self._error
         if not self._stream:
+            if not session.was_opened and now - self._lost_s > timeouts.connect_s:
+                raise self._error
             return
         silent_s = now - self._heard_s
         reason = f"no message came from the server {self._link.address} for {silent_s:.1f} s."

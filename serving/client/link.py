@@ -29,7 +29,10 @@ from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 # Timeout of an attempt to connect, because a packet of the handshake may be lost, or no server may
 # exist.
-_CONNECT_MS = 5000
+_CONNECT_S = 5.0
+# Delay before a channel is closed. gRPC watches each channel in a thread. This thread prints a
+# traceback if the channel is closed before the thread has noticed that nobody is subscribed.
+_CLOSED_AFTER_S = 2.0
 _SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 # Sign in the reason of gRPC for a failed connection -> what is wrong at the address.
@@ -48,23 +51,23 @@ _OPTIONS = (
     # server (backoff).
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # In gRPC this is also the timeout of an attempt to connect.
-    ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
     ("grpc.max_receive_message_length", 16 << 20),
 )
 # gRPC status -> error class. After any other status a new attempt may help.
 _ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed
 }
+_READY = grpc.ChannelConnectivity.READY
+_FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 @dataclass(frozen=True)
 class LinkEvent:
     """An event of the connection.
 
-    An event with neither a message nor an error: the stream has started, and its messages are sent
-    once there is a connection. An event with a message: the stream has received this message. An
-    event with an error: the stream has ended, possibly because there was no connection.
+    An event with neither a message nor an error: the stream has started. An event with a message:
+    the stream has received this message. An event with an error: the stream has ended, or, if
+    ``stream`` is 0, no stream could be made.
     """
 
     stream: int
@@ -102,6 +105,7 @@ class Link:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # The number of the current stream (0 for none), and how many streams there have been.
         self._stream = self._n_streams = 0
+        self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
         self._reason = ""  # Why the client ended the stream itself.
         self._wait_s = _FIRST_WAIT_S
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
@@ -128,9 +132,7 @@ class Link:
         if call is not None:
             # The server ends the stream itself when it reads a Close message. So cancel the stream
             # a little later.
-            timer = threading.Timer(0.2, call.cancel)
-            timer.daemon = True
-            timer.start()
+            _later(0.2, call.cancel)
 
     def send(self, stream: int, messages: Sequence[pb.ClientMessage]) -> None:
         """Send messages on a stream; if the stream has ended, they are dropped."""
@@ -186,51 +188,91 @@ class Link:
                 )
                 if self._is_closed:
                     return
-                outbox = self._outbox = queue.SimpleQueue()
-                self._reason = ""
-                if self._channel is None:
-                    self._channel = self._new_channel()
-                self._call = _session(self._channel)(
-                    iter(outbox.get, None), metadata=self._metadata
-                )
-                self._n_streams += 1
-                self._stream = self._n_streams
-            self._events.put(LinkEvent(self._n_streams))
-            error = self._read(self._call)
+            try:
+                if self._run_stream(self._connect()):
+                    continue
+            except ServingError as error:
+                self._events.put(LinkEvent(0, error=error))
             with self._changed:
-                self._call = None
-                self._stream = 0
-                outbox.put(None)  # This ends gRPC's thread that reads the queue.
-                self._events.put(LinkEvent(self._n_streams, error=error))
-                self._changed.notify_all()
-                if self._is_wanted:
-                    self._wait_for_next_attempt()
+                # Use a new connection, because the old one may be the cause of the error.
+                self._drop()
+                # The wait is random, so that clients that lost a server together do not all
+                # reconnect at the same time.
+                wait_s = self._wait_s * random.uniform(0.8, 1.2)
+                self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
+                self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
-    def _new_channel(self) -> grpc.Channel:
-        if self._credentials is None:
-            return grpc.insecure_channel(self.address, options=_OPTIONS)
-        return grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
+    def _connect(self) -> grpc.Channel:
+        """Return a connected channel: that of the previous stream if it is still open."""
+        with self._changed:
+            if self._channel is not None:
+                return self._channel
+            if self._credentials is None:
+                channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+            else:
+                channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
+            self._channel = channel
+            states = self._states = queue.SimpleQueue()
+        # Another thread may have closed the channel meanwhile.
+        with contextlib.suppress(ValueError):
+            channel.subscribe(states.put, try_to_connect=True)
+        end_s = time.monotonic() + _CONNECT_S
+        state: grpc.ChannelConnectivity | None = grpc.ChannelConnectivity.IDLE
+        with contextlib.suppress(queue.Empty):
+            while state not in (_READY, _FAILED, None):
+                state = states.get(timeout=max(0.0, end_s - time.monotonic()))
+        channel.unsubscribe(states.put)
+        if state is _READY:
+            return channel
+        if state is _FAILED:
+            raise self._refusal(channel)
+        raise Disconnected(
+            self._reason or f"the server {self.address} did not answer within {_CONNECT_S:g} s."
+        )
 
-    def _read(self, call: Any) -> ServingError:
-        """Pass on the messages of the stream until it ends, and return the reason of its end."""
+    def _refusal(self, channel: grpc.Channel) -> ServingError:
+        reason = ""
         try:
-            for message in call:
+            next(_session(channel)(iter(()), timeout=1.0))
+        except grpc.RpcError as failure:
+            reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
+        except (StopIteration, ValueError):
+            pass
+        for sign, cause in _CAUSES.items():
+            if sign in reason.lower():
+                return ProtocolMismatch(f"{self.address} {cause}")
+        return Disconnected(
+            self._reason or f"the server {self.address} cannot be reached ({reason[:200]})."
+        )
+
+    def _run_stream(self, channel: grpc.Channel) -> bool:
+        """Run a stream until it ends, and return whether this client ended it on purpose."""
+        with self._changed:
+            if self._channel is not channel or not self._is_wanted:
+                return True
+            outbox = self._outbox = queue.SimpleQueue()
+            self._reason = ""
+            self._call = _session(channel)(iter(outbox.get, None), metadata=self._metadata)
+            self._n_streams += 1
+            stream = self._stream = self._n_streams
+            events = self._events
+        events.put(LinkEvent(stream))
+        error: ServingError = Disconnected(f"the server {self.address} closed the connection.")
+        try:
+            for message in self._call:
                 self.bytes_down += message.ByteSize() + _FRAME_BYTES
                 self._wait_s = _FIRST_WAIT_S
-                self._events.put(LinkEvent(self._n_streams, message))
+                events.put(LinkEvent(stream, message))
         except grpc.RpcError as failure:
-            return self._error_of(failure)
-        return Disconnected(f"the server {self.address} closed the connection.")
-
-    def _wait_for_next_attempt(self) -> None:
-        """Wait after a stream that ended by itself. The caller holds the lock."""
-        # Use a new connection, because the old one may be the cause of the error.
-        self._drop()
-        # The wait is random, so that clients that lost a server together do not all reconnect at
-        # the same time.
-        wait_s = self._wait_s * random.uniform(0.8, 1.2)
-        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
-        self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
+            error = self._error_of(failure)
+        with self._changed:
+            self._call = None
+            self._stream = 0
+            outbox.put(None)  # This ends gRPC's thread that reads the queue.
+            was_meant = not self._is_wanted
+            events.put(LinkEvent(stream, error=error))
+            self._changed.notify_all()
+        return was_meant
 
     def _error_of(self, failure: Any) -> ServingError:
         if self._reason:
@@ -240,24 +282,25 @@ class Link:
                 f"{self.address} does not offer the drafting protocol moa.v1; {_GRPC_PORT}."
             )
         details = " ".join(str(failure.details() or failure.code()).split())
-        _, is_unconnected, reason = details.rpartition("last error: ")
-        if not is_unconnected:
-            return _ERRORS.get(failure.code(), Disconnected)(details)
-        for sign, cause in _CAUSES.items():
-            if sign in reason.lower():
-                return ProtocolMismatch(f"{self.address} {cause}")
-        return Disconnected(f"the server {self.address} cannot be reached ({reason[:200]}).")
+        return _ERRORS.get(failure.code(), Disconnected)(details)
 
     def _drop(self) -> None:
         """Close the connection and wake all waiting threads. The caller holds the lock."""
         channel = self._channel
         self._channel = None
         self._stream = 0
+        self._states.put(None)
         if self._call is not None:
             self._call.cancel()
         if channel is not None:
-            channel.close()
+            _later(_CLOSED_AFTER_S, channel.close)
         self._changed.notify_all()
+
+
+def _later(seconds: float, action: Any) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
 
 
 def _session(channel: grpc.Channel) -> Any:
