@@ -233,15 +233,14 @@ class DraftingServer:
         while True:
             await asyncio.sleep(min(5.0, idle_s / 4))
             late = time.monotonic() - idle_s
-            for session in tuple(self._sessions.values()):
-                if session.used_s < late:
-                    session.send_failure(
-                        "idle",
-                        f"the session was not used for {idle_s:g} s and was removed; open it "
-                        "again.",
-                        ends=True,
-                    )
-                    self._forget(session)
+            unused = [session for session in self._sessions.values() if session.used_s < late]
+            for session in unused:
+                session.send_failure(
+                    "idle",
+                    f"the session was not used for {idle_s:g} s and was removed; open it again.",
+                    ends=True,
+                )
+                self._forget(session)
 
     # Reading
 

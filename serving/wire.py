@@ -84,10 +84,13 @@ def encode(codec: str, context: Tensor) -> bytes:
     width = values.shape[1]
     groups = F.pad(values, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
     # One scale per group of 64 values
-    largest = _MAX_CODE[codec]
-    scales = (groups.abs().amax(dim=2) / largest).to(torch.bfloat16)  # [n, G]
+    scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)  # [n, G]
     steps = scales.float()[..., None]
-    codes = torch.where(steps > 0, groups / steps, 0.0).round().clamp(-largest, largest)
+    codes = (
+        torch.where(steps > 0, groups / steps, 0.0)
+        .round()
+        .clamp(-_MAX_CODE[codec], _MAX_CODE[codec])
+    )
     codes = codes.to(torch.int8).flatten(1)[:, :width]
     if codec == "int4":
         pairs = F.pad(codes + 8, (0, width % 2)).to(torch.uint8).unflatten(1, (-1, 2))

@@ -125,11 +125,14 @@ class DraftingClient:
         timeouts: Timeouts | None = None,
         session_file: str | Path | None = None,
     ) -> None:
-        if mode not in MODES or max_offline < 0 or not 0 <= offline_below < 1:
+        if mode not in MODES:
             raise RequestInvalid(
-                f"mode must be one of {', '.join(MODES)} (it is {mode!r}), max_offline must be 0 "
-                f"or more (it is {max_offline}), and offline_below must be at least 0 and below 1 "
-                f"(it is {offline_below})."
+                f"{mode!r} is not a drafting mode; expected one of {', '.join(MODES)}."
+            )
+        if max_offline < 0 or not 0 <= offline_below < 1:
+            raise RequestInvalid(
+                f"max_offline must be 0 or more (it is {max_offline}), and offline_below must be "
+                f"at least 0 and below 1 (it is {offline_below})."
             )
         check_codec(codec)
         self.session_file = session_file
@@ -255,6 +258,7 @@ class _Turn:
         self._session = session
         self._on_event = on_event or (lambda event: None)
         self._file = client.session_file
+        self._bytes_before = (self._link.bytes_up, self._link.bytes_down)
         self._stream = 0  # The number of the link's stream; 0 for none.
         self._pings: dict[int, float] = {}
         self._n_pings = self._n_senseless = 0
@@ -311,7 +315,8 @@ class _Turn:
             tokens_per_s=rate, acceptance_length=counts[0] / counts[1] if counts[1] else None,
             round_trip_ms=_ms(self._round_trip_s), verify_ms=_ms(self._verify_s),
             draft_ms=_ms(self._draft_s),
-            bytes_up=self._link.bytes_up, bytes_down=self._link.bytes_down,
+            bytes_up=self._link.bytes_up - self._bytes_before[0],
+            bytes_down=self._link.bytes_down - self._bytes_before[1],
         )  # fmt: skip
 
     # Events of the link

@@ -255,9 +255,9 @@ class SequenceDrafter:
             self.n_context = root
             self._pending = [torch.empty(n_new, 0)]
         if n_new:
-            arrived = torch.cat(self._pending)
+            arrived = self._pending[0] if len(self._pending) == 1 else torch.cat(self._pending)
             drafter.take_context(self._state, self._cache, arrived[:n_new], self._n_taken)
-            self._pending = [arrived[n_new:]]
+            self._pending = [arrived[n_new:]] if len(arrived) > n_new else []
             self._n_taken = root
         self._root = root
         self._fed = []

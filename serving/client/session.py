@@ -38,7 +38,7 @@ from ...errors import Disconnected, RequestInvalid
 from ...files import read_bounded, write_atomic
 from ...moa.decoding.sampling import GREEDY, SamplingConfig
 from ...moa.decoding.tree import TreeShape
-from ...text import counted, first_line
+from ...text import counted
 from .. import moa_v1_pb2 as pb
 from ..detokenizer import Detokenizer
 from ..wire import ERRORS, PROTOCOL, n_common
@@ -177,11 +177,15 @@ class SavedAnswer:
             saved: Self = _SAVED.validate_json(read_bounded(Path(path)))
             if saved.n_prompt > len(saved.tokens):
                 raise ValueError("n_prompt is larger than the number of tokens")
-        # Pydantic and SamplingConfig raise ValueError for invalid values.
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise RequestInvalid(
-                f"{path} cannot be read as a conversation that this release of moa-data has saved "
-                f"({first_line(error)}). Start a new one."
+                f"the saved conversation {path} cannot be read: {error.strerror}."
+            ) from error
+        # Pydantic and SamplingConfig raise ValueError for invalid values.
+        except ValueError as error:
+            raise RequestInvalid(
+                f"{path} is not a conversation that this release of moa-data has saved. Start a "
+                "new one."
             ) from error
         return saved
 
@@ -200,6 +204,8 @@ class AnswerSettings:
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
     mode: Mode = "server"
+    # The shape of the chains that are verified; None for the usual one.
+    shape: TreeShape | None = None
     identities: pb.Identities = field(default_factory=pb.Identities)
 
 
@@ -235,8 +241,8 @@ class ClientSession:
         self.session = saved.session
         self._saved = saved
         self.mode = settings.mode
-        # The shape of the chains that are verified.
-        self.shape = SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE
+        usual_shape = SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE
+        self.shape = settings.shape or usual_shape
         # Drafted tokens. The first ``n_shown`` of them are shown as unverified, and the first
         # ``n_asked`` of them are being verified.
         self.drafts: deque[Draft] = deque()
@@ -337,9 +343,15 @@ class ClientSession:
         if kind == "opened":
             self._open(message.opened)
         elif kind == "failure":
-            raise ERRORS.get(message.failure.code, Disconnected)(message.failure.message)
+            text = (
+                message.failure.message
+                or f"the server reported the error {message.failure.code} without a reason."
+            )
+            raise ERRORS.get(message.failure.code, Disconnected)(text)
         elif not self.is_opened:
-            raise Disconnected("the server sent a message before it had opened the session.")
+            raise Disconnected(
+                f"the server sent {kind or 'an empty message'} before it had opened the session."
+            )
         if self.is_offline and self.is_opened:
             self.is_offline = False
             self._events.append(ModeChanged(self.mode, "the server answers again"))
@@ -409,10 +421,15 @@ class ClientSession:
     def _commit(self, message: pb.Committed) -> None:
         known = len(self.tokens) - message.start
         tokens = list(message.tokens)
-        if known < 0 or tokens[:known] != self.tokens[message.start :][: len(tokens)]:
+        if known < 0:
             raise Disconnected(
-                f"the server skipped or changed tokens: its message from index {message.start} on "
-                f"does not continue the {len(self.tokens)} tokens that the client has received."
+                f"the server skipped tokens: its message starts at index {message.start}, but the "
+                f"client has received only {len(self.tokens)} tokens."
+            )
+        if tokens[:known] != self.tokens[message.start : message.start + len(tokens)]:
+            raise Disconnected(
+                "the server changed tokens that it had sent before: its message that starts at "
+                f"index {message.start} differs from them."
             )
         if message.answers and message.answers == self._awaited:
             if self.n_asked:

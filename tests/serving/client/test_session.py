@@ -45,9 +45,8 @@ def opened(mode: ChosenMode = "client", **changes: object) -> ClientSession:
 
     The server takes four drafts per call.
     """
-    settings = AnswerSettings(mode=mode, **changes)  # type: ignore[arg-type]
+    settings = AnswerSettings(mode=mode, shape=TreeShape(3), **changes)  # type: ignore[arg-type]
     session = ClientSession(SavedAnswer("", (1, 2), 2, 20), settings, texts())
-    session.shape = TreeShape(3)
     session.link_up()
     session.receive(
         pb.ServerMessage(opened=pb.Opened(session="s", max_drafts=4, max_positions=100))

@@ -221,11 +221,10 @@ class World:
             max_offline=MAX_OFFLINE,
             eos_token_ids=frozenset({EOS}),
             mode=self.mode,
+            shape=shape,
         )
         saved = SavedAnswer(name, tuple(tokens), len(PROMPT), N_NEW)
-        session = ClientSession(saved, settings, texts())
-        session.shape = shape
-        return session
+        return ClientSession(saved, settings, texts())
 
     # The actions
 
