@@ -52,21 +52,25 @@ class _Network(BaseModel):
 class EventLog:
     """The events of the current answer, for pages that open late, reload or reconnect.
 
-    Items are JSON objects with ``t``, the seconds since the start of the answer. Any thread may
-    append items.
+    Items are JSON objects with ``t``, the seconds since the start of the answer. Their numbers
+    continue over all answers. Any thread may append items.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._items: list[str] = []
+        self._first = 0
+        self._began = time.monotonic()
         self.is_closed = False
-        self.begin()
+        # Identifies this process in event ids, because event numbers of an earlier process are not
+        # valid here.
+        self._run = secrets.token_hex(8)
 
     def begin(self, *items: dict[str, Any]) -> None:
         """Forget the last answer, and start a new one with these items."""
         with self._lock:
-            # Identifies the answer in event ids, because numbers of other answers are not valid.
-            self._answer = secrets.token_hex(8)
-            self._items: list[str] = []
+            self._first += len(self._items)
+            self._items.clear()
             self._began = time.monotonic()
         for item in items:
             self.append(item)
@@ -78,17 +82,15 @@ class EventLog:
 
     async def follow(self, last_id: str) -> AsyncIterator[str]:
         """Yield the answer's items after an event id, then new ones, as server-sent events."""
-        answer, _, last = last_id.partition("-")
-        n_sent = int(last) + 1 if last.isdecimal() else 0
+        run, _, after = last_id.partition("-")
+        last = int(after) if run == self._run and after.isdecimal() else -1
         while not self.is_closed:
             with self._lock:
-                if answer != self._answer:
-                    answer = self._answer
-                    n_sent = 0
-                items = self._items[n_sent:]
-            for item in items:
-                yield f"id: {answer}-{n_sent}\ndata: {item}\n\n"
-                n_sent += 1
+                start = max(last + 1, self._first)
+                items = self._items[start - self._first :]
+            for number, item in enumerate(items, start):
+                yield f"id: {self._run}-{number}\ndata: {item}\n\n"
+            last = start + len(items) - 1
             await asyncio.sleep(_LOOK_EVERY_S)
 
 
