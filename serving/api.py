@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -101,11 +101,10 @@ class ApiError(Exception):
 
 
 class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
 
 
 # A body of a megabyte can contain half a million wrong items. An error for each of them would take
@@ -245,6 +244,13 @@ class GenerationRequest(Body):
                 "stream_options",
                 "invalid_value",
             )
+        extra = self.stream_options.model_extra if self.stream_options is not None else None
+        for name, value in (extra or {}).items():
+            if value:
+                message = (
+                    f"stream_options: {name[:60]} is not supported by this server. Leave it out."
+                )
+                raise ApiError(400, message, "stream_options", "unsupported_parameter")
 
 
 class ChatRequest(GenerationRequest):
@@ -344,9 +350,6 @@ def _invalid(error: ValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {reason}.", code="invalid_json")
     if first["type"] == "missing":
         return ApiError(400, f"the request lacks {param}.", param, "missing_required_parameter")
-    if first["type"] == "extra_forbidden":
-        message = f"{param}: {str(first['loc'][-1])[:60]} is not supported. Leave it out."
-        return ApiError(400, message, param, "unsupported_parameter")
     message = _HINTS.get(param, f"{param or 'the body'}: {first['msg'].rstrip('.')}.")
     return ApiError(400, message, param or None, "invalid_value")
 

@@ -247,19 +247,23 @@ class Service:
                 5,
             )
         limits = self.limits
+        too_large = ApiError(
+            413,
+            f"the body has more than {limits.max_body_bytes} bytes; send a smaller body.",
+            None,
+            "request_too_large",
+        )
+        # Refuse a body that is announced as too large before it is sent.
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limits.max_body_bytes:
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(limits.body_s):
                 async for part in request.stream():
                     body += part
                     if len(body) > limits.max_body_bytes:
-                        raise ApiError(
-                            413,
-                            f"the body has more than {limits.max_body_bytes} bytes; send a smaller "
-                            "body.",
-                            None,
-                            "request_too_large",
-                        )
+                        raise too_large
         except TimeoutError as error:
             message = (
                 f"the body of the request did not arrive within {limits.body_s:g} s; send it "
@@ -427,17 +431,20 @@ class Service:
         context = self.engine.max_positions
         n_new = asked.max_tokens
         limit = self.limits.max_new_tokens
-        least = n_new or 1
-        if n_prompt + least > context:
+        if n_prompt >= context:
             message = (
-                f"the prompt has {n_prompt} tokens, and the answer may have {least}, but the "
-                f"context has only {context} tokens for both together; shorten the prompt or lower "
-                "max_tokens."
+                f"the prompt has {n_prompt} tokens, but at most {context - 1} fit into the "
+                "context; shorten the prompt."
             )
-            param = "max_tokens" if n_prompt < context else None
-            raise ApiError(400, message, param, "context_length_exceeded")
+            raise ApiError(400, message, None, "context_length_exceeded")
         if n_new is None:
             return min(limit, context - n_prompt)
+        if n_prompt + n_new > context:
+            message = (
+                f"the prompt has {n_prompt} tokens and max_tokens is {n_new}, but the context has "
+                f"only {context} tokens for both together; shorten the prompt or lower max_tokens."
+            )
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         if n_new > limit:
             message = (
                 f"max_tokens is {n_new}, but this server allows at most {limit} tokens per answer; "

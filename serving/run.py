@@ -173,8 +173,9 @@ def bind(host: str, port: int) -> socket.socket:
         both = family == socket.AF_INET6 and host == "::"
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0].rstrip(".")
         raise RequestInvalid(
-            f"cannot listen on {host}, port {port}: {error.strerror}. Choose another --host or --port."
+            f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
         ) from error
     # Connections inherit this size. By default the kernel would buffer megabytes of text for a
     # client that does not read.
