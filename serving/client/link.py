@@ -35,15 +35,6 @@ _CONNECT_S = 5.0
 _CLOSED_AFTER_S = 2.0
 _SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
-# Sign in the reason of gRPC for a failed connection -> what is wrong at the address.
-_CAUSES = {
-    "wrong_version_number": "does not use TLS. Leave out --ca and https://, or start the server "
-    "with --tls-cert and --tls-key.",
-    "certificate": "has a certificate that is not from a trusted authority. Give the certificate "
-    "file of its authority with --ca.",
-    "http/2": f"is not a gRPC port; {_GRPC_PORT}.",
-    "alpn": f"is not a gRPC port; {_GRPC_PORT}.",
-}
 _FRAME_BYTES = 5  # The size of gRPC's header before each message.
 _OPTIONS = (
     *CLIENT_OPTIONS,
@@ -94,7 +85,7 @@ class Link:
         uses_tls = ca is not None or match["scheme"] == "https"
         self._credentials = _credentials(ca) if uses_tls else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        # Bytes of the messages sent and of the messages received since the last `begin`.
+        # Bytes of all messages sent and of all messages received.
         self.bytes_up = self.bytes_down = 0
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         # Guards the attributes below, which the user's threads and the link's own thread change.
@@ -112,13 +103,12 @@ class Link:
         self._thread.start()
 
     def begin(self) -> None:
-        """Start connecting, with an empty queue of events and without bytes."""
+        """Start connecting, with an empty queue of events."""
         self.end()
         with self._changed:
             # The old stream ends at once, because `end` has cancelled it.
             self._changed.wait_for(lambda: self._call is None)
             self._events = queue.SimpleQueue()
-            self.bytes_up = self.bytes_down = 0
             self._is_wanted = True
             self._wait_s = _FIRST_WAIT_S
             self._changed.notify_all()
@@ -231,19 +221,26 @@ class Link:
         )
 
     def _refusal(self, channel: grpc.Channel) -> ServingError:
-        reason = ""
         try:
             next(_session(channel)(iter(()), timeout=1.0))
         except grpc.RpcError as failure:
             reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
+            if "WRONG_VERSION_NUMBER" in reason:
+                return ProtocolMismatch(
+                    f"{self.address} does not use TLS. Leave out --ca and https://, or start the "
+                    "server with --tls-cert and --tls-key."
+                )
+            if "certificate" in reason.lower():
+                return ProtocolMismatch(
+                    f"the certificate of {self.address} is not from a trusted authority. Give the "
+                    "certificate file of its authority with --ca."
+                )
+            if "HTTP/2" in reason or "ALPN" in reason:
+                return ProtocolMismatch(f"{self.address} is not a gRPC port; {_GRPC_PORT}.")
+            return Disconnected(f"the server {self.address} cannot be reached ({reason[:200]}).")
         except (StopIteration, ValueError):
             pass
-        for sign, cause in _CAUSES.items():
-            if sign in reason.lower():
-                return ProtocolMismatch(f"{self.address} {cause}")
-        return Disconnected(
-            self._reason or f"the server {self.address} cannot be reached ({reason[:200]})."
-        )
+        return Disconnected(self._reason or f"the server {self.address} cannot be reached.")
 
     def _run_stream(self, channel: grpc.Channel) -> bool:
         """Run a stream until it ends, and return whether this client ended it on purpose."""
