@@ -19,14 +19,20 @@ from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.differences import Difference
 from moa_data.pipeline.extract import extract
 from moa_data.storage.read.store import ActivationStore
-from moa_data.storage.schema import TOKENS, to_float32
+from moa_data.storage.schema import to_float32
 
 DTYPES = ("float32", "bfloat16")
 
 
 def differences(exact: ActivationStore, other: ActivationStore) -> dict[str, float]:
-    """Return the relative difference of each field of two stores of the same sequences."""
-    found = {name: Difference() for name in exact.fields if name != TOKENS}
+    """Return the relative difference of each field of activations.
+
+    Args:
+        exact: the store that was extracted in float32.
+        other: the store of the same sequences in another type.
+    """
+    activations = [name for name in exact.fields if name.startswith(("kv", "hidden/"))]
+    found = {name: Difference() for name in activations}
     for index in range(len(exact)):
         for name, difference in found.items():
             dtype = exact.fields[name].dtype
