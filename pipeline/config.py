@@ -111,7 +111,7 @@ class ForwardSettings(Config):
     """Data type in which the target computes. auto: a store that exists keeps the type of its first
     run. A new store on an accelerator uses --dtype, and a new store on a CPU uses float32. On a CPU
     with instructions for bfloat16 (avx512_bf16, AMX), bfloat16 is faster than float32, but it
-    changes the activations by about 1 percent."""
+    changes the activations by 1 to 2 percent."""
     source: Literal["transformers", "vllm"] = "transformers"
     """Inference engine that runs the target: transformers or vllm. vLLM must be installed
     separately, and its activations differ from those of transformers in the last bits."""
