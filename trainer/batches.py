@@ -30,8 +30,6 @@ from ..storage.codecs.field import FieldCodec
 from ..storage.read.store import (
     ActivationStore,
     layer_indices,
-    row_shape,
-    shared_arrays,
     token_shape,
 )
 from ..storage.schema import KV, TOKENS
@@ -164,11 +162,12 @@ class StoredField:
             The values, [B, T, *token_shape], with zeros at the padding.
         """
         codec = self.field.codec
+        dtype: torch.dtype = getattr(torch, codec.spec.dtype)
         if codec.is_identity:
-            return self.rows[self.field.name]
-        device = next(iter(self.rows.values())).device
+            # NumPy has no bfloat16, so the store returns the bits of bfloat16 values as uint16.
+            return self.rows[self.field.name].view(dtype)
         shape = (*tokens.shape, *self.field.token_shape)
-        values = torch.zeros(shape, dtype=getattr(torch, codec.spec.dtype), device=device)
+        values = torch.zeros(shape, dtype=dtype, device=tokens.device)
         for index, n_tokens in enumerate(self.n_tokens):
             arrays = {name: rows[index] for name, rows in self.rows.items()}
             arrays[TOKENS] = tokens[index]
@@ -337,31 +336,28 @@ class BatchReader:
             facts: further attributes of `Batch`.
         """
         lengths = self.store.lengths[sequences]
-        n_tokens = int(lengths.max())
-        buffers, views = self._buffers(len(sequences), n_tokens)
         names = [TOKENS] if response is not None else [TOKENS, _RESPONSE_MASK]
-        for name in names:
-            views[name] = np.empty(
-                (len(sequences), n_tokens), self.store.fields[name].storage_dtype
-            )
-        self.store.read_batch(
+        arrays = self.store.read_batch(
             sequences,
             [*names, *(item.name for item in self._fields)],
-            out=views,
             layers=self._layers,
             n_threads=self.n_threads,
             # Read encoded fields without decoding them. The device decodes faster than the host.
             decoded=False,
+            allocate=self._allocate,
         )
         stored: list[StoredField] = []
         for item in self._fields:
-            rows = {a.name: buffers[a.name] for a in item.codec.arrays_read(item.layers)}
+            rows: dict[str, Tensor] = {}
+            for array in item.codec.arrays_read(item.layers):
+                rows[array.name] = torch.from_numpy(arrays[array.name])
             stored.append(StoredField(item, rows, tuple(lengths.tolist())))
         if response is None:
-            response = torch.from_numpy(views[_RESPONSE_MASK]).bool()
+            response = torch.from_numpy(arrays[_RESPONSE_MASK]).bool()
+        tokens = torch.from_numpy(arrays[TOKENS]).long()
         inputs = TrainingInputs(
-            tokens=torch.from_numpy(views[TOKENS]).long(),
-            response_mask=response[:, :n_tokens].contiguous(),
+            tokens=tokens,
+            response_mask=response[:, : tokens.shape[1]].contiguous(),
             kv=None,
             hidden=torch.empty(0),
         )
@@ -373,25 +369,10 @@ class BatchReader:
             return batch.decode()
         return batch if self._copies is None else start_copy(batch, self._copies)
 
-    def _buffers(
-        self, n_rows: int, n_tokens: int
-    ) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
-        """Allocate a tensor for each stored array that is read, and the NumPy view of the tensor.
-
-        Both are returned by the name of the stored array.
-        """
-        plain = {item.name for item in self._fields if item.codec.is_identity}
-        arrays = shared_arrays((item.codec, item.layers) for item in self._fields)
-        buffers: dict[str, Tensor] = {}
-        views: dict[str, np.ndarray] = {}
-        for array, indices in arrays.items():
-            # NumPy has no bfloat16, so the store keeps the bits of bfloat16 values as uint16.
-            dtype = getattr(torch, array.logical_dtype if array.name in plain else array.dtype)
-            shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
-            buffer = torch.empty(shape, dtype=dtype, pin_memory=self._copies is not None)
-            buffers[array.name] = buffer
-            views[array.name] = buffer.view(getattr(torch, array.dtype)).numpy()
-        return buffers, views
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new array in the memory of a tensor, which is pinned for a CUDA device."""
+        is_pinned = self._copies is not None
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=is_pinned).numpy()
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
         """Read the response masks of sequences, bool [B, T], padded with False."""
