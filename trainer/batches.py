@@ -13,18 +13,18 @@ width, E target width.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import SelectionInvalid, TrainingError
 from ..machine import usable_cores
 from ..moa.drafters.registry import drafter_class
-from ..moa.drafters.training import BlockDraws, Draws, TrainingInputs
+from ..moa.drafters.training import Draws, TrainingInputs
 from ..moa.targets.facts import load_facts
 from ..storage.codecs.field import FieldCodec
 from ..storage.read.store import (
@@ -203,7 +203,9 @@ class Batch:
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
         """Copy the batch to a device."""
-        copied: Batch = map_tensors(self, lambda tensor: tensor.to(device, **kwargs))
+        copied: Batch = apply_to_collection(
+            self, Tensor, Tensor.to, device, allow_frozen=True, **kwargs
+        )
         return copied
 
     @torch.no_grad()
@@ -248,22 +250,6 @@ def _pack_layers(parts: list[tuple[tuple[int, ...], Tensor]], width: int) -> Ten
     return packed
 
 
-def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a batch or a checkpoint, at any depth."""
-    if isinstance(item, Tensor):
-        return function(item)
-    if isinstance(item, dict):
-        return {name: map_tensors(value, function) for name, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)(map_tensors(value, function) for value in item)
-    if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | StoredField):
-        mapped: dict[str, Any] = {}
-        for attribute in fields(item):
-            mapped[attribute.name] = map_tensors(getattr(item, attribute.name), function)
-        return replace(item, **mapped)
-    return item
-
-
 def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
     """Start copying a batch from pinned memory to a device, on a separate stream.
 
@@ -287,14 +273,9 @@ def await_copy(batch: Batch) -> Batch:
         return batch
     stream = torch.cuda.current_stream(batch.inputs.tokens.device)
     stream.wait_event(batch.copied)
-
-    def keep(tensor: Tensor) -> Tensor:
-        # Without this call, the allocator could reuse the tensor's memory before the work queued on
-        # this stream is done.
-        tensor.record_stream(stream)
-        return tensor
-
-    map_tensors(batch, keep)
+    # Without this call, the allocator could reuse the memory of a tensor before the work queued on
+    # this stream is done.
+    apply_to_collection(batch, Tensor, Tensor.record_stream, stream, allow_frozen=True)
     return replace(batch, copied=None)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from ..moa.formats.checkpoint import (
     save_drafter,
 )
 from ..moa.targets.model_files import write_tensors
-from .batches import map_tensors
 from .config import CHECKPOINTS, DrafterSettings
 
 FULL_DISK_ADVICE = (
@@ -71,7 +71,7 @@ class CheckpointFiles(CheckpointIO):
         """Read a checkpoint, and copy its tensors out of the file."""
         # Copy the tensors, because they are views of the memory-mapped file, which will be replaced
         # by the next checkpoint.
-        return dict(map_tensors(read_checkpoint(Path(path)), Tensor.clone))
+        return dict(apply_to_collection(read_checkpoint(Path(path)), Tensor, Tensor.clone))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Raise NotImplementedError. Checkpoints are never removed, only replaced by newer ones."""
