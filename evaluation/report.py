@@ -17,10 +17,11 @@ import numpy as np
 
 from ..errors import OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
+from ..moa.decoding.loop import sum_stats
 from ..text import printable
 from .config import DRAFTING
 from .drafters import training_differences
-from .measure import CutRow, Measurement, MethodRun, PromptRow
+from .measure import CutRow, Measurement, PromptRow
 
 KIND = "moa-data evaluation report"
 # First line of the Markdown file next to the report.
@@ -234,46 +235,36 @@ def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
 
 def _summarize_method(name: str, baseline: str, rows: Sequence[PromptRow]) -> MethodSummary:
     runs = [row.runs[name] for row in rows]
-    base = [row.runs[baseline] for row in rows]
-    committed: list[int] = []
-    for run in runs:
-        committed += run.committed_per_call
+    total = sum_stats(runs)
+    base = sum_stats(row.runs[baseline] for row in rows)
+    committed = total.committed_per_call
     accepted_drafts: tuple[int, ...] = ()
     if committed:
         accepted_drafts = tuple(np.bincount(np.asarray(committed) - 1).tolist())
-    n_tokens = _total(runs, "n_tokens")
-    seconds = _total(runs, "total_s")
-    rate = n_tokens / seconds
-    base_calls = _total(base, "n_target_calls")
-    base_rate = _total(base, "n_tokens") / _total(base, "total_s")
+    rate = total.n_tokens / total.total_s
     prompt_ids = [row.prompt_id for row in rows]
     length, length_interval = ratio_with_interval(prompt_ids, [run.calls for run in runs])
     speeds = _paired_figures(rows, name, baseline, "speed")
     return MethodSummary(
         method=name,
         n_answers=len(runs),
-        n_tokens=n_tokens,
+        n_tokens=total.n_tokens,
         n_target_calls=len(committed),
-        n_drafted=_total(runs, "n_drafted"),
-        seconds=seconds,
-        prefill_s=_total(runs, "prefill_s"),
-        draft_s=_total(runs, "draft_s"),
-        verify_s=_total(runs, "verify_s"),
+        n_drafted=total.n_drafted,
+        seconds=total.total_s,
+        prefill_s=total.prefill_s,
+        draft_s=total.draft_s,
+        verify_s=total.verify_s,
         tokens_per_s=rate,
         acceptance_length=length,
         acceptance_length_interval=length_interval,
         accepted_drafts=accepted_drafts,
         accepted_by_position=accepted_by_position(committed),
         n_exact=sum(run.first_divergence is None for run in runs),
-        calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
-        ratio=rate / base_rate,
+        calls_saved=1.0 - len(committed) / base.n_target_calls if base.n_target_calls else 0.0,
+        ratio=rate / (base.n_tokens / base.total_s),
         ratio_interval=ratio_with_interval(prompt_ids, speeds)[1],
     )
-
-
-def _total(runs: Sequence[MethodRun], attribute: str) -> Any:
-    """Sum an attribute over runs."""
-    return sum(getattr(run, attribute) for run in runs)
 
 
 def _paired_figures(
