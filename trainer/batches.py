@@ -13,6 +13,7 @@ width, E target width.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +64,30 @@ class FieldRead:
     def token_shape(self) -> tuple[int, ...]:
         """The shape of the values of one token in the layers that are read."""
         return token_shape(self.codec.spec, self.layers)
+
+    def decode(self, rows: Mapping[str, Tensor], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Decode the field on the device that holds the rows.
+
+        Args:
+            rows: name of a stored array -> its rows, [B, n_rows, *row_shape].
+            tokens: token ids [B, T], which some codecs need for decoding.
+            lengths: length of each sequence.
+
+        Returns:
+            The values, [B, T, *token_shape], with zeros at the padding.
+        """
+        dtype: torch.dtype = getattr(torch, self.codec.spec.dtype)
+        if self.codec.is_identity:
+            # NumPy has no bfloat16, so the store returns the bits of bfloat16 values as uint16.
+            return rows[self.name].view(dtype)
+        shape = (*tokens.shape, *self.token_shape)
+        values = torch.zeros(shape, dtype=dtype, device=tokens.device)
+        arrays = self.codec.arrays_read(self.layers)
+        for index, n_tokens in enumerate(lengths):
+            codes = {array.name: rows[array.name][index] for array in arrays}
+            codes[TOKENS] = tokens[index]
+            values[index, :n_tokens] = self.codec.decode(codes, 0, n_tokens, self.layers)
+        return values
 
 
 def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
@@ -145,37 +170,6 @@ def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
 
 
 @dataclass
-class StoredField:
-    """One field of the sequences of a micro-batch, as it is stored."""
-
-    field: FieldRead
-    rows: dict[str, Tensor]  # Maps the name of each stored array to [B, n_rows, *row_shape].
-    n_tokens: tuple[int, ...]  # Length of each sequence.
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        """Decode the field on the device that holds the rows.
-
-        Args:
-            tokens: token ids [B, T], which some codecs need for decoding.
-
-        Returns:
-            The values, [B, T, *token_shape], with zeros at the padding.
-        """
-        codec = self.field.codec
-        dtype: torch.dtype = getattr(torch, codec.spec.dtype)
-        if codec.is_identity:
-            # NumPy has no bfloat16, so the store returns the bits of bfloat16 values as uint16.
-            return self.rows[self.field.name].view(dtype)
-        shape = (*tokens.shape, *self.field.token_shape)
-        values = torch.zeros(shape, dtype=dtype, device=tokens.device)
-        for index, n_tokens in enumerate(self.n_tokens):
-            arrays = {name: rows[index] for name, rows in self.rows.items()}
-            arrays[TOKENS] = tokens[index]
-            values[index, :n_tokens] = codec.decode(arrays, 0, n_tokens, self.field.layers)
-        return values
-
-
-@dataclass
 class Batch:
     """One micro-batch of training or validation sequences, with facts about its step."""
 
@@ -197,7 +191,10 @@ class Batch:
     # CUDA event that ends the copy of the batch to the device. None if there is no copy to wait
     # for.
     copied: torch.cuda.Event | None = None
-    stored: list[StoredField] = field(default_factory=list)  # Fields that are not decoded yet.
+    stored: tuple[FieldRead, ...] = ()  # Fields that are not decoded yet.
+    # Name of each stored array of these fields -> its rows, [B, n_rows, *row_shape].
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()  # Length of each sequence.
     # Packed width D of KV whose layers have different widths. 0 if they have the same width.
     kv_width: int = 0
 
@@ -217,18 +214,17 @@ class Batch:
         kv: list[tuple[tuple[int, ...], Tensor]] = []
         layer_outputs: list[Tensor] = []
         for item in self.stored:
-            decoded = item.decode(self.inputs.tokens)
-            attribute = item.field.attribute
-            if attribute == KV:
-                kv.append((item.field.positions, decoded.flatten(3)))
-            elif attribute == _LAYER_OUTPUTS:
+            decoded = item.decode(self.rows, self.inputs.tokens, self.lengths)
+            if item.attribute == KV:
+                kv.append((item.positions, decoded.flatten(3)))
+            elif item.attribute == _LAYER_OUTPUTS:
                 layer_outputs.append(decoded)
             else:
-                values[attribute] = decoded
+                values[item.attribute] = decoded
         if kv:
             values[KV] = _pack_layers(kv, self.kv_width)
         inputs = replace(self.inputs, **values, layer_outputs=tuple(layer_outputs))
-        return replace(self, inputs=inputs, stored=[])
+        return replace(self, inputs=inputs, stored=(), rows={})
 
 
 def _pack_layers(parts: list[tuple[tuple[int, ...], Tensor]], width: int) -> Tensor:
@@ -327,24 +323,25 @@ class BatchReader:
             decoded=False,
             allocate=self._allocate,
         )
-        stored: list[StoredField] = []
-        for item in self._fields:
-            rows: dict[str, Tensor] = {}
-            for array in item.codec.arrays_read(item.layers):
-                rows[array.name] = torch.from_numpy(arrays[array.name])
-            stored.append(StoredField(item, rows, tuple(lengths.tolist())))
+        rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        tokens = rows.pop(TOKENS).long()
         if response is None:
-            response = torch.from_numpy(arrays[_RESPONSE_MASK]).bool()
-        tokens = torch.from_numpy(arrays[TOKENS]).long()
+            response = rows.pop(_RESPONSE_MASK).bool()
         inputs = TrainingInputs(
             tokens=tokens,
             response_mask=response[:, : tokens.shape[1]].contiguous(),
             kv=None,
             hidden=torch.empty(0),
         )
-        kv_width = int(self.store.manifest.target.get("kv_width", 0))
         batch = Batch(
-            inputs, draws, n_tokens=int(lengths.sum()), stored=stored, kv_width=kv_width, **facts
+            inputs,
+            draws,
+            n_tokens=int(lengths.sum()),
+            stored=tuple(self._fields),
+            rows=rows,
+            lengths=tuple(lengths.tolist()),
+            kv_width=int(self.store.manifest.target.get("kv_width", 0)),
+            **facts,
         )
         if self._decodes:
             return batch.decode()
