@@ -7,6 +7,7 @@ are not independent.
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -181,13 +182,10 @@ class EvaluationReport:
     @cached_property
     def categories(self) -> dict[str, list[MethodSummary]]:
         """Category -> one summary per method over the rows of the category."""
-        rows_by_category: dict[str, list[PromptRow]] = {}
+        rows_by_category = defaultdict[str, list[PromptRow]](list)
         for row in self.measurement.rows:
-            rows_by_category.setdefault(row.category, []).append(row)
-        summaries: dict[str, list[MethodSummary]] = {}
-        for category, rows in rows_by_category.items():
-            summaries[category] = summarize(rows)
-        return summaries
+            rows_by_category[row.category].append(row)
+        return {category: summarize(rows) for category, rows in rows_by_category.items()}
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -423,19 +421,16 @@ def check_output(path: str | Path) -> Path:
     notes = path.with_suffix(".md")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not _is_report(path):
-            raise OptionInvalid(
-                f"--out {path} holds something that is not a {KIND}; choose another --out."
-            )
         # A run that was stopped before it wrote the JSON leaves only a Markdown file. So a Markdown
         # file without a JSON file may be replaced if it has the title of reports.
-        is_ours = (
-            path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
-        )
+        if path.exists():
+            is_ours = _is_report(path)
+        else:
+            is_ours = not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         if not is_ours:
             raise OptionInvalid(
-                f"--out {path} would replace {notes}, which does not belong to a report; move "
-                "that file, or choose another --out."
+                f"--out {path} would replace this file or {notes.name}, which do not hold a "
+                f"{KIND}; choose another --out."
             )
         probe = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
