@@ -40,7 +40,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         matrices: parameters that get orthogonalized updates.
-        others: parameters that AdamW updates: norms, biases, embeddings.
+        parameters: all parameters. AdamW updates those that are not in ``matrices``: norms, biases,
+            embeddings.
         lr: learning rate of matrices. A step changes the entries of an n x n matrix by about
             ``lr / sqrt(n)`` (root mean square).
         others_lr: AdamW's learning rate.
@@ -52,17 +53,17 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         matrices: Iterable[Tensor],
-        others: Iterable[Tensor] = (),
+        parameters: Iterable[Tensor] = (),
         lr: float = 0.02,
         others_lr: float = 1e-3,
         weight_decay: float = 0.0,
         block_rows: int | None = None,
     ) -> None:
         shared = {"weight_decay": weight_decay}
-        groups: list[dict[str, Any]] = [
-            shared | {"params": list(matrices), "lr": lr, "momentum": 0.95}
-        ]
-        if others := list(others):
+        matrices = list(matrices)
+        groups: list[dict[str, Any]] = [shared | {"params": matrices, "lr": lr, "momentum": 0.95}]
+        in_matrices = set(map(id, matrices))
+        if others := [weight for weight in parameters if id(weight) not in in_matrices]:
             groups.append(shared | {"params": others, "lr": others_lr, "betas": (0.9, 0.95)})
         super().__init__(groups, {})
         self._block_rows = block_rows

@@ -311,15 +311,12 @@ class DrafterModule(L.LightningModule):
                 id(table.weight) for table in modules if isinstance(table, torch.nn.Embedding)
             }
             matrices: list[Tensor] = []
-            others: list[Tensor] = []
             for weight in self.drafter.parameters():
                 if weight.ndim == 2 and id(weight) not in tables:
                     matrices.append(weight)
-                else:
-                    others.append(weight)
             return Muon(
                 matrices,
-                others,
+                self.drafter.parameters(),
                 lr=known(config.matrix_learning_rate),
                 others_lr=known(config.learning_rate),
                 weight_decay=config.weight_decay,
