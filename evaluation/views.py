@@ -60,17 +60,14 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _skipped_lines(skipped: Sequence[SkippedTurn]) -> list[str]:
-    """Write how many turns were skipped for each of the two reasons."""
-    n_too_long = sum(turn.n_prompt_tokens > 0 for turn in skipped)
-    reasons = {
-        ", because they, or turns before them, are longer than the target's context": n_too_long,
-        ": an answer before them contains a control token of the target": len(skipped) - n_too_long,
-    }
-    lines: list[str] = []
-    for reason, n_turns in reasons.items():
-        if n_turns:
-            lines += ["", f"{n_turns} turns were skipped{reason}."]
-    return lines
+    if not skipped:
+        return []
+    return [
+        "",
+        f"{len(skipped)} turns were skipped, because they, or turns before them, are longer than "
+        "the target's context, or because an answer before them contains a control token of the "
+        "target.",
+    ]
 
 
 def _settings(report: EvaluationReport) -> str:
