@@ -269,9 +269,13 @@ def await_copy(batch: Batch) -> Batch:
         return batch
     stream = torch.cuda.current_stream(batch.inputs.tokens.device)
     stream.wait_event(batch.copied)
-    # Without this call, the allocator could reuse the memory of a tensor before the work queued on
-    # this stream is done.
-    apply_to_collection(batch, Tensor, Tensor.record_stream, stream, allow_frozen=True)
+
+    def keep(tensor: Tensor) -> None:
+        # Without this call, the allocator could reuse the tensor's memory before the work queued on
+        # this stream is done.
+        tensor.record_stream(stream)
+
+    apply_to_collection(batch, Tensor, keep, allow_frozen=True)
     return replace(batch, copied=None)
 
 
