@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import httpx2 as httpx
-import torch
 from pydantic import BaseModel
 
 from .. import __version__
@@ -42,10 +41,9 @@ from ..files import disk_full_guard, parsing, refuse_other_inputs, write_atomic
 from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import SamplingConfig
-from ..moa.formats.checkpoint import ready_drafters
+from ..moa.formats.checkpoint import load_target_and_drafters
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens, tokenize_chat
-from ..moa.targets.live import Target
 from ..moa.targets.template import parse_template_arguments
 from ..text import SILENT, Progress, counted, first_line, format_hours, printable
 from .config import RegenerateConfig
@@ -532,17 +530,13 @@ class LocalTarget:
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.model is not None
         self._config = config
-        self._target = Target.load(
-            config.model, getattr(torch, config.dtype), config.device, config.revision
-        )
+        folders = () if config.drafter is None else (config.drafter,)
+        self._target, drafters = load_target_and_drafters(config, folders)
         self._target.prepare()
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         sampling = SamplingConfig(**config.sampling.arguments())
         proposer = shape = None
-        folders = () if config.drafter is None else (config.drafter,)
-        for drafter in ready_drafters(
-            self._target, folders, config.template_kwargs, config.model
-        ).values():
+        for drafter in drafters.values():
             proposer = DrafterProposer(self._target, drafter, sampling)
             shape = config.shape()
             if config.tree is None and proposer.max_depth is not None:

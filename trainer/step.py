@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +36,7 @@ from ..moa.drafters.training import (
 from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
-from .batches import Batch, map_tensors
+from .batches import Batch
 from .config import TrainConfig, known
 from .data import draw
 from .muon import Muon
@@ -310,15 +311,12 @@ class DrafterModule(L.LightningModule):
                 id(table.weight) for table in modules if isinstance(table, torch.nn.Embedding)
             }
             matrices: list[Tensor] = []
-            others: list[Tensor] = []
             for weight in self.drafter.parameters():
                 if weight.ndim == 2 and id(weight) not in tables:
                     matrices.append(weight)
-                else:
-                    others.append(weight)
             return Muon(
                 matrices,
-                others,
+                self.drafter.parameters(),
                 lr=known(config.matrix_learning_rate),
                 others_lr=known(config.learning_rate),
                 weight_decay=config.weight_decay,
@@ -462,13 +460,12 @@ class Trial:
         def repeated(tensor: Tensor) -> Tensor:
             return tensor.to(self.device).repeat(size, *([1] * (tensor.ndim - 1)))
 
-        inputs: TrainingInputs = map_tensors(self.longest, repeated)
+        inputs: TrainingInputs = apply_to_collection(self.longest, Tensor, repeated)
         inputs = replace(inputs, response_mask=torch.ones_like(inputs.response_mask))
         draws = draw(self.module.config.replaced(batch_size=size), 0, 2)
+        draws = apply_to_collection(draws, Tensor, Tensor.to, self.device)
         with self.autocast():
-            return self.module.compute_terms(
-                inputs, map_tensors(draws, lambda tensor: tensor.to(self.device)), 1.0
-            )
+            return self.module.compute_terms(inputs, draws, 1.0)
 
 
 @torch.no_grad()

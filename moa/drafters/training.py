@@ -106,7 +106,7 @@ class TrainingInputs:
 # Random draws of a step
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockDraws:
     """The blocks of a response that are trained, and the loss weights of their drafts."""
 
@@ -142,7 +142,7 @@ class Draws:
     # standard training. 0 skips the pass.
     teacher_forced_weight: float = 0.0
     # By default all blocks are trained, and each draft of a block has weight 1.
-    blocks: BlockDraws = BlockDraws()
+    blocks: BlockDraws = field(default_factory=BlockDraws)
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
         """List the passes of this step over response masks [B, T], the on-policy pass first.

@@ -169,27 +169,29 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
     return loaded
 
 
-def ready_drafters(
-    target: Target, folders: Sequence[str], template_kwargs: Sequence[str], where: str
-) -> dict[str, Drafter]:
-    """Load drafters for decoding, and set the target's chat template.
+def load_target_and_drafters(
+    settings: Any, folders: Sequence[str]
+) -> tuple[Target, dict[str, Drafter]]:
+    """Load a target and drafters for decoding, and set the target's chat template.
 
     The template gets the arguments with which the drafters' training chats were rendered.
 
     Args:
-        target: the target.
+        settings: the settings of a target, such as ``config.TargetSettings``. Their arguments of
+            the template override those of the training chats.
         folders: folders of the drafters.
-        template_kwargs: arguments of the template. They override those of the training chats.
-        where: name of the target in error messages.
     """
+    target = Target.load(
+        settings.model, getattr(torch, settings.dtype), settings.device, settings.revision
+    )
     drafters = load_drafters(folders, target, target.model.dtype)
     for drafter in drafters.values():
         drafter.prepare()
     arguments = choose_template_arguments(
-        template_kwargs, {name: loaded.config.target for name, loaded in drafters.items()}
+        settings.template_kwargs, {name: loaded.config.target for name, loaded in drafters.items()}
     )
-    target.template = ChatTemplate(target.tokenizer, arguments, where)
-    return drafters
+    target.template = ChatTemplate(target.tokenizer, arguments, settings.model)
+    return target, drafters
 
 
 def build_drafter(

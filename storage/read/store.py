@@ -39,6 +39,9 @@ from ..schema import (
 )
 from .batch import PartShards, RowRange, read_ranges, run_in_threads
 
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Function that returns a new array of a shape and dtype; its values do not matter."""
+
 _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
 
@@ -300,6 +303,7 @@ class ActivationStore:
         layers: slice | Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         n_threads: int = 1,
         decoded: bool = True,
+        allocate: Allocate = np.empty,
     ) -> dict[str, np.ndarray]:
         """Read fields of several sequences into right-padded arrays.
 
@@ -318,6 +322,7 @@ class ActivationStore:
             n_threads: number of threads that decode, including the calling thread.
             decoded: if False, return the rows of the stored arrays without decoding them. In this
                 case the keys of the result and of ``out`` are the names of the stored arrays.
+            allocate: returns a new array of a shape and dtype. It is used if ``out`` is None.
 
         Returns:
             Field name -> array. Row b contains sequence b of the batch in ``[b, :n_tokens]``,
@@ -350,7 +355,9 @@ class ActivationStore:
                 as_stored.append((codec, chosen))
                 continue
             shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
-            buffer = batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
+            buffer = batch[spec.name] = batch_buffer(
+                out, allocate, spec.name, shape, spec.storage_dtype
+            )
             for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
                 codes, field_ranges = self._plan_codes(i, codec, 0, n_tokens, chosen)
                 ranges += field_ranges
@@ -361,7 +368,9 @@ class ActivationStore:
                 )
         for array, indices in shared_arrays(as_stored).items():
             shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
-            buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
+            buffer = batch[array.name] = batch_buffer(
+                out, allocate, array.name, shape, array.storage_dtype
+            )
             for b, i in enumerate(rows):
                 ranges.append(self._range(i, array, indices, 0, lengths[b], buffer[b]))
         # Read the rows of all fields in one call, so that the disk gets all requests at once.
@@ -582,18 +591,23 @@ def decode_tokens(
 
 
 def batch_buffer(
-    out: Mapping[str, np.ndarray] | None, name: str, shape: tuple[int, ...], dtype: np.dtype
+    out: Mapping[str, np.ndarray] | None,
+    allocate: Allocate,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
 ) -> np.ndarray:
     """Return the caller's buffer for a field or stored array, or a new one if ``out`` is None.
 
     Args:
         out: name -> buffer of the caller, [n_sequences, at least n_rows, ...].
+        allocate: returns a new array of a shape and dtype.
         name: name of the field or stored array.
         shape: smallest allowed shape, [n_sequences, n_rows, ...].
         dtype: dtype of the buffer.
     """
     if out is None:
-        return np.empty(shape, dtype)
+        return allocate(shape, dtype)
     if name not in out:
         raise SelectionInvalid(
             f"`out` has no buffer for {name!r}; it has buffers for {', '.join(out) or 'none'}."

@@ -260,8 +260,8 @@ def test_training_reads_what_the_store_gives(
         draws = Draws(None, torch.zeros(2, dtype=torch.bool))
         batch = BatchReader(store, settings, torch.device("meta")).batch(np.array([4, 1]), draws)
         for item in batch.stored:
-            name = item.field.name
-            decoded = item.decode(batch.inputs.tokens)
+            name = item.name
+            decoded = item.decode(batch.rows, batch.inputs.tokens, batch.lengths)
             for row, i in enumerate((4, 1)):
                 stored = torch.from_numpy(store.read(i, name)).view(torch.bfloat16)
                 own = decoded[row, : len(stored)]
