@@ -52,7 +52,7 @@ from ..text import SILENT, Progress, first_line, format_bytes, format_hours, for
 from .config import ActivationSpec
 from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
 from .forwards.capture import capture
-from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
+from .forwards.parts import N_HOST_BATCHES, Forwards, batches, run_parts
 from .report import Timings
 from .sequences import TokensAndMask
 
@@ -173,7 +173,7 @@ class ForwardPlan:
         # While activations are gathered, they exist three times: in the storage dtype, packed, and
         # as a temporary tensor of the check for finite values.
         forward_bytes = n_tokens * ((facts.cache_width + layer) * itemsize + 3 * kept_bytes)
-        waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
+        waiting_bytes = N_HOST_BATCHES * n_tokens * kept_bytes
         # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0

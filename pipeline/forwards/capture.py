@@ -6,22 +6,16 @@ head dim, E width.
 Sequences are padded on the right. Attention is causal, so no token of a sequence attends to the
 padding, and no mask is needed. Values computed at padding positions are discarded.
 
-A device copies asynchronously only to pinned memory. Pinned memory is slow to allocate and is never
-returned to the system. Each batch in flight therefore uses a slot, a set of pinned buffers that is
-reused by later batches::
+A CUDA device copies asynchronously only to pinned memory, which torch keeps and reuses when a batch
+is freed. Each batch is copied on a stream of its own::
 
     main thread    forward 4 | forward 5 | forward 6 |
-    copy stream      copy 3  |   copy 4  |   copy 5  |      waits only for the forward
-    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy, releases the slot
-
-A slot belongs to one batch until the writer has encoded the entire batch. If a slot were reused
-earlier, the device would overwrite values that the writer is still reading.
+    copy streams     copy 3  |   copy 4  |   copy 5  |      waits only for the forward
+    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,83 +26,10 @@ from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
 from ...moa.targets.facts import TargetFacts
 from ...moa.targets.families import text_model
-from ...moa.targets.live import layer_outputs, mark_moment, seconds_between
+from ...moa.targets.live import Mark, layer_outputs, mark_moment, seconds_between
 from ...storage.codecs.registry import StoreCodec
 from ...storage.schema import StoredArray
 from ..config import ActivationSpec
-
-
-class HostSlots:
-    """Pinned host memory for ``n_slots`` batches in flight, filled on a separate CUDA stream."""
-
-    def __init__(self, device: torch.device, n_slots: int) -> None:
-        self._device = device
-        self.free = deque[HostSlot]()
-        for _ in range(n_slots):
-            self.free.append(HostSlot(self))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def allocate(self, n_bytes: int) -> Tensor:
-        """Allocate pinned host memory, uint8 [n_bytes]."""
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
-        """Queue copies, given as (source, target), behind all work queued on the device so far.
-
-        Returns:
-            A function that waits for the copies and returns their duration in seconds.
-        """
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            began = mark_moment(self._device)
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-                # Without this call, the allocator could reuse the source's memory before the copy
-                # is done.
-                source.record_stream(self._stream)
-            return partial(seconds_between, began, mark_moment(self._device))
-
-
-class HostSlot:
-    """Pinned memory for the copies of one batch at a time.
-
-    ``wait`` waits for the copies and returns their duration in seconds.
-    """
-
-    def __init__(self, slots: HostSlots) -> None:
-        self._slots = slots
-        self._buffers: list[Tensor] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self.wait: Callable[[], float] = lambda: 0.0
-
-    def reserve(self, source: Tensor) -> Tensor:
-        """Reserve host memory for a copy of a tensor.
-
-        Returns:
-            An unfilled host tensor with the shape and dtype of the source.
-        """
-        index = len(self._copies)
-        n_bytes = source.numel() * source.element_size()
-        if index == len(self._buffers):
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[index].numel() < n_bytes:
-            # torch's allocator rounds pinned memory up to a power of two anyway. Ask for that size,
-            # so that larger batches can use all of the buffer.
-            self._buffers[index] = self._slots.allocate(1 << (n_bytes - 1).bit_length())
-        target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
-        self._copies.append((source, target))
-        return target
-
-    def start(self) -> None:
-        """Start the copies of all tensors passed to :meth:`reserve`."""
-        self.wait = self._slots.copy(self._copies)
-
-    def release(self) -> None:
-        """Free the slot for another batch. The values in the slot must not be read afterwards."""
-        self.wait()  # A copy still in progress would overwrite values of the next batch.
-        self._copies.clear()
-        self._slots.free.append(self)
 
 
 @dataclass(frozen=True)
@@ -129,8 +50,8 @@ class Capture:
     codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
     # Maps each field of keys and values to the target's layers along the field's layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # Pinned memory that the values are copied to; None if they were not copied asynchronously.
-    slot: HostSlot | None = None
+    # Marks at the start and the end of an asynchronous copy from the device.
+    copying: tuple[Mark, Mark] | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
         """Encode fields with the store's codec, on the device. Lossless fields are not encoded.
@@ -166,22 +87,22 @@ class Capture:
                     codes[name][array] = _concatenate(rows_of_sequences)
         return replace(self, fields=plain, codes=codes)
 
-    def to_host(self, slots: HostSlots | None = None) -> "Capture":
+    def to_host(self) -> "Capture":
         """Copy the values to host memory.
 
-        Args:
-            slots: pinned memory for an asynchronous copy. The caller must call `wait` before it
-                reads the values. None copies synchronously.
-
-        Raises:
-            IndexError: no slot is free.
+        Copies from a CUDA device are asynchronous: call :meth:`wait` before the values are read.
         """
-        if slots is None:
+        device = self.tokens.device
+        if device.type != "cuda":
             return self._mapped(Tensor.cpu)
-        slot = slots.free.popleft()
-        copies = self._mapped(slot.reserve)
-        slot.start()
-        return replace(copies, slot=slot)
+        # torch reuses pinned memory when all work queued on the stream of its copy is done. On a
+        # shared stream, this would include the copies of later batches.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            began = mark_moment(device)
+            copies = self._mapped(_start_copy)
+            return replace(copies, copying=(began, mark_moment(device)))
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> "Capture":
         finite = _each_moved(self.finite, move)
@@ -192,13 +113,8 @@ class Capture:
         return replace(self, finite=finite, fields=fields, codes=codes)
 
     def wait(self) -> float:
-        """Wait for the copies and return their duration in seconds."""
-        return 0.0 if self.slot is None else self.slot.wait()
-
-    def release(self) -> None:
-        """Release the pinned memory. The values must not be read afterwards."""
-        if self.slot is not None:
-            self.slot.release()
+        """Wait for an asynchronous copy and return its duration in seconds."""
+        return 0.0 if self.copying is None else seconds_between(*self.copying)
 
     def check_finite(self, names: Sequence[str]) -> None:
         """Refuse NaN and infinity. The error names the first such sequence, field and layer."""
@@ -233,6 +149,15 @@ class Capture:
                 start : start + array.n_rows(self.n_tokens[index])
             ].numpy()
         return rows_by_array
+
+
+def _start_copy(source: Tensor) -> Tensor:
+    """Start copying a tensor to pinned host memory, on the current CUDA stream."""
+    copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    copied.copy_(source, non_blocking=True)
+    # Without this call, the allocator could reuse the source's memory before the copy is done.
+    source.record_stream(torch.cuda.current_stream(source.device))
+    return copied
 
 
 def _each_moved(
