@@ -96,17 +96,12 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(0 if config.rows_only else n):
                 path = file_format.file(folder, i)
-                tokens = store.read(i, "tokens")
                 if not path.exists():
+                    tokens = store.read(i, "tokens")
                     data = file_format.encode(tokens, store.read(i, "response_mask"), dataset[i])
                     path.parent.mkdir(parents=True, exist_ok=True)
                     pending.append(threads.submit(write_atomic, path, data))
                     sizes.append(len(data))
-                elif not np.array_equal(file_format.read_tokens(path), tokens):
-                    raise OutputOccupied(
-                        f"{path} exists already and holds other tokens than sequence {i} of the "
-                        "store. Choose another --out, or delete the file."
-                    )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
                 exporting(i + 1, n)
@@ -309,8 +304,7 @@ def _read_texts(
     rows: dict[str, tuple[int, int, int]] = {}
     reading = progress.of("read tokens", "row")
     for row, path in enumerate(paths):
-        tokens = file_format.read_tokens(path)
-        mask = file_format.read_mask(path)
+        tokens, mask = file_format.read_text(path)
         if not len(tokens) or len(tokens) != len(mask):
             raise DatasetError(
                 f"{path} has {len(tokens)} token ids and a loss mask of length {len(mask)}. "
@@ -409,8 +403,7 @@ def _read_sequence(
     specs: tuple[schema.FieldSpec, ...],
     norm: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, np.ndarray]:
-    tokens = file_format.read_tokens(path)
-    mask = file_format.read_mask(path)
+    tokens, mask = file_format.read_text(path)
     hidden = file_format.read_hidden(path)
     if norm is not None:
         # speculators' files hold the last hidden state only before the final norm. Apply the norm
