@@ -147,12 +147,11 @@ class SamplingParams:
 def settings(**changes: Any) -> Any:
     """Return the vLLM settings that a connector reads."""
     of_all = {
-        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
-        "cache_dtype": "auto", "enable_prefix_caching": False,
+        "cache_dtype": "auto",
         "kv_transfer_config": KVTransferConfig("", "", "kv_producer"),
     }  # fmt: skip
     found = types.SimpleNamespace(**of_all | changes)
-    found.parallel_config = found.cache_config = found
+    found.cache_config = found
     return found
 
 

@@ -130,14 +130,7 @@ def test_tokens_are_gathered_from_scattered_blocks(connector: Any, layout: str) 
 @pytest.mark.parametrize(
     ("changes", "spec", "facts"),
     [
-        ({"tensor_parallel_size": 2}, vllm.FullAttentionSpec(), ("tensor_parallel_size", 2)),
-        (
-            {"decode_context_parallel_size": 2},
-            vllm.FullAttentionSpec(),
-            ("decode_context_parallel_size", 2),
-        ),
         ({"cache_dtype": "fp8_e4m3"}, vllm.FullAttentionSpec(), ("kv_cache_dtype", "fp8_e4m3")),
-        ({"enable_prefix_caching": True}, vllm.FullAttentionSpec(), ("Prefix caching",)),
         ({}, vllm.SlidingWindowSpec(16), ("model.layers.0.attn", "SlidingWindowSpec")),
         (
             {},
