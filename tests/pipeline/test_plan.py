@@ -419,7 +419,7 @@ def test_later_starts_take_the_recorded_commits(
     assert build_plan(hub_config).table.equals(plan.table)
     report = audit(store, MODEL, samples=2, device="cpu")
     assert report.ok
-    assert not report.notes
+    assert not report.note
     assert plan_addition(
         AddConfig(store=str(store), model=MODEL, activations=("hidden:layer:0",))
     ).n_tokens
