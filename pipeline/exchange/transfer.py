@@ -10,7 +10,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ from ...moa.targets.facts import load_facts
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage import schema
-from ...storage.backend import backend_of, open_path
+from ...storage.backend import backend_of
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
-from ...storage.commit import has_parts
 from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
 from ...storage.write.store import StoreWriter
@@ -254,27 +252,15 @@ def import_folder(
     plan = plan_parts(texts, config.part_tokens, schema.ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, paths[0], facts.hidden_size)
     manifest = _manifest(config, file_format, texts, plan, specs, facts.sizes, target_folder)
-    load = partial(
-        Target.load,
-        str(target_folder),
-        getattr(facts.config, "dtype", None) or torch.float32,
-        "cpu",
-    )
-    # If the files lack the state after the final norm, the import applies the norm. The norm of a
-    # target with Llama layers is read from the store's bundle below. Other families have other
-    # kinds of norm, so load the target here to get its norm.
-    norm_of = None if file_format.gives_last or facts.family.has_llama_layers else load()
-    norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
     # Load the target before the store is created, so that no store is left behind if the target
     # cannot be loaded.
-    target = norm_of if norm_of or has_parts(open_path(config.out)) else load()
+    dtype = getattr(facts.config, "dtype", None) or torch.float32
+    target = Target.load(str(target_folder), dtype, "cpu")
+    norm = None if file_format.gives_last else _final_norm(target)
     with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:
-            target = target or load()
             with store.target() as bundle:
                 save_target_bundle(target.model, target.tokenizer, bundle, config.target_layers)
-        if norm is None and not file_format.gives_last:
-            norm = FrozenTarget.load(store.target_path, sizes=facts.sizes).norm
         timings = write_parts(
             store,
             lambda row: _read_sequence(
@@ -291,6 +277,15 @@ def import_folder(
         report.lines = [f"imported     {fields} from {file_format.name}; {n_left_out} left out"]
         store.record_run(report.record(provenance) | {"import": config.named()})
     return report
+
+
+def _final_norm(target: Target) -> nn.Module:
+    """Return the target's final norm in float32."""
+    if target.facts.family.has_llama_layers:
+        norm: nn.Module = FrozenTarget.from_model(target.model).norm
+    else:
+        norm = prove_norm(target)
+    return copy.deepcopy(norm).float()
 
 
 def _read_texts(
