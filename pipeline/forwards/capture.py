@@ -28,7 +28,6 @@ from ...moa.targets.facts import TargetFacts
 from ...moa.targets.families import text_model
 from ...moa.targets.live import Mark, layer_outputs, mark_moment, seconds_between
 from ...storage.codecs.registry import StoreCodec
-from ...storage.schema import StoredArray
 from ..config import ActivationSpec
 
 
@@ -45,9 +44,9 @@ class Capture:
     # Maps each field that is not encoded to its values, [B, T, *token_shape]. kv is
     # [B, T, L, H_kv, 2, d] with keys after RoPE. hidden/last and hidden/layer_k are [B, T, E].
     fields: dict[str, Tensor]
-    # Maps each encoded field to its stored arrays, and each stored array to the concatenated rows
-    # of all sequences, [n_rows, *row_shape].
-    codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
+    # For each sequence, maps each encoded field to its stored arrays, and the name of each stored
+    # array to its rows, [n_rows, *row_shape]. Empty if no field is encoded.
+    codes: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
     # Maps each field of keys and values to the target's layers along the field's layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # Marks at the start and the end of an asynchronous copy from the device.
@@ -61,30 +60,24 @@ class Capture:
             names: names of the sequences, for error messages.
         """
         plain: dict[str, Tensor] = {}
-        lossy_names: list[str] = []
+        lossy: dict[str, Tensor] = {}
         for name, activations in self.fields.items():
             if codec.fields[name].is_identity:
                 plain[name] = activations
             else:
-                lossy_names.append(name)
-        codecs = codec.only(lossy_names)
-        if not codecs.fields:
+                lossy[name] = activations
+        if not lossy:
             return self
         self.check_finite(names)
-        codes: dict[str, dict[StoredArray, Tensor]] = {}
+        lossy_codec = codec.only(lossy)
+        codes: list[dict[str, dict[str, Any]]] = []
         with torch.inference_mode():
-            encoded: list[dict[str, dict[str, Any]]] = []
             for index, n_tokens in enumerate(self.n_tokens):
                 values: dict[str, Tensor] = {}
-                for name in codecs.fields:
-                    values[name] = self.fields[name][index, :n_tokens]
+                for name, activations in lossy.items():
+                    values[name] = activations[index, :n_tokens]
                 tokens = self.tokens[index, :n_tokens]
-                encoded.append(codecs.encode(values, tokens, is_finite=True))
-            for name, field_codec in codecs.fields.items():
-                codes[name] = {}
-                for array in field_codec.arrays:
-                    rows_of_sequences = [rows[name][array.name] for rows in encoded]
-                    codes[name][array] = _concatenate(rows_of_sequences)
+                codes.append(lossy_codec.encode(values, tokens, is_finite=True))
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self) -> "Capture":
@@ -107,9 +100,9 @@ class Capture:
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> "Capture":
         finite = _each_moved(self.finite, move)
         fields = _each_moved(self.fields, move)
-        codes: dict[str, dict[StoredArray, Tensor]] = {}
-        for name, rows_by_array in self.codes.items():
-            codes[name] = _each_moved(rows_by_array, move)
+        codes: list[dict[str, dict[str, Tensor]]] = []
+        for by_field in self.codes:
+            codes.append({name: _each_moved(rows, move) for name, rows in by_field.items()})
         return replace(self, finite=finite, fields=fields, codes=codes)
 
     def wait(self) -> float:
@@ -142,13 +135,7 @@ class Capture:
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]
             return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
-        rows_by_array = {}
-        for array, rows in self.codes[name].items():
-            start = sum(array.n_rows(n_tokens) for n_tokens in self.n_tokens[:index])
-            rows_by_array[array.name] = rows[
-                start : start + array.n_rows(self.n_tokens[index])
-            ].numpy()
-        return rows_by_array
+        return {array: rows.numpy() for array, rows in self.codes[index][name].items()}
 
 
 def _start_copy(source: Tensor) -> Tensor:
@@ -161,20 +148,10 @@ def _start_copy(source: Tensor) -> Tensor:
 
 
 def _each_moved(
-    tensors: Mapping[Any, Tensor], move: Callable[[Tensor], Tensor]
-) -> dict[Any, Tensor]:
+    tensors: Mapping[str, Tensor], move: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Return a dict with the same keys, in which each tensor is replaced by ``move(tensor)``."""
     return {key: move(tensor) for key, tensor in tensors.items()}
-
-
-def _concatenate(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along axis 0.
-
-    torch has few kernels for uint16, so uint16 tensors are viewed as int16 for this.
-    """
-    if rows[0].dtype == torch.uint16:
-        return torch.cat([part.view(torch.int16) for part in rows]).view(torch.uint16)
-    return torch.cat(list(rows))
 
 
 def capture(
