@@ -47,8 +47,8 @@ _BATCHES_AHEAD = 2
 The queue keeps the forwards running during a slow write, such as the end of a part.
 """
 # Maximum number of batches in host memory: those queued for the writer thread, one that is being
-# written, and one that is being copied from the device.
-N_HOST_BATCHES = _BATCHES_AHEAD + 2
+# written, one whose last chunks are being encoded, and one that is being copied from the device.
+N_HOST_BATCHES = _BATCHES_AHEAD + 3
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,6 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
             out.write(
                 field, first_token, text[field] if field in text else captured.rows(field, index)
             )
-    out.settle()
     # Reading the duration of the forward does not wait, because the copies ran after the forward
     # and are done.
     timings.forward_s += seconds_between(*batch.span)
