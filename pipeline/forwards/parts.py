@@ -37,9 +37,8 @@ from ...storage.write.addition import StoreAddition
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import SILENT, Progress
-from ..config import ActivationSpec
 from ..report import PartProgress, Timings
-from .capture import Capture, capture
+from .capture import Capture
 
 _BATCHES_AHEAD = 2
 """Maximum number of tasks in the writer thread's queue.
@@ -56,25 +55,14 @@ class Forwards:
     """Runs the target over batches and keeps the requested activations."""
 
     target: Target
-    spec: ActivationSpec  # The activations that are kept.
+    # Computes the activations of a batch of token ids, int32 [n_tokens] each, with the target or
+    # with vLLM.
+    capture: Callable[[Sequence[np.ndarray]], Capture]
     codec: StoreCodec  # The codec of the kept activations.
-    dtype: torch.dtype  # The dtype of the kept activations.
     batch_tokens: int  # Maximum tokens per forward, including padding.
-    # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
-    # the last bits of the activations may differ.
-    uses_cache: bool
     # Maps a sequence id to the token ids (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
     n_encode_threads: int
-    # Function that computes the activations of a batch of token ids, int32 [n_tokens] each, in
-    # place of the target. None runs the target.
-    engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
-
-    def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
-        """Compute the activations of a batch, with the engine if there is one, or the target."""
-        if self.engine is not None:
-            return self.engine(tokens)
-        return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
 
 
 def run_parts(

@@ -2,6 +2,7 @@
 
 import errno
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -104,7 +105,8 @@ def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
     target = Target(build_text_model().to(kind))
     spec = ActivationSpec(kv=True, last=False, layers=())
     codec = StoreCodec("lossless", field_specs(spec, target.facts, "float32"))
-    forwards = Forwards(target, spec, codec, torch.float32, n_tokens, True, text.__getitem__, 1)
+    run = partial(capture, target.model, spec=spec, dtype=torch.float32, uses_cache=True)
+    forwards = Forwards(target, run, codec, n_tokens, text.__getitem__, 1)
 
     class Store:
         n_parts = 1
