@@ -96,10 +96,11 @@ class KVConnectorBase_V1(ABC):
     ) -> None: ...
     @abstractmethod
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata: ...
-    @abstractmethod
     def request_finished(
         self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]: ...
+    ) -> tuple[bool, dict[str, Any] | None]:
+        raise NotImplementedError("a connector with SupportsHMA is asked about all groups")
+
     @classmethod
     @abstractmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None: ...
