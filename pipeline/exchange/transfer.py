@@ -29,6 +29,7 @@ from ...files import (
     write_atomic,
 )
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
+from ...moa.targets.chat_tokens import TokenizedChat
 from ...moa.targets.facts import load_facts
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
@@ -42,7 +43,7 @@ from ...text import SILENT, Progress, counted
 from ..card import write_card
 from ..recode import write_parts
 from ..report import WriteReport
-from ..sequences import content_id
+from ..sequences import Sequences, TokensAndMask
 from .config import ExportConfig, ImportConfig
 from .formats import FileFormat, make_format, write_rows
 from .torch_dataset import ActivationDataset, check_fields
@@ -248,10 +249,10 @@ def import_folder(
         facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
     file_format = make_format(config.format, config.layers, facts.n_layers)
     paths = file_format.files(folder)[: config.max_sequences]
-    texts = _read_texts(file_format, paths, facts.vocab_size, progress)
-    plan = plan_parts(texts, config.part_tokens, schema.ALIGNMENT_TOKENS)
+    sequences = _read_texts(file_format, paths, facts.vocab_size, progress)
+    plan = plan_parts(sequences.table(), config.part_tokens, schema.ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, paths[0], facts.hidden_size)
-    manifest = _manifest(config, file_format, texts, plan, specs, facts.sizes, target_folder)
+    manifest = _manifest(config, file_format, sequences, plan, specs, facts.sizes, target_folder)
     # Load the target before the store is created, so that no store is left behind if the target
     # cannot be loaded.
     dtype = getattr(facts.config, "dtype", None) or torch.float32
@@ -264,7 +265,11 @@ def import_folder(
         timings = write_parts(
             store,
             lambda row: _read_sequence(
-                file_format, paths[row["source_row"]], row["n_tokens"], specs, norm
+                file_format,
+                paths[row["source_row"]],
+                sequences.text(row["sequence_id"]),
+                specs,
+                norm,
             ),
             progress.of(f"import from {file_format.name}", "token"),
         )
@@ -272,7 +277,7 @@ def import_folder(
         command = f"moa-data import --format {config.format}"
         write_card(store.path, config.model, config.folder, licences, command)
         report = WriteReport.of(store, timings)
-        n_left_out = counted(len(paths) - texts.num_rows, "duplicate")
+        n_left_out = counted(sequences.n_duplicates, "duplicate")
         fields = ", ".join(spec.name for spec in specs)
         report.lines = [f"imported     {fields} from {file_format.name}; {n_left_out} left out"]
         store.record_run(report.record(provenance) | {"import": config.named()})
@@ -290,13 +295,10 @@ def _final_norm(target: Target) -> nn.Module:
 
 def _read_texts(
     file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress
-) -> pa.Table:
-    """Read the token ids and masks of all files.
-
-    Returns:
-        A table for ``plan_parts``, with one row per distinct sequence.
-    """
-    rows: dict[str, tuple[int, int, int]] = {}
+) -> Sequences:
+    """Read the token ids and masks of all files."""
+    sequences = Sequences()
+    has_response = False
     reading = progress.of("read tokens", "row")
     for row, path in enumerate(paths):
         tokens, mask = file_format.read_text(path)
@@ -316,22 +318,17 @@ def _read_texts(
                 f"vocabulary has {vocab_size:,} tokens. Give the --model that the files were made "
                 "with."
             )
-        rows.setdefault(content_id(tokens, mask), (row, len(tokens), int(mask.sum())))
+        has_response = has_response or bool(mask.any())
+        chat = TokenizedChat(tokens.astype(np.int32), mask.astype(np.uint8), truncated=False)
+        sequences.add(row, chat)
         reading(row + 1, len(paths))
-    source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
-    if not any(n_response):
+    if not has_response:
         raise DatasetError(
             f"The loss masks of all {len(paths)} files, such as {paths[0]}, are 0 at every token, "
             "so there is nothing to learn. Make the files again with masks that are 1 in the "
             "answers."
         )
-    columns = {
-        "sequence_id": text_column(rows),
-        "source_row": column(np.array(source_rows, np.int64)),
-        "n_tokens": column(np.array(n_tokens, np.int32)),
-        "n_response_tokens": column(np.array(n_response, np.int32)),
-    }
-    return pa.table(columns)
+    return sequences
 
 
 def _field_specs(
@@ -355,15 +352,14 @@ def _field_specs(
 def _manifest(
     config: ImportConfig,
     file_format: FileFormat,
-    texts: pa.Table,
+    sequences: Sequences,
     plan: pa.Table,
     specs: tuple[schema.FieldSpec, ...],
     sizes: Mapping[str, Any],
     target_folder: Path,
 ) -> schema.StoreManifest:
     identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
-    dataset = hashlib.sha256("\n".join(texts["sequence_id"].to_pylist()).encode()).hexdigest()
-    counts = plan_counts(plan)
+    dataset = hashlib.sha256("\n".join(sequences.ids).encode()).hexdigest()
     last = (
         "as in the files"
         if file_format.gives_last
@@ -378,27 +374,25 @@ def _manifest(
             "dtype": specs[-1].dtype,
             "hidden_last": last,
             "imported_from": file_format.name,
-            "max_length": max(texts["n_tokens"].to_pylist()),
+            "max_length": int(numbers(plan, "n_tokens").max()),
             "max_sequences": config.max_sequences,
             "part_tokens": config.part_tokens,
             "target_layers": config.target_layers,
         },
-        n_sequences=counts["n_sequences"],
-        n_parts=counts["n_parts"],
-        n_tokens=counts["n_tokens"],
         codec=StoreCodec(LOSSLESS, specs).describe(),
         alignment_tokens=schema.ALIGNMENT_TOKENS,
+        **plan_counts(plan),
     )
 
 
 def _read_sequence(
     file_format: FileFormat,
     path: Path,
-    n_tokens: int,
+    text: TokensAndMask,
     specs: tuple[schema.FieldSpec, ...],
     norm: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, np.ndarray]:
-    tokens, mask = file_format.read_text(path)
+    tokens, mask = text
     hidden = file_format.read_hidden(path)
     if norm is not None:
         # speculators' files hold the last hidden state only before the final norm. Apply the norm
@@ -406,17 +400,14 @@ def _read_sequence(
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[schema.HIDDEN_LAST] = norm(last.float()).to(last.dtype)
-    fields: dict[str, np.ndarray] = {
-        "tokens": tokens.astype(np.int32),
-        "response_mask": mask.astype(np.uint8),
-    }
+    fields = {"tokens": tokens, "response_mask": mask}
     for spec in specs[2:]:
         values = hidden[spec.name]
-        if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
+        shape = [len(tokens), *spec.token_shape]
+        if _DTYPES.get(values.dtype) != spec.dtype or list(values.shape) != shape:
             raise DatasetError(
                 f"{path}: {spec.name} has type and shape {values.dtype} {list(values.shape)}, "
-                f"expected {spec.dtype} {[n_tokens, *spec.token_shape]} as in the first file. Make "
-                "the file again."
+                f"expected {spec.dtype} {shape} as in the first file. Make the file again."
             )
         if not bool(torch.isfinite(values).all()):
             raise DatasetError(
