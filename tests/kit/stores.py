@@ -143,7 +143,6 @@ def make_recipe(
             "n_layers": 4,
             "n_kv_heads": 2,
             "head_dim": 8,
-            "hidden_size": 16,
             "vocab_size": 100,
             "architecture": "Tiny",
         },
