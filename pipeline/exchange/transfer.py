@@ -358,6 +358,7 @@ def _manifest(
     sizes: Mapping[str, Any],
     target_folder: Path,
 ) -> schema.StoreManifest:
+    counts = plan_counts(plan)
     identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
     dataset = hashlib.sha256("\n".join(sequences.ids).encode()).hexdigest()
     last = (
@@ -380,8 +381,10 @@ def _manifest(
             "target_layers": config.target_layers,
         },
         codec=StoreCodec(LOSSLESS, specs).describe(),
+        n_sequences=counts["n_sequences"],
+        n_parts=counts["n_parts"],
+        n_tokens=counts["n_tokens"],
         alignment_tokens=schema.ALIGNMENT_TOKENS,
-        **plan_counts(plan),
     )
 
 
