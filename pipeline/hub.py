@@ -49,13 +49,11 @@ moa-data pull REPO drafter
 moa-data generate --model TARGET --drafter drafter --prompt "Hi"
 ```
 
-## Target
+## Sizes and target
 
-{target}
-
-## Sizes
-
-{sizes}
+```json
+{facts}
+```
 """
 _AGAIN = "Finished files are kept: run the same command again to continue."
 
@@ -162,17 +160,8 @@ def drafter_card(facts: dict[str, Any]) -> str:
     Args:
         facts: content of ``drafter.json``.
     """
-    target = facts.get("target") or {}
-    target_lines = [f"- {key}: `{value}`" for key, value in target.items()]
-    size_lines: list[str] = []
-    for key, value in facts.items():
-        if key != "target" and isinstance(value, int | float | str):
-            size_lines.append(f"- {key}: {value}")
-    return _DRAFTER_CARD.format(
-        kind=facts.get("kind", "unknown"),
-        target="\n".join(target_lines),
-        sizes="\n".join(size_lines),
-    )
+    text = json.dumps(facts, indent=2, sort_keys=True)
+    return _DRAFTER_CARD.format(kind=facts.get("kind", "unknown"), facts=text)
 
 
 def _damaged(message: str) -> DatasetError:
