@@ -13,8 +13,9 @@ import copy
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ from ..storage.write.store import StoreWriter
 from ..text import SILENT, Progress, first_line, format_bytes, format_hours, format_range
 from .config import ActivationSpec
 from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
-from .forwards.capture import capture
-from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
+from .forwards.capture import Capture, capture
+from .forwards.parts import N_HOST_BATCHES, Forwards, batches, run_parts
 from .report import Timings
 from .sequences import TokensAndMask
 
@@ -173,7 +174,7 @@ class ForwardPlan:
         # While activations are gathered, they exist three times: in the storage dtype, packed, and
         # as a temporary tensor of the check for finite values.
         forward_bytes = n_tokens * ((facts.cache_width + layer) * itemsize + 3 * kept_bytes)
-        waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
+        waiting_bytes = N_HOST_BATCHES * n_tokens * kept_bytes
         # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0
@@ -255,6 +256,11 @@ class ForwardPlan:
         loading(self.weight_bytes, self.weight_bytes)
         return target
 
+    def capture(self, target: Target, sequences: Sequence[np.ndarray]) -> Capture:
+        """Run the target over a batch of token ids, int32 [n_tokens] each."""
+        dtype = getattr(torch, self.dtype)
+        return capture(target.model, sequences, self.spec, dtype, self.uses_cache)
+
     def forwards(
         self,
         target: Target,
@@ -268,11 +274,9 @@ class ForwardPlan:
         """
         return Forwards(
             target=target,
-            spec=self.spec,
+            capture=partial(self.capture, target),
             codec=codec,
-            dtype=getattr(torch, self.dtype),
             batch_tokens=self.batch_tokens,
-            uses_cache=self.uses_cache,
             text=text,
             n_encode_threads=self.n_encode_threads,
         )
@@ -379,13 +383,10 @@ class WritePlan:
             tokens_of: maps the index of a sequence to its token ids.
         """
         forward = self.forward
-        model = target.model
 
         def read(row: int) -> dict[str, np.ndarray]:
             tokens = tokens_of(row)
-            captured = capture(
-                model, [tokens], forward.spec, getattr(torch, forward.dtype), forward.uses_cache
-            )
+            captured = forward.capture(target, [tokens])
             # Codecs refuse such values too, but give advice that does not help if a target overflows.
             captured.check_finite([f"{row} of the plan"])
             arrays: dict[str, np.ndarray] = {}
@@ -394,8 +395,8 @@ class WritePlan:
             arrays[TOKENS] = tokens
             return arrays
 
-        lm_head = model.get_output_embeddings().weight
-        embeddings = model.get_input_embeddings().get_parameter("weight")
+        lm_head = target.model.get_output_embeddings().weight
+        embeddings = target.model.get_input_embeddings().get_parameter("weight")
         learning = learning_on(forward.device, self.disk, progress)
         calibrate(forward.codec, lengths, read, target.facts, lm_head, embeddings, learning)
 

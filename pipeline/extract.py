@@ -183,7 +183,7 @@ def _prove_target(
         check_weights(plan.forward.folder, getattr(torch, plan.forward.compute_dtype))
         return None
     forwards = _load_forwards(plan, codec, target, progress, opened)
-    if forwards.engine is None:
+    if plan.config.forward.source != "vllm":
         first = plan.table.slice(0, 1).to_pylist()[0]
         tokens, _ = plan.sequences.text(first["sequence_id"])
         captured = forwards.capture([tokens[:_N_PROVEN_TOKENS]])
@@ -203,8 +203,10 @@ def _load_forwards(
     forwards = plan.forward.forwards(target, codec, plan.sequences.text)
     if plan.config.forward.source == "vllm":
         longest = int(numbers(plan.table, "n_tokens").max())
-        source = VllmSource(plan.forward.folder, target, forwards.spec, forwards.dtype, longest)
-        forwards = replace(forwards, engine=opened.enter_context(source).capture)
+        forward = plan.forward
+        dtype = getattr(torch, forward.dtype)
+        source = VllmSource(forward.folder, target, forward.spec, dtype, longest)
+        forwards = replace(forwards, capture=opened.enter_context(source).capture)
     return forwards
 
 

@@ -8,12 +8,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CodecUnknown, Interrupted, OptionInvalid
+from ..errors import CodecUnknown, OptionInvalid
 from ..files import check_room, walk
 from ..machine import fix_sums
 from ..moa.targets.bundle import FrozenTarget
@@ -29,6 +28,7 @@ from ..storage.write.store import StoreWriter
 from ..text import SILENT, Progress
 from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
+from .plan import interruptible
 from .report import Provenance, Timings, WriteReport
 
 # Approximate number of tokens on which it is measured how much errors in keys and values matter to
@@ -93,14 +93,8 @@ def recode(
                 "recoded, because the loss of a codec cannot be undone. Give a lossless store, or "
                 "extract again with --codec lossless."
             )
-        is_folder = (
-            isinstance(target_store, Path)
-            and target_store.exists()
-            and isinstance(source.path, Path)
-        )
-        if target_store == source.path or (
-            is_folder and os.path.samefile(str(target_store), str(source.path))
-        ):
+        # The URL of a bucket is compared like a path that does not exist.
+        if os.path.realpath(str(target_store)) == os.path.realpath(str(source.path)):
             raise OptionInvalid(
                 f"--out {target_store} is the store that is read. Choose another folder."
             )
@@ -110,24 +104,19 @@ def recode(
         )
         new = _learned_codec(source, codec, target_store, manifest, progress, kv_metrics)
         manifest = dataclasses.replace(manifest, codec=new.describe())
-        plan = source.sequences
-        with StoreWriter.create_or_resume(
-            target_store, manifest, plan, new.files(), begins_anew=True
-        ) as writer:
-            rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
-            try:
-                _copy_target(source, writer)
-                timings = write_parts(
-                    writer,
-                    lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
-                    progress.of("recode", "token"),
-                )
-            except KeyboardInterrupt as error:
-                n_done = writer.n_parts - len(writer.pending_parts())
-                raise Interrupted(
-                    f"Interrupted. {n_done} of {writer.n_parts} parts are finished in "
-                    f"{writer.path}. Run the same command again to continue."
-                ) from error
+        rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
+        with (
+            StoreWriter.create_or_resume(
+                target_store, manifest, source.sequences, new.files(), begins_anew=True
+            ) as writer,
+            interruptible(f"while {target_store} was written; its finished parts are kept"),
+        ):
+            _copy_target(source, writer)
+            timings = write_parts(
+                writer,
+                lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
+                progress.of("recode", "token"),
+            )
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
             source_bytes = sum(commit.stored_bytes for commit in source.commits.values())
@@ -244,19 +233,17 @@ def write_parts(
     """
     timings = Timings()
     start = time.perf_counter()
-    pending = store.pending_parts()
-    n_tokens = numbers(store.plan, "n_tokens")
-    n_done = timings.n_before_tokens = int(
-        n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum()
-    )
-    for part in pending:
+    n_tokens = sum(store.part_tokens.values())
+    n_done = sum(store.part_tokens[part] for part in store.committed_parts())
+    timings.n_before_tokens = n_done
+    for part in store.pending_parts():
         with store.part(part) as out:
             for row in out.sequences.to_pylist():
                 for name, values in read(row).items():
                     out.write(name, row["first_token"], values)
                 n_done += row["n_tokens"]
-                progress(n_done, int(n_tokens.sum()), f"part {part + 1}/{store.n_parts}")
-            out.commit()
-            timings.add_part(int(numbers(out.sequences, "n_tokens").sum()), out.was_first)
+                progress(n_done, n_tokens, f"part {part + 1}/{store.n_parts}")
+            commit = out.commit()
+            timings.add_part(commit.n_tokens, out.was_first)
     timings.extract_s = time.perf_counter() - start
     return timings

@@ -24,7 +24,7 @@ import numpy as np
 
 from .. import files
 from ..errors import MoaDataError, StorageUnavailable
-from .paths import RemotePath, StorePath
+from .paths import RemotePath, StoreLike, StorePath
 from .requests import REQUEST_BYTES
 
 MISSING = (FileNotFoundError, NotADirectoryError)
@@ -37,7 +37,7 @@ It is half of the default limit of a process on macOS, which is the lowest of al
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
-def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
+def open_path(path_or_url: StoreLike) -> StorePath:
     """Convert a path or URL of a store to a path object.
 
     Args:
@@ -287,7 +287,7 @@ def reason(error: OSError | MemoryError) -> str:
 
 
 def check_incomplete(
-    store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1
+    store: StoreLike, path: str, error: OSError | MemoryError, n_files: int = 1
 ) -> StorageUnavailable:
     """Return the StorageUnavailable error to raise if files could not be checked.
 

@@ -87,25 +87,6 @@ def learning_on(device: str | torch.device, folder: Path | None, progress: Progr
     )
 
 
-class _Float32Rows:
-    """Gives rows of a tensor as float32 NumPy arrays. Rows are converted when they are read."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self.shape = tuple(tensor.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, ids: slice | np.ndarray) -> np.ndarray:
-        chosen = (
-            ids
-            if isinstance(ids, slice)
-            else torch.from_numpy(ids.astype(np.int64)).to(self._tensor.device)
-        )
-        return np.asarray(self._tensor[chosen].float().cpu())
-
-
 def calibrate(
     codec: StoreCodec,
     lengths: np.ndarray,
@@ -136,11 +117,13 @@ def calibrate(
     of_metric = np.linspace(0, ends[-1] - 1, min(int(ends[-1]), METRIC_TOKENS)).astype(int)
     last: list[np.ndarray] = []
     joint = codec.joint if codec.sources else []
+    needs_tokens = any(field.needs_tokens for field in codec.learned.values())
+    float32_embeddings = _to_float32(embeddings) if needs_tokens else None
     with ExitStack() as stack:
         observations: dict[str, Observation] = {}
         for name, field in codec.learned.items():
             field.rope = target_rope(facts) if field.is_kv else None
-            field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
+            field.embeddings = float32_embeddings
             observations[name] = stack.enter_context(closing(Observation(field, learning)))
         for i, row in enumerate(rows):
             learning.progress(i, len(rows), f"sample {i + 1}/{len(rows)}")
@@ -164,7 +147,7 @@ def calibrate(
                 bits = _joint_bits(codec, joint, observations, offered, learning)
             if name == HIDDEN_LAST:
                 learning.progress(0, 1, "metric of the next-token distribution")
-                head = lm_head.detach().float().cpu().numpy()
+                head = _to_float32(lm_head)
                 learned.metrics = [
                     [logit_metric(np.concatenate(last), head, to_device=learning.to_device)]
                 ]
@@ -174,6 +157,11 @@ def calibrate(
             # Drop the references to the embeddings and to the matrices that weigh errors, so that
             # their memory is free while parts are written.
             learned.embeddings = learned.metrics = None
+
+
+def _to_float32(weights: torch.Tensor) -> np.ndarray:
+    # For Llama-3-8B, the result takes 2 GB.
+    return np.asarray(weights.detach().float().cpu())
 
 
 def _features(

@@ -241,8 +241,7 @@ def token_features(
     embedding. The keys and values of the other layers partly depend on that embedding.
 
     Args:
-        embeddings: The target's input embeddings, float32 [vocab_size, width], or an object that
-            returns their rows for slices and for arrays of ids.
+        embeddings: The target's input embeddings, float32 [vocab_size, width].
         tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
             ``MAX_FEATURES``, they are projected on the directions in which the embeddings of these
             tokens have the largest variance.
@@ -255,7 +254,7 @@ def token_features(
     if embeddings.shape[1] > MAX_FEATURES:
         axes = to_device(principal_axes(_normalised(embeddings[tokens]), to_device, MAX_FEATURES))
     blocks = []
-    # Convert the embeddings in blocks: all of them in float32 would take 2 GB for Llama-3-8B.
+    # Normalise the embeddings in blocks. A copy of all of them would take 2 GB for Llama-3-8B.
     for start in range(0, len(embeddings), _VOCABULARY_BLOCK):
         unit = _normalised(embeddings[start : start + _VOCABULARY_BLOCK])
         blocks.append(

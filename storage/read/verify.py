@@ -40,7 +40,7 @@ from ..commit import (
     read_file_records,
     read_part_commit,
 )
-from ..paths import StorePath, name_below
+from ..paths import StoreLike, StorePath, name_below
 from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan
 from .store import ActivationStore, read_manifest
 
@@ -118,7 +118,7 @@ class VerifyReport:
         for finding in findings:
             (self.unchecked if finding.error else self.damages).append(finding)
 
-    def check_complete(self, store: StorePath) -> None:
+    def check_complete(self, store: StoreLike) -> None:
         """Raise StorageUnavailable if a file could not be checked."""
         if self.unchecked:
             first = self.unchecked[0]
@@ -150,7 +150,7 @@ def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
 
 
 def verify_store(
-    path: str | os.PathLike[str] | StorePath,
+    path: StoreLike,
     progress: Progress = SILENT,
     n_threads: int | None = None,
     values: bool = True,
@@ -492,7 +492,7 @@ class StoreSummary:
     unfinished: Mapping[str, int]
 
 
-def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
+def summarize_store(path: StoreLike) -> StoreSummary:
     """Summarize a store. ``path`` is its folder or its URL."""
     with ActivationStore(path, cache=None, checks_sizes=False) as store:
         manifest = store.manifest

@@ -102,7 +102,7 @@ class ShardWriter:
 
         Args:
             values: values of all chunks with the next index along axis 0, in one array. They must
-                not change until :meth:`settle` has returned.
+                not change until the shard is finished.
         """
         chunks = [values]
         if values.ndim > 1:
@@ -113,11 +113,6 @@ class ShardWriter:
         self._row += 1
         while len(self._encoding) > self._pool.n_ahead:
             self._write_oldest()
-
-    def settle(self) -> None:
-        """Wait until all appended values are encoded. Then the caller may change the arrays."""
-        for task in self._encoding:
-            task.result()
 
     def finish(self) -> tuple[FileRecord, Future[None]]:
         """Write the remaining chunks and the index.
@@ -280,11 +275,6 @@ class ArrayWriter:
     def _shard_name(self, number: int) -> str:
         return f"{self.array.name}/{self._grid.shard_key(self._part, number)}"
 
-    def settle(self) -> None:
-        """Wait until all values passed to :meth:`write` are encoded."""
-        if self._shard is not None:
-            self._shard.settle()
-
     def finish(self) -> None:
         """Fill the rest of the part with zeros, and finish the last shard.
 
@@ -358,6 +348,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     ) -> None:
         """Write consecutive tokens of a field.
 
+        The values must not change until the part is committed, because threads encode them later.
         If the field has a lossy codec, each call must write exactly one encoded sequence.
 
         Args:
@@ -405,14 +396,6 @@ class PartWriter(AbstractContextManager["PartWriter"]):
             raise StoreError(
                 f"Part {self.part} is closed already; open it again with StoreWriter.part."
             )
-
-    def settle(self) -> None:
-        """Wait until all values passed to :meth:`write` are encoded.
-
-        After that the caller may change the arrays.
-        """
-        for array in self._arrays.values():
-            array.settle()
 
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.

@@ -33,6 +33,7 @@ from moa_data.errors import (
 )
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
+from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
@@ -200,7 +201,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         ),
         # Call 0 runs a few tokens to check the target.
         pytest.param(
-            forwards_module,
+            estimate_module,
             "capture",
             1,
             KeyboardInterrupt(),
@@ -208,7 +209,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             AGAIN,
             marks=pytest.mark.slow,
         ),
-        (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, AGAIN),
+        (estimate_module, "capture", 5, KeyboardInterrupt(), Interrupted, AGAIN),
     ],
 )
 def test_a_failure_discards_the_part_and_the_next_run_goes_on(

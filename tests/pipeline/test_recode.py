@@ -62,7 +62,7 @@ def test_recoding_gives_the_bytes_of_extracting_also_after_an_interruption(
         if "part 2" in message:
             raise KeyboardInterrupt
 
-    with raises_naming(Interrupted, tmp_path / "recoded", 1):
+    with raises_naming(Interrupted, tmp_path / "recoded"):
         recode(lossless, "int8", tmp_path / "recoded", progress=progress_to(interrupt))
     report = recode(lossless, "int8", tmp_path / "recoded")
     assert report.n_parts_done == report.n_parts - 1 > 0
