@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
-from ..files import kind_of, machine_trouble, parse_object
+from ..files import kind_of, machine_trouble, parse_object, walk
 from ..moa.targets.chat import (
     ROLES,
     Rejection,
@@ -131,7 +131,6 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
             f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one "
             "of these formats."
         )
-    splits = Counter(name for name in split_of_file.values() if name is not None)
     wanted = split or DEFAULT_SPLIT
     chosen = [file for file, name in split_of_file.items() if name == wanted]
     if not chosen:
@@ -139,16 +138,15 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     chosen_splits = {split_of_file[file] for file in chosen} - {None}
     if chosen and len(chosen_splits) < 2:
         return chosen, wanted, len(split_of_file) - len(chosen)
-    n_without = len(split_of_file) - splits.total()
-    if not splits or (split is None and len(splits) == 1 and not n_without):
-        return list(split_of_file), next(iter(splits), None), 0
-    shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items()))
-    without_split = f", and {counted(n_without, 'file')} without a split" if n_without else ""
-    example = min(splits, key=lambda name: ("train" not in name, name))
+    n_files_of_split = Counter(split_of_file.values())
+    # All files are read if none of them has a split, or if no split is given and there is only one.
+    if len(n_files_of_split) == 1 and (split is None or None in n_files_of_split):
+        return list(split_of_file), next(iter(n_files_of_split)), 0
+    shown = [f"{name or 'without a split'}: {n}" for name, n in n_files_of_split.items()]
     raise DatasetError(
-        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{without_split}, but no "
-        f"split {wanted!r}{' (the default)' if split is None else ''}. Choose one with --split, "
-        f"for example --split {example}, or point --dataset at a single file."
+        f"Folder {path} does not have the split {wanted!r} (the default is {DEFAULT_SPLIT}). Its "
+        f"splits, with their numbers of files: {', '.join(shown)}. Choose one with --split, or "
+        "point --dataset at a single file."
     )
 
 
@@ -185,20 +183,16 @@ def _walk(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: a folder cannot be read.
     """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    visited: set[str] = set()
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(parent)
+    visited: set[Path] = set()
+    for parent, folders, names in walk(folder, follows_links=True):
+        real = parent.resolve()
         folders[:] = [name for name in folders if not _NO_CHATS.fullmatch(name)]
         if real in visited:  # A link leads back to this folder. Its files were yielded before.
             folders.clear()
             continue
         visited.add(real)
         for name in names:
-            path = Path(parent, name)
+            path = parent / name
             if not _NO_CHATS.fullmatch(name) and (path.is_file() or path.is_symlink()):
                 yield path
 
