@@ -255,8 +255,7 @@ class ChatSource:
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
         self._hub: Any = None
-        self._row_hash = hashlib.sha256()
-        self._ahead: deque[bytes] = deque()
+        self._digests: list[bytes] = []  # sha256 of the first n rows of a Hub dataset, for each n
         if path.exists():
             if config_name or revision:
                 raise DatasetError(
@@ -308,17 +307,12 @@ class ChatSource:
         )
 
     def _read_hub(self) -> Iterator[Any]:
+        digest = hashlib.sha256()
+        self._digests = [digest.digest()]
         for row in self._hub:
-            self._ahead.append(json.dumps(row, sort_keys=True, default=str).encode())
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            self._digests.append(digest.digest())
             yield _without_nulls(row)
-
-    def count_row(self) -> None:
-        """Add the next row to the dataset's hash, in the order in which the rows were read.
-
-        The caller may read rows ahead, so it must call this method once for each row that it uses.
-        """
-        if self._ahead:
-            self._row_hash.update(self._ahead.popleft())
 
     def origin(self) -> dict[str, str] | None:
         """Return identifiers of the dataset that are known before any row is read.
@@ -331,9 +325,13 @@ class ChatSource:
         named = {"id": self.name, "config": self.config_name or "", "split": str(self._split)}
         return None if self.commit is None else named | {"commit": self.commit}
 
-    def identity(self) -> str:
-        """Return the sha256 of the dataset: of its files, or of the hub rows counted so far."""
-        return self._files_sha256 if self._hub is None else self._row_hash.hexdigest()
+    def identity(self, n_rows: int) -> str:
+        """Return the sha256 of the dataset: of its files, or of the first rows of a Hub dataset.
+
+        Args:
+            n_rows: number of rows of a Hub dataset. These rows must have been read.
+        """
+        return self._files_sha256 if self._hub is None else self._digests[n_rows].hex()
 
     @cached_property
     def _files_sha256(self) -> str:

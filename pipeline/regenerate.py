@@ -268,7 +268,7 @@ def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
             f"Dataset {source.name} has no chat with a question among {n_rows:,} rows. Point "
             "--dataset at chats, or name their columns with --columns."
         )
-    dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity()})
+    dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity(n_rows)})
     text = (
         f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers "
         f"{limits}"
@@ -283,7 +283,6 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
         return
     columns = Columns.parse(config.questions.columns)
     for number, content in islice(source.rows(), config.questions.max_rows):
-        source.count_row()
         yield Row.read(number, content, columns)
 
 

@@ -251,7 +251,6 @@ def read_sequences(
     )
     tokenising = progress.of("tokenise", "chat")
     for row, (chat, asked_the_time) in enumerate(results):
-        source.count_row()
         sequences.n_rows += 1
         sequences.asked_the_time |= asked_the_time
         if isinstance(chat, Rejection):
@@ -265,7 +264,7 @@ def read_sequences(
         if len(sequences) == limit:
             break
     tokenising(total, total)
-    sequences.dataset_sha256 = source.identity()
+    sequences.dataset_sha256 = source.identity(sequences.n_rows)
     return sequences
 
 
