@@ -358,17 +358,13 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         return datasets.load_dataset(
             dataset, config_name, split=split, revision=revision, trust_remote_code=False
         )
-    except ValueError as error:
-        raise DatasetError(
-            f"Dataset {dataset} cannot be loaded with the split {split!r}: {first_line(error)} "
-            "Choose another --split, or a --dataset-config."
-        ) from error
-    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
         raise DatasetError(
-            f"Dataset {dataset} is not a local file or folder, and cannot be loaded from the hub "
-            f"({first_line(error)}). Check the name and the network, or give a local path."
+            f"Dataset {dataset} is not a local file or folder, and its split {split!r} cannot be "
+            f"loaded from the Hub ({first_line(error)}). Check the name, --split, --dataset-config "
+            "and the network, or give a local path."
         ) from error
 
 
