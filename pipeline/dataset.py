@@ -15,12 +15,11 @@ cache.
 import hashlib
 import io
 import json
-import os
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -559,6 +558,8 @@ def read_jsonl(path: Path) -> Iterator[Any]:
                 yield parse_json(line)
 
 
+_TURN_ROLES = {"user", "assistant"}  # roles that a chat must have
+_SINGLE_COLUMNS = ("messages", "tools", "system")  # keys of a chat that are read from one column
 FORMATS = {
     "alpaca": ("user=instruction+input", "assistant=output"),
     "prompt-completion": ("user=prompt", "assistant=completion"),
@@ -579,8 +580,8 @@ class Columns:
     # The role of each message and the columns whose texts form the message. The texts are joined
     # with an empty line between them. Empty texts are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # Pairs of a key of the chat (messages, tools or system) and the column with the key's value.
-    renamed: tuple[tuple[str, str], ...] = ()
+    # Key of the chat (messages, tools or system) -> the column with the key's value.
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Columns":
@@ -598,38 +599,28 @@ class Columns:
         for text in texts:
             assignments.extend(FORMATS.get(text, (text,)))
         for text in assignments:
-            role, equals, names = text.partition("=")
+            role, _, names = text.partition("=")
             role = ROLES.get(role.strip(), role.strip())
             columns = tuple(name.strip() for name in names.split("+"))
-            if (
-                not equals
-                or not all(columns)
-                or role not in ("messages", "tools", *ROLES.values())
-                or role in ("tool", "developer")
-            ):
+            is_single = len(columns) == 1 and role in _SINGLE_COLUMNS and role not in renamed
+            if role in _TURN_ROLES and all(columns):
+                turns.append((role, columns))
+            elif is_single and columns[0]:
+                renamed[role] = columns[0]
+            else:
                 raise OptionInvalid(
                     f"--columns has {text!r}. Expected ROLE=COLUMN, as in "
-                    "user=instruction+input,assistant=output, where the role is messages, tools, "
-                    f"system, user or assistant; or the name of a format: {' or '.join(FORMATS)}."
+                    "user=instruction+input,assistant=output, where the role is user, assistant, "
+                    "or one that is read from one column: messages, tools or system; or the "
+                    f"name of a format: {' or '.join(FORMATS)}."
                 )
-            if role in ("user", "assistant"):
-                turns.append((role, columns))
-            elif len(columns) > 1 or role in renamed:
-                raise OptionInvalid(
-                    f"--columns has {text!r}, but {role} must be read from one column, which is "
-                    "given once."
-                )
-            else:
-                renamed[role] = columns[0]
         roles = {role for role, _ in turns}
-        if texts and (
-            bool(roles) == ("messages" in renamed) or (roles and roles != {"user", "assistant"})
-        ):
+        if texts and roles != (set() if "messages" in renamed else _TURN_ROLES):
             raise OptionInvalid(
                 f"--columns is {','.join(texts)}. Expected either messages=COLUMN, or columns for "
                 "both user and assistant."
             )
-        return cls(tuple(turns), tuple(renamed.items()))
+        return cls(tuple(turns), renamed)
 
     def describe(self) -> dict[str, str]:
         """Return a dict from role to the role's column names, joined by ``+``, for store.json.
@@ -640,16 +631,12 @@ class Columns:
         columns_of_turn: dict[str, str] = {}
         for index, (role, columns) in enumerate(self.turns):
             columns_of_turn[f"{index}.{role}"] = "+".join(columns)
-        return columns_of_turn | dict(self.renamed)
+        return {**columns_of_turn, **self.renamed}
 
     @property
     def _wanted(self) -> list[str]:
-        wanted: list[str] = []
-        for _, columns in self.turns:
-            wanted.extend(columns)
-        for _, column in self.renamed:
-            wanted.append(column)
-        return wanted
+        of_turns = (columns for _, columns in self.turns)
+        return [*chain.from_iterable(of_turns), *self.renamed.values()]
 
     def left_out(self, row: Mapping[str, Any]) -> list[str]:
         """Return the filled columns of a row that :meth:`apply` replaces by other columns.
@@ -659,7 +646,7 @@ class Columns:
         wanted = self._wanted
         if not wanted:
             return []
-        replaced = {"messages", "conversations", *dict(self.renamed)}.difference(wanted)
+        replaced = {"messages", "conversations", *self.renamed}.difference(wanted)
         return [name for name in row if name in replaced and row[name]]
 
     def apply(self, row: Any) -> Any | Rejection:
@@ -668,9 +655,9 @@ class Columns:
         If the row lacks a column, return a Rejection. A row that is not a mapping is returned
         unchanged.
         """
-        if not (self.turns or self.renamed) or not isinstance(row, Mapping):
-            return row
         wanted = self._wanted
+        if not wanted or not isinstance(row, Mapping):
+            return row
         for name in wanted:
             if name not in row:
                 return Rejection(
@@ -680,7 +667,7 @@ class Columns:
         chat = dict(row)
         for name in ("messages", "conversations", *wanted):
             chat.pop(name, None)
-        for name, column in self.renamed:
+        for name, column in self.renamed.items():
             chat[name] = row[column]
         if self.turns:
             messages: list[Any] = []
@@ -697,10 +684,9 @@ def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list
     returned unchanged.
     """
     values = [row[name] for name in columns if row[name] not in (None, "")]
-    if len(values) == 1 and not isinstance(values[0], str):
-        is_chat = isinstance(values[0], list | tuple) and all(
-            isinstance(item, Mapping) for item in values[0]
-        )
-        return list(values[0]) if is_chat else [{"role": role, "content": values[0]}]
-    are_texts = all(isinstance(value, str) for value in values)
-    return [{"role": role, "content": "\n\n".join(values) if are_texts else None}]
+    content = values[0] if len(values) == 1 else None
+    if all(isinstance(value, str) for value in values):
+        content = "\n\n".join(values)
+    elif isinstance(content, list | tuple) and all(isinstance(item, Mapping) for item in content):
+        return list(content)
+    return [{"role": role, "content": content}]
