@@ -93,11 +93,11 @@ class Sequences:
     # Maps the id of each sequence to its index. The id is the sha256 of tokens and mask, so equal
     # sequences have the same id.
     ids: dict[str, int] = field(default_factory=dict)
-    # Row number in the dataset of each sequence.
-    source_rows: "array[int]" = field(default_factory=lambda: array("q"))
+    # Row number in the dataset of each sequence, int64.
+    source_rows: Any = field(default_factory=lambda: array("q"))
     # Start of each sequence on the token axis, then the end of the last sequence. These are
-    # n_sequences + 1 values.
-    offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
+    # n_sequences + 1 values, int64.
+    offsets: Any = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0
@@ -205,17 +205,14 @@ class Sequences:
         """
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
         tokens = table["tokens"].chunk(0)
-        mask = table["response_mask"].chunk(0)
-        if not tokens.offsets.equals(mask.offsets):
-            raise ValueError("tokens and masks differ in length")
         for name in ("rejections", "beside"):
             counts[name] = Counter(counts[name])
         return cls(
             ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
-            source_rows=array("q", numbers(table, "source_row").tobytes()),
-            offsets=array("q", np.from_dlpack(tokens.offsets).tobytes()),
+            source_rows=numbers(table, "source_row"),
+            offsets=np.from_dlpack(tokens.offsets),
             _tokens=np.from_dlpack(tokens.values),
-            _mask=np.from_dlpack(mask.values),
+            _mask=np.from_dlpack(table["response_mask"].chunk(0).values),
             **counts,
         )
 
