@@ -18,6 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -243,9 +244,7 @@ def read_sequences(
 
     n_processes = (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1
     contents = (content for _, content in source.rows())
-    results = tokenise_rows(
-        contents, tokenise, n_processes, lambda: limit and limit - len(sequences)
-    )
+    results = tokenise_rows(contents, tokenise, n_processes)
     tokenising = progress.of("tokenise", "chat")
     for row, (chat, asked_the_time) in enumerate(results):
         sequences.n_rows += 1
@@ -265,57 +264,55 @@ def read_sequences(
     return sequences
 
 
-def tokenise_rows(
-    rows: Iterator[Any], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
-) -> Iterator[Tokenised]:
+def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
     """Tokenise rows and yield the results in order. Large blocks of rows are divided among forks.
 
     Args:
         rows: the rows of the dataset.
         tokenise: tokenises a row.
         n_processes: number of processes.
-        n_left: returns the number of sequences that are still needed, or None for all. It is called
-            before a block of rows is read.
     """
-    while n_processes > 1:
-        block, end = _read_block(rows, n_processes * ROWS_PER_PROCESS, n_left())
+    if n_processes == 1:
+        yield from map(tokenise, rows)
+        return
+
+    def tokenise_or_raise(row: Any) -> Tokenised:
+        if isinstance(row, DatasetError):
+            raise row
+        return tokenise(row)
+
+    # The blocks grow, because the caller may need only a few sequences.
+    n_rows = MIN_ROWS
+    rows = _ending_in_error(rows)
+    while block := _read_block(rows, n_rows):
         yield from (
-            _in_forks(block, tokenise, n_processes)
+            _in_forks(block, tokenise_or_raise, n_processes)
             if len(block) >= MIN_ROWS
-            else map(tokenise, block)
+            else map(tokenise_or_raise, block)
         )
-        if isinstance(end, DatasetError):
-            raise end
-        if end:
-            return
-    yield from map(tokenise, rows)
+        n_rows = min(4 * n_rows, n_processes * ROWS_PER_PROCESS)
 
 
-def _read_block(
-    rows: Iterator[Any], n_rows: int, n_left: int | None
-) -> tuple[list[Any], bool | DatasetError]:
-    """Read the next block of rows.
+def _ending_in_error(rows: Iterator[Any]) -> Iterator[Any]:
+    """Yield rows. If a row cannot be read, yield the error as the last row."""
+    try:
+        yield from rows
+    except DatasetError as error:
+        yield error
 
-    Returns:
-        The rows, and a second value: True if no rows follow, False if rows may follow, or the error
-        that was raised by reading the row after the block.
-    """
-    # Read a few more rows than sequences are needed, because some rows may be rejected.
-    if n_left is not None:
-        n_rows = min(n_rows, n_left + n_left // 16 + 64)
+
+def _read_block(rows: Iterator[Any], n_rows: int) -> list[Any]:
+    """Read the next block of at most ``n_rows`` rows. The block is empty if no rows follow."""
     block: list[Any] = []
     n_chars = 0
-    while len(block) < n_rows and n_chars < _BLOCK_CHARS:
-        try:
-            block.append(next(rows))
-        except StopIteration:
-            return block, True
-        except DatasetError as error:
-            return block, error
+    for row in islice(rows, n_rows):
+        block.append(row)
         # Do not count the characters of a row that is nested too deeply. It is rejected later.
         with contextlib.suppress(RecursionError):
-            n_chars += sum(map(len, texts(block[-1])))
-    return block, False
+            n_chars += sum(map(len, texts(row)))
+        if n_chars >= _BLOCK_CHARS:
+            break
+    return block
 
 
 def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
