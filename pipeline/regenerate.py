@@ -114,7 +114,8 @@ class Row:
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
         # Reject chats with tools. The target might call other tools than the dataset's assistant,
         # and the results of its calls are unknown.
-        if chat.tools or _uses_tools(chat.messages):
+        uses_tools = any(item["role"] == "tool" or "tool_calls" in item for item in chat.messages)
+        if chat.tools or uses_tools:
             return cls(row, reason=LossReason.TOOLS.value)
         try:
             json.dumps(chat.messages, ensure_ascii=False).encode()
@@ -186,11 +187,6 @@ class Row:
         self.detail = printable(detail)
 
 
-def _uses_tools(messages: Sequence[Message]) -> bool:
-    """Whether any message calls tools or has a tool's result."""
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-
-
 def _as_one_line(messages: Sequence[Message]) -> str:
     """Return the text of the first message as one line, to compare questions."""
     return " ".join(messages[0]["content"].split())
@@ -232,49 +228,38 @@ class Work(NamedTuple):
 
     source: ChatSource | None  # the dataset; None if the target writes the questions
     n_rows: int
-    most_tokens: int  # upper bound of the number of tokens that the target writes
+    n_answers: int  # number of answers that the questions ask for
     settings: dict[str, Any]  # settings that determine the questions
-    text: str  # one line of text that summarises the questions
 
 
 def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
     """Count the questions of a run. If there is a dataset, all of its rows are read."""
-    limits = f"of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
     questions = config.questions
     if config.self_prompted is not None:
-        n_rows = config.self_prompted
         settings = questions.model_dump(
             include={"question_temperature", "question_top_p", "question_tokens"}
         )
-        text = f"{counted(n_rows, 'question')} that the target writes, and answers {limits}"
-        most_tokens = n_rows * (config.max_new_tokens + questions.question_tokens)
-        return Work(None, n_rows, most_tokens, settings, text)
+        return Work(None, config.self_prompted, config.self_prompted, settings)
     source = ChatSource(
         config.dataset or "", questions.split, questions.dataset_config, questions.dataset_revision
     )
     total = source.count_rows()
     n_rows = 0
-    n_chats = 0
     n_answers = 0
     reading = progress.of("read rows", "row")
     for row in _rows(config, source):
         n_rows += 1
-        n_chats += bool(row.turns)
         n_answers += len(row.turns)
         if n_rows % 1024 == 0:
             reading(n_rows, max(total, n_rows))
-    if not n_chats:
+    if not n_answers:
         raise DatasetError(
             f"Dataset {source.name} has no chat with a question among {n_rows:,} rows. Point "
             "--dataset at chats, or name their columns with --columns."
         )
     dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity(n_rows)})
-    text = (
-        f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers "
-        f"{limits}"
-    )
     settings = {"dataset": dataset, "columns": list(questions.columns)}
-    return Work(source, n_rows, n_answers * config.max_new_tokens, settings, text)
+    return Work(source, n_rows, n_answers, settings)
 
 
 def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
@@ -289,9 +274,11 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
 def preview(config: RegenerateConfig, progress: Progress = SILENT) -> str:
     """Return a text about the questions of a run, and an upper bound of its time."""
     work = count_work(config, progress)
-    if config.server is not None:
-        return work.text
-    return f"{work.text}; {LocalTarget(config).estimate(work.most_tokens)}"
+    text = (
+        f"{counted(work.n_rows, 'row')}, {work.n_answers:,} answers of at most "
+        f"{config.max_new_tokens:,} tokens, {config.n_together} at a time"
+    )
+    return text if config.server else f"{text}; {LocalTarget(config).estimate(work.n_answers)}"
 
 
 def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFile":
@@ -334,8 +321,8 @@ def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFi
         n_done = chat_file.counts.n_rows
         # The estimate takes time, because it measures the speed of the target.
         if progress.show is not None and isinstance(answering, LocalTarget):
-            most_tokens = work.most_tokens * (1 - n_done / work.n_rows)
-            progress(n_done, work.n_rows, answering.estimate(most_tokens))
+            n_answers = work.n_answers * (1 - n_done / work.n_rows)
+            progress(n_done, work.n_rows, answering.estimate(n_answers))
         answering.answer(islice(_rows(config, work.source), n_done, None), chat_file)
     return chat_file
 
@@ -577,11 +564,14 @@ class LocalTarget:
                 self._generate(prompts)
             chat_file.append([self._checked(row) for row in batch])
 
-    def estimate(self, most_tokens: float) -> str:
-        """Return a text with an upper bound of the time for ``most_tokens`` tokens.
+    def estimate(self, n_answers: float) -> str:
+        """Return a text with an upper bound of the time for some answers, and for their questions.
 
         The speed is measured with a batch of short prompts.
         """
+        most_tokens = n_answers * self._config.max_new_tokens
+        if self._config.self_prompted is not None:
+            most_tokens += n_answers * self._config.questions.question_tokens
         began_s = time.perf_counter()
         prompts = [[0] * _TIMED_TOKENS] * self._config.n_together
         generations = self._decode(prompts, max_new_tokens=_TIMED_TOKENS)
