@@ -51,7 +51,6 @@ from .plan import (
     ExtractPlan,
     check_identities,
     find_same_target,
-    interruptible,
     recorded_config,
     tokenizer_identities,
 )
@@ -119,26 +118,17 @@ def add(
 
     Raises:
         MoaDataError: the store or the target cannot be used.
-        Interrupted: the user pressed Ctrl-C.
     """
     fix_sums()
     start = time.perf_counter()
-    with interruptible("while planning; nothing was written"):
-        plan = plan_addition(config, progress)
+    plan = plan_addition(config, progress)
     plan.check_disk()
     timings = Timings()
     fields = plan.forward.spec.fields
-    added = ", ".join(fields) or "the target's layers"
     with StoreWriter.create_or_resume(
         plan.store, plan.stored, read_plan(plan.store / PLAN_NAME)
     ) as writer:
-        with (
-            interruptible(
-                f"while a part was written, which was discarded; readers see {plan.store} "
-                f"unchanged until {added} is complete"
-            ),
-            ActivationStore(plan.store) as reader,
-        ):
+        with ActivationStore(plan.store) as reader:
             agreement = _write_fields(plan, writer, reader, timings, progress)
         named: dict[str, Any] = {}
         # WorkerError means that the store has no record of its extraction. Then the dataset card is

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Interrupted, OptionInvalid, StoreMismatch
+from ..errors import OptionInvalid, StoreMismatch
 from ..files import check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
@@ -46,7 +46,7 @@ from .dataset import writer_of_answers
 from .forwards.calibrate import learned_before
 from .forwards.parts import Forwards, run_parts, save_bundle, sequence_name
 from .forwards.vllm_source import VllmSource
-from .plan import ExtractPlan, build_plan, interruptible, recorded_config
+from .plan import ExtractPlan, build_plan, recorded_config
 from .report import Provenance, Timings, WriteReport
 from .sequences import keep_texts
 from .workers import Total, Worker, is_done, pending_in_turn, run_on_ray, run_processes
@@ -74,7 +74,7 @@ def extract(
             of the run. None if this process is the command itself.
 
     Raises:
-        MoaDataError: the input cannot be used, or Interrupted after Ctrl-C.
+        MoaDataError: the input cannot be used.
         OptionInvalid: the store lacks fields or decoder layers; `add` adds them.
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
@@ -82,18 +82,15 @@ def extract(
     fix_sums()
     start = time.perf_counter()
     check_room(open_path(config.out))
-    with interruptible("while planning; nothing was written"):
-        plan = build_plan(config, progress, with_weights=True)
+    plan = build_plan(config, progress, with_weights=True)
     plan.check_disk()
     refuse_addition(plan)
-    with interruptible("while the codec was fitted; nothing was written"):
-        codec, target = _learn_codec(plan, progress)
+    codec, target = _learn_codec(plan, progress)
     with ExitStack() as opened:
         forwards = None
         # Test the target first, so that nothing is created or deleted if the target is unusable.
         if repairs or not has_parts(plan.store):
-            with interruptible("while the target was loaded; nothing was written"):
-                forwards = _prove_target(plan, codec, target, progress, opened)
+            forwards = _prove_target(plan, codec, target, progress, opened)
             target = None
         store = opened.enter_context(_open_store(plan, codec, progress, repairs))
         # Write the token ids and masks to a file of the store. From then on they are memory-mapped
@@ -255,29 +252,20 @@ def _work(
         The timings, and one text for each worker that was lost.
     """
     timings = Timings()
-    try:
-        if forwards is None:
-            return (timings, []) if is_done(store) else _run_workers(plan, store, progress)
-        forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
-        write_bundle = partial(
-            save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
-        )
-        # The first worker writes the bundle before its parts. If the first worker was killed,
-        # another worker writes the bundle after its own parts.
-        if share[0] == 0 and not store.has_target:
-            write_bundle()
-        run_parts(forwards, store, pending_in_turn(store, *share), timings, progress)
-        if not store.has_target:
-            write_bundle()
-        return timings, []
-    except KeyboardInterrupt as error:
-        n_done = len(store.committed_parts())
-        store.sweep()
-        raise Interrupted(
-            f"Interrupted. The part that was being written is discarded; {n_done} of "
-            f"{store.n_parts} parts are finished in {store.path}. Run the same command again to "
-            "continue."
-        ) from error
+    if forwards is None:
+        return (timings, []) if is_done(store) else _run_workers(plan, store, progress)
+    forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
+    write_bundle = partial(
+        save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
+    )
+    # The first worker writes the bundle before its parts. If the first worker was killed, another
+    # worker writes the bundle after its own parts.
+    if share[0] == 0 and not store.has_target:
+        write_bundle()
+    run_parts(forwards, store, pending_in_turn(store, *share), timings, progress)
+    if not store.has_target:
+        write_bundle()
+    return timings, []
 
 
 def _run_workers(plan: ExtractPlan, store: StoreWriter, progress: Progress) -> Total:

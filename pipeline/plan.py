@@ -16,8 +16,7 @@ import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ import torch
 
 from ..errors import (
     CodecUnknown,
-    Interrupted,
     OptionInvalid,
     StorageUnavailable,
     StoreError,
@@ -405,19 +403,6 @@ def _conventions(facts: TargetFacts) -> Mapping[str, str]:
     if any(group.field == "kv/latent" for group in groups):
         return LATENTS
     return {} if all(group.is_rotated for group in groups) else ROTATED_IN_SOME
-
-
-@contextmanager
-def interruptible(what: str) -> Iterator[None]:
-    """Turn Ctrl-C into an :class:`Interrupted` error.
-
-    Args:
-        what: end of the error message. It says what was interrupted and which results are kept.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise Interrupted(f"Interrupted {what}. Run the same command again to continue.") from error
 
 
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:

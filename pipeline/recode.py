@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CodecUnknown, Interrupted, OptionInvalid
+from ..errors import CodecUnknown, OptionInvalid
 from ..files import check_room, walk
 from ..machine import fix_sums
 from ..moa.targets.bundle import FrozenTarget
@@ -115,19 +115,12 @@ def recode(
             target_store, manifest, plan, new.files(), begins_anew=True
         ) as writer:
             rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
-            try:
-                _copy_target(source, writer)
-                timings = write_parts(
-                    writer,
-                    lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
-                    progress.of("recode", "token"),
-                )
-            except KeyboardInterrupt as error:
-                n_done = writer.n_parts - len(writer.pending_parts())
-                raise Interrupted(
-                    f"Interrupted. {n_done} of {writer.n_parts} parts are finished in "
-                    f"{writer.path}. Run the same command again to continue."
-                ) from error
+            _copy_target(source, writer)
+            timings = write_parts(
+                writer,
+                lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
+                progress.of("recode", "token"),
+            )
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
             source_bytes = sum(commit.stored_bytes for commit in source.commits.values())

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 from moa_data import files
 from moa_data.errors import (
-    Interrupted,
     StorageUnavailable,
     StoreDamaged,
     StoreMismatch,
@@ -203,12 +202,12 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             forwards_module,
             "capture",
             1,
-            KeyboardInterrupt(),
-            Interrupted,
-            AGAIN,
+            KeyboardInterrupt("Ctrl-C"),
+            KeyboardInterrupt,
+            "Ctrl-C",
             marks=pytest.mark.slow,
         ),
-        (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, AGAIN),
+        (forwards_module, "capture", 5, KeyboardInterrupt("Ctrl-C"), KeyboardInterrupt, "Ctrl-C"),
     ],
 )
 def test_a_failure_discards_the_part_and_the_next_run_goes_on(
