@@ -191,7 +191,6 @@ def _write_fields(
             plan.codec,
             lambda key: (reader.read(rows[key], TOKENS), reader.read(rows[key], "response_mask")),
         )
-        timings.n_before_tokens = plan.n_stored_tokens - plan.n_tokens
         run_parts(forwards, addition, pending, timings, progress.of("add", "token"))
     addition.finish()  # Publish the manifest, so that readers see the new fields.
     return agreement

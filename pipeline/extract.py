@@ -101,13 +101,11 @@ def extract(
                     plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin)
                 )
         had_target = store.has_target
-        n_before_tokens = sum(store.part_tokens[part] for part in store.committed_parts())
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
         target = None  # Free the target's memory for the workers.
         extracting = progress.of("extract", "token")
         timings, lost = _work(plan, store, forwards, extracting, share or (0, 1))
-        timings.n_before_tokens = n_before_tokens
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, store, timings, lost)
         report.restored = "" if had_target else f"{TARGET_NAME}/"

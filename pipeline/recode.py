@@ -239,9 +239,7 @@ def write_parts(
     start = time.perf_counter()
     pending = store.pending_parts()
     n_tokens = numbers(store.plan, "n_tokens")
-    n_done = timings.n_before_tokens = int(
-        n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum()
-    )
+    n_done = int(n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum())
     for part in pending:
         with store.part(part) as out:
             for row in out.sequences.to_pylist():

@@ -36,7 +36,6 @@ class Timings:
     # first.
     n_computed_tokens: int = 0
     n_padded_tokens: int = 0  # number of tokens in this run's forwards, padding included
-    n_before_tokens: int = 0  # number of tokens in parts that earlier runs committed
     n_parts: int = 0  # number of parts that this run committed
     # Number of parts that this run wrote, but that another run committed first.
     n_late: int = 0
