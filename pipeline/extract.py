@@ -210,24 +210,17 @@ def _open_store(
 
     If another run has fitted the codec in the meantime, the other run's codec is used.
     """
-    manifest = replace(plan.manifest, codec=codec.describe())
-    create = partial(
-        StoreWriter.create_or_resume,
+    codec = learned_before(codec, plan.store, plan.manifest) or codec
+    return StoreWriter.create_or_resume(
         plan.store,
+        replace(plan.manifest, codec=codec.describe()),
+        plan.table,
+        codec.files(),
         shares=not repairs,  # A store can only be checked with exclusive access.
         begins_anew=not repairs,
         depth="values" if repairs else "sizes",
         progress=progress,
     )
-    try:
-        return create(manifest, plan.table, codec.files())
-    except StoreMismatch as error:
-        is_basis = set(error.changes) == {"codec.basis_sha256"}
-        learned = learned_before(codec, plan.store, plan.manifest) if is_basis else None
-        if learned is None:
-            raise
-        manifest = replace(manifest, codec=learned.describe())
-        return create(manifest, plan.table, learned.files())
 
 
 def _work(
