@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ..errors import (
     CodecUnknown,
@@ -73,7 +75,17 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt",
 )  # fmt: skip
 
-Sources = Mapping[str, Mapping[str, str]]
+
+class Source(TypedDict):
+    """A model or dataset of the Hub."""
+
+    id: str
+    revision: str  # the branch, tag or commit that was requested
+    commit: str
+
+
+Sources = dict[str, Source]  # "model" or "dataset" -> its source
+_SOURCES = TypeAdapter(Sources)
 _MAIN = "main"
 
 
@@ -408,21 +420,12 @@ def _conventions(facts: TargetFacts) -> Mapping[str, str]:
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
     """Return the entry ``sources`` (Hub ids and commits) of a manifest's ``extraction``.
 
-    Malformed entries are left out.
+    The result is empty if there is no such entry, or if it is malformed.
     """
-    sources: dict[str, Mapping[str, str]] = {}
-    recorded = extraction.get("sources")
-    if not isinstance(recorded, Mapping):
-        return sources
-    for kind, entry in recorded.items():
-        if isinstance(entry, Mapping) and _names_commit(entry):
-            sources[kind] = entry
-    return sources
-
-
-def _names_commit(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of ``sources`` has its three texts."""
-    return all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
+    try:
+        return _SOURCES.validate_python(extraction.get("sources"))
+    except ValidationError:
+        return {}
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any]:
@@ -515,20 +518,18 @@ def sources_record(
         before: the entry in an existing store, or None. Its model or dataset is replaced only if
             the commit differs. Without a commit, only content hashes show whether the data changed.
     """
-    current: dict[str, dict[str, str]] = {}
+    current: Sources = {}
     if not Path(config.model).expanduser().exists():
-        current["model"] = {
-            "id": config.model,
-            "revision": config.revision or _MAIN,
-            "commit": folder.name,
-        }
+        current["model"] = Source(
+            id=config.model, revision=config.revision or _MAIN, commit=folder.name
+        )
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN
-        current["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
-    recorded: dict[str, Mapping[str, str]] = dict(current if before is None else before)
-    for kind, entry in current.items():
-        if kind in recorded and recorded[kind]["commit"] != entry["commit"]:
-            recorded[kind] = entry
+        current["dataset"] = Source(id=config.dataset, revision=revision, commit=dataset.commit)
+    recorded = current if before is None else dict(before)
+    for kind, source in current.items():
+        if kind in recorded and recorded[kind]["commit"] != source["commit"]:
+            recorded[kind] = source
     return {"sources": recorded} if recorded else {}
 
 
