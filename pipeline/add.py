@@ -33,7 +33,7 @@ from ..storage.write.addition import (
     save_next_basis,
 )
 from ..storage.write.store import StoreWriter
-from ..text import SILENT, Progress, activation_name, add_command, counted, format_bytes
+from ..text import SILENT, Progress, activation_name, add_command, counted
 from .audit import stored_tolerance
 from .card import write_card
 from .config import (
@@ -88,9 +88,7 @@ class AddPlan(WritePlan):
     def describe(self) -> str:
         """Return the plan as text."""
         bundle = (
-            ""
-            if self.bundle_layers is None
-            else f"; target/ keeps {self.bundle_layers} decoder layers"
+            f"; target/ keeps {self.bundle_layers} decoder layers" if self.bundle_layers else ""
         )
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in "
@@ -98,10 +96,7 @@ class AddPlan(WritePlan):
             f"adds         {self.added}{bundle}",
             f"tokens       {self.n_tokens:,} of {self.n_stored_tokens:,} to process, in "
             f"{self.n_parts:,} of {self.n_stored_parts:,} parts",
-            f"raw          {format_bytes(self.raw_bytes)} "
-            f"({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per token)",
-            f"on disk      {self.describe_disk()} more",
-            *self.room(),
+            *self.space(),
         ]
         return "\n".join(lines)
 

@@ -399,18 +399,20 @@ class WritePlan:
         learning = learning_on(forward.device, self.disk, progress)
         calibrate(forward.codec, lengths, read, target.facts, lm_head, embeddings, learning)
 
-    def room(self) -> list[str]:
-        """Return lines of text about the free disk space and the memory that the plan needs."""
+    def space(self) -> list[str]:
+        """Return lines of text about the bytes to write, the free disk space and the memory."""
         batched = batches_of(self.table, self.forward.batch_tokens)
         n_batch_tokens = max(map(_padded_tokens, batched), default=0)
+        free_disk = f"{format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
+        if backend_of(self.store).uploads:
+            free_disk += ", for shards that are being uploaded"
+        if self.present_bytes:
+            free_disk += f"; the store already holds {format_bytes(self.present_bytes)}"
         return [
-            f"free disk    {format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
-            + (", for shards that are being uploaded" if backend_of(self.store).uploads else "")
-            + (
-                f"; the store already holds {format_bytes(self.present_bytes)}"
-                if self.present_bytes
-                else ""
-            ),
+            f"raw          {format_bytes(self.raw_bytes)} ({self.forward.kept_bytes:,} bytes per "
+            "token)",
+            f"on disk      {self.describe_disk()}",
+            f"free disk    {free_disk}",
             f"memory       {self.forward.describe_memory(n_batch_tokens)}; free "
             f"{format_bytes(free_memory() or 0)}",
         ]

@@ -140,26 +140,18 @@ class ExtractPlan(WritePlan):
         for name, field_codec in codec.fields.items():
             if field_codec.spec.token_shape:
                 bits.append(f"{name} {field_codec.expected_bits:.1f}")
-        cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
-        if not any(self.forward.facts.kv_shapes):
-            cached = "no KV cache"
-        elif "kv_width" in target:
-            cached = f"caching up to {target['kv_width']:,} values per token"
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} "
-            f"layers, {cached}, width {target['hidden_size']})",
+            f"layers, width {target['hidden_size']})",
             *self.rows_read(),
             f"sequences    {self.manifest.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
             f"{self.config.data.max_length:,} tokens)",
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(codec.fields)} in {storage.dtype}, codec {storage.codec}",
-            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} "
-            "bytes per token)",
-            f"on disk      {self.describe_disk()}",
             f"bits         per value in the parts, at most: {', '.join(bits)}",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
-            *self.room(),
+            *self.space(),
         ]
         if codec.learned:
             lines.append(self._learn_line())
