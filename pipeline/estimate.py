@@ -453,7 +453,7 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
         table = batched[index]
         if forward.device_type == "cpu":
             table = _cut(table, facts)
-        texts = _made_texts(table, facts.vocab_size)
+        texts = _made_texts(table)
         timed = _run(timed_forward.forwards(target, codec, texts.__getitem__), table, plan.disk)
         scale = n_padded / timed.n_padded_tokens * forward.facts.n_layers / facts.n_layers
         slower_s = max(timed.forward_s, timed.extract_s - timed.forward_s)
@@ -493,24 +493,14 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, TokensAndMask]:
-    """Generate token ids and response masks for sequences of the planned lengths.
-
-    No token occurs twice in a batch, unless the vocabulary is too small.
-
-    Args:
-        table: rows of the plan.
-        n_tokens: size of the vocabulary.
-    """
+def _made_texts(table: pa.Table) -> dict[str, TokensAndMask]:
+    """Generate token ids and response masks for rows of the plan. No token occurs twice."""
     texts: dict[str, TokensAndMask] = {}
     start = 0
     for row in table.to_pylist():
-        length = row["n_tokens"]
-        if start + length > n_tokens:
-            start = 0
-        tokens = np.arange(start, start + length, dtype=np.int32)
-        texts[row["sequence_id"]] = tokens, np.zeros(length, np.uint8)
-        start += length
+        tokens = np.arange(start, start + row["n_tokens"], dtype=np.int32)
+        texts[row["sequence_id"]] = tokens, np.zeros(len(tokens), np.uint8)
+        start += len(tokens)
     return texts
 
 
