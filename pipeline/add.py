@@ -46,7 +46,7 @@ from .config import (
 from .differences import Difference
 from .estimate import ForwardPlan, WritePlan, field_specs
 from .forwards.capture import capture
-from .forwards.parts import batches, run_parts, save_bundle
+from .forwards.parts import Forwards, batches, run_parts, save_bundle
 from .plan import (
     ExtractPlan,
     check_identities,
@@ -181,9 +181,9 @@ def _write_fields(
         # Use the same batches as the extraction. With the same device, libraries and number of
         # threads, the new fields then equal, bit for bit, the fields that a single extraction of
         # all fields would store. Otherwise, their last bits may differ.
-        forwards = forward.forwards(
+        forwards = Forwards(
+            replace(forward, codec=plan.codec),
             target,
-            plan.codec,
             lambda key: (reader.read(rows[key], TOKENS), reader.read(rows[key], "response_mask")),
         )
         run_parts(forwards, addition, pending, timings, progress.of("add", "token"))

@@ -52,7 +52,7 @@ from ..text import SILENT, Progress, first_line, format_bytes, format_hours, for
 from .config import ActivationSpec
 from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
 from .forwards.capture import capture
-from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
+from .forwards.parts import N_HOST_SLOTS, CaptureSettings, Forwards, batches, run_parts
 from .report import Timings
 from .sequences import TokensAndMask
 
@@ -122,21 +122,17 @@ def free_device_memory(device: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class ForwardPlan:
-    """Settings of the target's forwards and of the stored activations, and estimates of memory."""
+class ForwardPlan(CaptureSettings):
+    """Settings of the target's forwards, and estimates of memory.
+
+    The codec is possibly not yet fitted to data.
+    """
 
     folder: Path
     facts: TargetFacts = field(repr=False)
-    spec: ActivationSpec
-    codec: StoreCodec = field(repr=False)  # The store's codec, possibly not yet fitted to data.
     device: str
-    dtype: str  # dtype of the stored activations
     compute_dtype: str
-    # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
-    batch_tokens: int
     longest_tokens: int  # number of tokens in the longest sequence
-    uses_cache: bool  # whether the target fills a KV cache in its forwards
-    n_encode_threads: int
     n_workers: int = 1  # number of worker processes that run in parallel on this machine
 
     @property
@@ -254,28 +250,6 @@ class ForwardPlan:
         target = Target.load(str(self.folder), getattr(torch, self.compute_dtype), self.device)
         loading(self.weight_bytes, self.weight_bytes)
         return target
-
-    def forwards(
-        self,
-        target: Target,
-        codec: StoreCodec,
-        text: Callable[[str], TokensAndMask],
-    ) -> Forwards:
-        """Return an object that runs the loaded target over batches.
-
-        Args:
-            text: maps a sequence id to its tokens and response mask.
-        """
-        return Forwards(
-            target=target,
-            spec=self.spec,
-            codec=codec,
-            dtype=getattr(torch, self.dtype),
-            batch_tokens=self.batch_tokens,
-            uses_cache=self.uses_cache,
-            text=text,
-            n_encode_threads=self.n_encode_threads,
-        )
 
 
 @dataclass(frozen=True)
@@ -442,7 +416,7 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     # about as fast as the fitted codec.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
     codec = StoreCodec(name, field_specs(spec, facts, forward.dtype))
-    timed_forward = replace(forward, spec=spec)
+    timed_forward = replace(forward, spec=spec, codec=codec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
     # On a GPU, encoding and writing overlap with the next forwards, so the lower estimate counts
@@ -454,7 +428,7 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
         if forward.device_type == "cpu":
             table = _cut(table, facts)
         texts = _made_texts(table)
-        timed = _run(timed_forward.forwards(target, codec, texts.__getitem__), table, plan.disk)
+        timed = _run(Forwards(timed_forward, target, texts.__getitem__), table, plan.disk)
         scale = n_padded / timed.n_padded_tokens * forward.facts.n_layers / facts.n_layers
         slower_s = max(timed.forward_s, timed.extract_s - timed.forward_s)
         seconds.append(
@@ -617,8 +591,9 @@ def _cut(batch: pa.Table, facts: TargetFacts) -> pa.Table:
 def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:
     n_tokens = int(numbers(sequences, "n_tokens").sum())
     table = plan_parts(sequences, 2 * ALIGNMENT_TOKENS * n_tokens, ALIGNMENT_TOKENS)
-    fields = tuple(codec.spec for codec in forwards.codec.fields.values())
-    manifest = StoreManifest(fields, {}, {}, {}, len(table), 1, n_tokens, forwards.codec.describe())
+    codec = forwards.settings.codec
+    fields = tuple(field_codec.spec for field_codec in codec.fields.values())
+    manifest = StoreManifest(fields, {}, {}, {}, len(table), 1, n_tokens, codec.describe())
     timings = Timings()
     with (
         tempfile.TemporaryDirectory(prefix=SPEED_TEST_PREFIX, dir=disk) as folder,

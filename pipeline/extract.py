@@ -195,10 +195,11 @@ def _load_forwards(
 ) -> Forwards:
     """Load the target, and start vLLM if vLLM is the engine that runs the target."""
     target = target or plan.forward.load_target(progress)
-    forwards = plan.forward.forwards(target, codec, plan.sequences.text)
+    forwards = Forwards(replace(plan.forward, codec=codec), target, plan.sequences.text)
     if plan.config.forward.source == "vllm":
         longest = int(numbers(plan.table, "n_tokens").max())
-        source = VllmSource(plan.forward.folder, target, forwards.spec, forwards.dtype, longest)
+        dtype = getattr(torch, plan.forward.dtype)
+        source = VllmSource(plan.forward.folder, target, plan.forward.spec, dtype, longest)
         forwards = replace(forwards, engine=opened.enter_context(source).capture)
     return forwards
 
@@ -245,7 +246,8 @@ def _work(
     timings = Timings()
     if forwards is None:
         return (timings, []) if is_done(store) else _run_workers(plan, store, progress)
-    forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
+    settings = replace(plan.forward, codec=store.codec)
+    forwards = replace(forwards, settings=settings, text=plan.sequences.text)
     write_bundle = partial(
         save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
     )

@@ -52,20 +52,28 @@ N_HOST_SLOTS = _BATCHES_AHEAD + 2
 
 
 @dataclass(frozen=True)
-class Forwards:
-    """Runs the target over batches and keeps the requested activations."""
+class CaptureSettings:
+    """Which activations are kept, and how the target runs to compute them."""
 
-    target: Target
     spec: ActivationSpec  # The activations that are kept.
     codec: StoreCodec  # The codec of the kept activations.
-    dtype: torch.dtype  # The dtype of the kept activations.
-    batch_tokens: int  # Maximum tokens per forward, including padding.
+    dtype: str  # The dtype of the kept activations.
+    # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
+    batch_tokens: int
     # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
     # the last bits of the activations may differ.
     uses_cache: bool
+    n_encode_threads: int
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Runs the target over batches and keeps the requested activations."""
+
+    settings: CaptureSettings
+    target: Target
     # Maps a sequence id to the token ids (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
-    n_encode_threads: int
     # Function that computes the activations of a batch of token ids, int32 [n_tokens] each, in
     # place of the target. None runs the target.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
@@ -74,7 +82,9 @@ class Forwards:
         """Compute the activations of a batch, with the engine if there is one, or the target."""
         if self.engine is not None:
             return self.engine(tokens)
-        return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
+        settings = self.settings
+        dtype = getattr(torch, settings.dtype)
+        return capture(self.target.model, tokens, settings.spec, dtype, settings.uses_cache)
 
 
 def run_parts(
@@ -98,7 +108,7 @@ def run_parts(
     keep_freed_memory()
     start = time.perf_counter()
     device = forwards.target.device
-    pool = EncodePool(forwards.n_encode_threads)
+    pool = EncodePool(forwards.settings.n_encode_threads)
     writer = BackgroundWriter()
     slots = HostSlots(device, N_HOST_SLOTS) if device.type == "cuda" else None
     open_parts: list[PartWriter] = []
@@ -116,7 +126,7 @@ def run_parts(
             # is a single batch.
             open_parts = [earlier for earlier in open_parts if earlier.is_open]
             open_parts.append(out)
-            for batch in batches(out.sequences, forwards.batch_tokens):
+            for batch in batches(out.sequences, forwards.settings.batch_tokens):
                 done = _run_batch(forwards, batch, slots)
                 waiting = time.perf_counter()
                 writer.submit(partial(_write_batch, out, done, timings))
@@ -171,7 +181,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> 
     began = mark_moment(forwards.target.device)
     captured = forwards.capture(tokens)
     span = began, mark_moment(forwards.target.device)
-    copied = captured.encode(forwards.codec, names).to_host(slots)
+    copied = captured.encode(forwards.settings.codec, names).to_host(slots)
     return _Batch(batch["first_token"].to_pylist(), texts, names, copied, span)
 
 
