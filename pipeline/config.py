@@ -444,16 +444,12 @@ def parse_activations(
         if name in ("kv", "hidden:last"):
             continue
         number = re.fullmatch(r"hidden:layer:(-?\d+)", name)
-        if number is None:
-            raise OptionInvalid(
-                f"Unknown activation {name!r}: expected kv, hidden:last or hidden:layer:K. Change "
-                "--activations."
-            )
-        layer = int(number[1])
+        layer = int(number[1]) if number else n_layers
         if not -n_layers <= layer < n_layers:
             raise OptionInvalid(
-                f"Activation {name!r} does not exist: the target has only the decoder layers 0 to "
-                f"{n_layers - 1}. Change --activations."
+                f"Activation {name!r} does not exist. Expected kv, hidden:last or hidden:layer:K, "
+                f"where K is one of the target's decoder layers 0 to {n_layers - 1}. Change "
+                "--activations."
             )
         layers.add(layer % n_layers)
     if target_layers > n_layers:

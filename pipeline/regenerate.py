@@ -62,7 +62,6 @@ _FEW_DROPPED = 64
 # Multiplies `seed + 1` to get the first seed for questions. The factor is large, so that these
 # seeds differ from the seeds of answers and from the seeds of questions of runs with other seeds.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
-_WHEN_FULL = "The answers so far are kept. Free some space and run the same command again."
 
 
 class LossReason(StrEnum):
@@ -406,20 +405,19 @@ class ChatFile:
             OutputOccupied: the file was not written by a run with these settings.
         """
         n_bytes = self.path.stat().st_size
-        if not self.record.exists():
-            if n_bytes:
-                raise OutputOccupied(
-                    f"{self.path} exists already, and was not written by `moa-data regenerate`. "
-                    "Choose another --out."
-                )
-            self._save()
-            return
-        with parsing(
-            f"{self.record} is not a record of `moa-data regenerate`",
-            OutputOccupied,
-            "Choose another --out.",
-        ):
-            recorded = _Record.model_validate_json(self.record.read_bytes())
+        recorded = self._record
+        if self.record.exists():
+            with parsing(
+                f"{self.record} is not a record of `moa-data regenerate`",
+                OutputOccupied,
+                "Choose another --out.",
+            ):
+                recorded = _Record.model_validate_json(self.record.read_bytes())
+        elif n_bytes:
+            raise OutputOccupied(
+                f"{self.path} exists already, and was not written by `moa-data regenerate`. "
+                "Choose another --out."
+            )
         # If no row is counted, nothing was answered with the earlier settings, and new settings are
         # allowed.
         if recorded.rows.n_rows:
@@ -441,7 +439,7 @@ class ChatFile:
         """Append a batch of rows to the file of chats, and sync the file to the disk."""
         answered = [row for row in rows if row.messages]
         data = "".join(row.json_line() for row in answered).encode()
-        with disk_full_guard(self.path, _WHEN_FULL):
+        with disk_full_guard(self.path):
             self.file.write(data)
             self.file.flush()
             os.fsync(self.file.fileno())

@@ -84,6 +84,7 @@ _ORIGIN_VERSION = 5
 # The columns of the rows that `regenerate` writes. If such an answer is cut, the target has written
 # it right after the generation prompt.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
+_ALL_COLUMNS = Columns()  # for rows that are chats already
 _MOST_NAMES = 12  # maximum number of columns and keys that a report lists
 
 
@@ -242,8 +243,8 @@ def read_sequences(
     def tokenise(content: Any) -> Tokenised:
         return tokenize_row(template, content, max_length, columns), template.asked_the_time
 
-    n_processes = (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1
     contents = (content for _, content in source.rows())
+    n_processes = config.data.tokenize_processes or usable_cores()
     results = tokenise_rows(contents, tokenise, n_processes)
     tokenising = progress.of("tokenise", "chat")
     for row, (chat, asked_the_time) in enumerate(results):
@@ -368,14 +369,14 @@ def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> No
 
 
 def tokenize_row(
-    template: ChatTemplate, content: Any, max_length: int, columns: Columns | None = None
+    template: ChatTemplate, content: Any, max_length: int, columns: Columns = _ALL_COLUMNS
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
     A row may say in a column such as ``finish_reason`` that its last answer was cut off at a token
     limit; see :func:`.find_cut`.
     """
-    row = content if columns is None else columns.apply(content)
+    row = columns.apply(content)
     chat = row if isinstance(row, Rejection) else parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
@@ -391,8 +392,7 @@ def tokenize_row(
             return Rejection(
                 RejectReason.CONTENT_NOT_READ, f"{name}, which the chat template does not show"
             )
-    if columns is not None:
-        beside += [f"column {name}" for name in columns.left_out(content)]
+    beside += [f"column {name}" for name in columns.left_out(content)]
     return replace(tokenized, beside=tuple(beside))
 
 
