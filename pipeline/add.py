@@ -240,11 +240,9 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
             "Nothing was written, because new fields would not match the old ones. Check that "
             "transformers has the release that made the store, and run `moa-data audit`."
         )
-    if not relative:
-        return "in the first batch, the target computed exactly the stored hidden/last"
     return (
         "in the first batch, hidden/last differs from the stored values by a relative error of "
-        f"{relative:.1e}, from rounding or the codec"
+        f"{relative:.1e}"
     )
 
 
@@ -365,13 +363,10 @@ def refuse_addition(plan: ExtractPlan) -> None:
     )
     if same != old or old.codec["name"] != new.codec["name"]:
         return
-    missing = list(lacking)
-    if n_added:
-        missing.append(f"{n_added} decoder layers in target/")
-    command = add_command(str(plan.store), lacking, n_added)
     raise OptionInvalid(
-        f"{plan.store} lacks {', '.join(missing)}, and `extract` does not process finished parts "
-        f"again. Add what is missing with {command}."
+        f"{plan.store} lacks fields or decoder layers that this command asks for, and `extract` "
+        "does not process finished parts again. Add what is missing with "
+        f"{add_command(str(plan.store), lacking, n_added)}."
     )
 
 
