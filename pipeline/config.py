@@ -156,10 +156,9 @@ class ScaleSettings(Config):
                 "HOST:PORT on a machine of the cluster, or start the command there with `ray job "
                 "submit`"
             ]
-        ray_settings = {"address": self.address, "gpus_per_worker": self.gpus_per_worker}
         problems: list[str] = []
-        for name, value in ray_settings.items():
-            if value is not None:
+        for name in ("address", "gpus_per_worker"):
+            if getattr(self, name) is not None:
                 problems.append(
                     f"{name} has an effect only with Ray; add --engine ray, or leave {name} out"
                 )
@@ -359,11 +358,8 @@ class RegenerateConfig(Config):
                     "leave out --tree"
                 ]
             return self.refusal_of(self.shape)
-        local = {
-            "drafter": self.drafter, "tree": self.tree, "revision": self.revision, "self_prompted": self.self_prompted,
-        }  # fmt: skip
-        for name, value in local.items():
-            if value is not None:
+        for name in ("drafter", "tree", "revision", "self_prompted"):
+            if getattr(self, name) is not None:
                 return [
                     f"{name} has an effect only on a target that this command loads itself; "
                     "leave it out with --server"
