@@ -216,10 +216,9 @@ class RowCounts(BaseModel):
         self.n_tokens += row.n_tokens
         self.n_at_limit += row.is_cut
         if row.reason:
-            (self.cut if row.messages else self.rejected)[row.reason] += 1
-            self.examples.setdefault(
-                row.reason, f"row {row.row}" + (f": {row.detail}" if row.detail else "")
-            )
+            counts = self.cut if row.messages else self.rejected
+            counts[row.reason] += 1
+            self.examples.setdefault(row.reason, f"row {row.row}: {row.detail}".removesuffix(": "))
 
 
 class Work(NamedTuple):

@@ -84,8 +84,8 @@ _ORIGIN_VERSION = 5
 # The columns of the rows that `regenerate` writes. If such an answer is cut, the target has written
 # it right after the generation prompt.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
-_ALL_COLUMNS = Columns()  # for rows that are chats already
 _MOST_NAMES = 12  # maximum number of columns and keys that a report lists
+_ALL_COLUMNS = Columns()  # for rows that are chats already
 
 
 @dataclass
@@ -148,18 +148,17 @@ class Sequences:
         """Count a rejected row by its reason, and keep the first row of each reason as example."""
         reason = rejection.reason.value
         self.rejections[reason] += 1
-        self.examples.setdefault(
-            reason, f"row {row}" + (f": {rejection.detail}" if rejection.detail else "")
-        )
+        self.examples.setdefault(reason, f"row {row}: {rejection.detail}".removesuffix(": "))
 
     def beside_lines(self) -> list[str]:
         """Return a line that names columns and keys that are not part of the tokens, if any."""
         if not self.beside:
             return []
         names = [f"{name} ({count:,})" for name, count in self.beside.most_common(_MOST_NAMES)]
-        n_more = len(self.beside) - len(names)
-        more = f" and {n_more} more" if n_more else ""
-        return [f"besides      {', '.join(names)}{more}: not part of the tokens"]
+        return [
+            f"besides      not part of the tokens: {len(self.beside)} columns and keys, such as "
+            f"{', '.join(names)}"
+        ]
 
     def table(self) -> pa.Table:
         """Return a table with one row per sequence, from which the parts of a store are planned.
