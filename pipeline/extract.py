@@ -95,11 +95,9 @@ def extract(
         store = opened.enter_context(_open_store(plan, codec, progress, repairs))
         # Write the token ids and masks to a file of the store. From then on they are memory-mapped
         # from that file instead of being kept in memory.
-        if not plan.keeps_texts:
-            with store.publishing("texts"):
-                plan = replace(
-                    plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin)
-                )
+        with store.publishing("texts"):
+            sequences = keep_texts(store.path, plan.sequences, plan.texts_origin)
+            plan = replace(plan, sequences=sequences)
         had_target = store.has_target
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)

@@ -97,14 +97,11 @@ class ExtractPlan(WritePlan):
     manifest: StoreManifest  # Content of store.json, possibly with a codec not yet fitted to data.
     sequences: Sequences = field(repr=False)
     # All inputs that determine the token ids (see the function ``texts_origin``). None if the
-    # dataset can only be identified by reading all rows.
+    # dataset can only be identified by reading all rows, or if the output folder already holds the
+    # tokenised sequences.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
-    keeps_texts: bool  # whether the output folder already holds the tokenised sequences
     dataset: str  # text with the dataset's name, its split and the number of files
-    # Whether the chat template writes an end-of-turn token after the last message of a chat.
-    ends_last_turn: bool
-    # Whether any response mask covers the end of an answer.
-    covers_ends: bool
+    template: ChatTemplate = field(repr=False)
 
     def rows_read(self) -> list[str]:
         """Return lines of text with the number of rows that were read, and of rejected rows."""
@@ -117,12 +114,12 @@ class ExtractPlan(WritePlan):
             *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
-        if not self.covers_ends:
+        if not self.template.end_of_turn:
             lines.append(
                 "end of turn  The chat template does not mark the end of an answer, so drafters do "
                 "not learn where an answer ends."
             )
-        elif not self.ends_last_turn:
+        elif not self.template.text_after_last:
             lines.append(
                 "end of turn  The chat template writes no end-of-turn token after the last answer "
                 "of a chat, so drafters learn the end of an answer only from earlier turns."
@@ -254,11 +251,9 @@ def build_plan(
         config=config,
         manifest=manifest,
         sequences=sequences,
-        texts_origin=origin,
-        keeps_texts=stored_sequences is not None,
+        texts_origin=None if stored_sequences else origin,
         dataset=source.describe(),
-        ends_last_turn=bool(template.text_after_last),
-        covers_ends=bool(template.end_of_turn),
+        template=template,
     )
 
 

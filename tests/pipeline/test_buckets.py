@@ -75,7 +75,7 @@ def test_extract_gives_the_bytes_of_a_disk(
     again = extract(config.replaced(out=str(remote)))
     assert "wrote no part" in again.describe()
     plan = build_plan(config.replaced(out=str(remote)))
-    assert plan.keeps_texts
+    assert plan.texts_origin is None
     assert "for shards that are being uploaded" in plan.describe()
     plan.check_disk()
 
