@@ -250,7 +250,9 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
     report = WriteReport.of(writer, timings)
     report.lines = [f"added        {plan.added}"]
     if plan.bundle_layers is not None:
-        report.restored = f"{TARGET_NAME}/ with {plan.bundle_layers} decoder layers"
+        report.lines.append(
+            f"bundle       wrote {TARGET_NAME}/ with {plan.bundle_layers} decoder layers"
+        )
     if agreement:
         report.lines.append(f"rounding     {agreement}")
     if n_pending := len(writer.pending_parts()):

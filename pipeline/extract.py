@@ -106,7 +106,8 @@ def extract(
         timings, lost = _work(plan, store, forwards, extracting, share or (0, 1))
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, store, timings, lost)
-        report.restored = "" if had_target else f"{TARGET_NAME}/"
+        if not had_target:
+            report.lines.append(f"bundle       wrote {TARGET_NAME}/")
         if share is None:
             _finish(plan, store, report.record(provenance) | {"lost_workers": lost})
     return report

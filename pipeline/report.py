@@ -111,8 +111,6 @@ class WriteReport:
     lines: list[str] = field(default_factory=list)  # further lines of text from the command
     # Whether this run replaced a store that was in the folder, had other inputs and had no parts.
     has_begun_anew: bool = False
-    # If all parts existed before this run, a text that names the other files that the run wrote.
-    restored: str = ""
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
@@ -152,8 +150,7 @@ class WriteReport:
         if self.timings.n_parts or self.timings.n_late:
             lines.append(f"this run     {self.timings.describe()}")
         else:
-            did = f"wrote {self.restored}" if self.restored else "wrote no part"
-            lines.append(f"this run     {did}, every part existed already")
+            lines.append("this run     wrote no part, every part existed already")
         return "\n".join(lines)
 
     def record(self, provenance: Provenance | None) -> dict[str, Any]:
