@@ -22,7 +22,7 @@ from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
 from ..storage.paths import StorePath
-from ..storage.plan import numbers, read_plan, rows_where
+from ..storage.plan import numbers, read_plan, row_numbers, rows_where
 from ..storage.read.store import ActivationStore, read_manifest
 from ..storage.schema import HIDDEN_LAST, PLAN_NAME, TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.addition import (
@@ -174,7 +174,7 @@ def _write_fields(
     manifest = replace(plan.manifest, codec=plan.codec.describe()) if fields else plan.manifest
     addition = StoreAddition(writer, manifest, plan.codec)
     if pending := addition.pending_parts():
-        rows = {key: row for row, key in enumerate(reader.sequences["sequence_id"].to_pylist())}
+        rows = row_numbers(reader.sequences)
         first = next(batches(writer.part_sequences(pending[0]), forward.batch_tokens))
         first_rows = [rows[key] for key in first["sequence_id"].to_pylist()]
         agreement = _compare(plan, reader, target, first_rows)

@@ -22,7 +22,7 @@ from ..storage.backend import backend_of, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
 from ..storage.paths import StoreLike, StorePath
-from ..storage.plan import numbers
+from ..storage.plan import numbers, row_numbers
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.store import StoreWriter
@@ -114,7 +114,7 @@ def recode(
         with StoreWriter.create_or_resume(
             target_store, manifest, plan, new.files(), begins_anew=True
         ) as writer:
-            rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
+            rows = row_numbers(source.sequences)
             _copy_target(source, writer)
             timings = write_parts(
                 writer,

@@ -42,7 +42,15 @@ from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.facts import TargetFacts
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
-from ..storage.plan import TEXTS_SHA256, column, map_texts, numbers, text_column, texts_sha256
+from ..storage.plan import (
+    TEXTS_SHA256,
+    column,
+    map_texts,
+    numbers,
+    row_numbers,
+    text_column,
+    texts_sha256,
+)
 from ..storage.schema import TEXTS_NAME
 from ..text import SILENT, Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
@@ -209,7 +217,7 @@ class Sequences:
         for name in ("rejections", "beside"):
             counts[name] = Counter(counts[name])
         return cls(
-            ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
+            ids=row_numbers(table),
             source_rows=numbers(table, "source_row"),
             offsets=np.from_dlpack(tokens.offsets),
             _tokens=np.from_dlpack(tokens.values),
