@@ -317,10 +317,11 @@ def _report(
     plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]
 ) -> WriteReport:
     report = WriteReport.of(store, timings)
-    report.compared = (
-        f", {report.stored_bytes / plan.raw_bytes:.3f} of the raw {format_bytes(plan.raw_bytes)}"
-    )
-    report.lines = plan.rows_read()
+    share = report.stored_bytes / plan.raw_bytes
+    report.lines = [
+        f"compressed   to {share:.3f} of the raw {format_bytes(plan.raw_bytes)}",
+        *plan.rows_read(),
+    ]
     report.lines += [f"damaged      {damage.path}: {damage.message}" for damage in store.damages]
     n_workers = plan.config.scale.workers
     if n_workers > 1:

@@ -124,10 +124,10 @@ def recode(
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
             source_bytes = sum(commit.stored_bytes for commit in source.commits.values())
-            report.compared = (
-                f", {report.stored_bytes / source_bytes:.3f} of the size of {source.path}"
-            )
-            report.lines = [f"codec        {new.name}"]
+            report.lines = [
+                f"codec        {new.name}, {report.stored_bytes / source_bytes:.3f} of the size of "
+                f"{source.path}"
+            ]
             writer.record_run(
                 report.record(provenance)
                 | {"recode": {"source": str(source.path), "codec": new.name}}

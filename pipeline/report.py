@@ -105,9 +105,6 @@ class WriteReport:
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    # Text that compares ``stored_bytes`` with the size of another store or of the raw values. It
-    # may be empty.
-    compared: str = ""
     lines: list[str] = field(default_factory=list)  # further lines of text from the command
     # Whether this run replaced a store that was in the folder, had other inputs and had no parts.
     has_begun_anew: bool = False
@@ -138,7 +135,7 @@ class WriteReport:
         lines = [
             f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, "
             f"{self.n_tokens:,} tokens, {counted(self.n_parts, 'part')}",
-            f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
+            f"size         {format_bytes(self.stored_bytes)}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
         ]
