@@ -36,7 +36,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..moa.drafters.advice import Advice, advise
-from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
+from ..moa.targets.bundle import frozen_weights, hash_target
 from ..moa.targets.facts import TargetFacts, load_facts, quantisation_problem
 from ..moa.targets.families import empty_model
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
@@ -208,10 +208,11 @@ def build_plan(
     stored = _stored_extraction(out)
     # A store without parts may still be created from other inputs.
     sources = recorded_sources(stored) if stored and has_parts(out) else None
-    folder = find_target(config.model, sources, config.revision, with_weights=False)
+    revision = pinned_revision(sources, "model", config.model, config.revision)
+    folder = resolve_model_folder(config.model, False, revision)
     config, forward, engine = _plan_forwards(config, folder, with_weights, stored)
     if with_weights:
-        folder = find_target(config.model, sources, config.revision)
+        folder = resolve_model_folder(config.model, True, revision)
         forward = replace(forward, folder=folder)
         check_vocabulary(folder)
     tokenizer = load_target_tokenizer(folder)
@@ -449,25 +450,6 @@ def pinned_revision(
     return revision
 
 
-def find_target(
-    model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True
-) -> Path:
-    """Return the folder of a target. A Hub model is loaded at the commit that the store records.
-
-    Args:
-        model: a folder, a GGUF file or a hub id.
-        sources: the Hub ids and commits that the store records, or None.
-        revision: the requested branch, tag or commit; None for main.
-        with_weights: whether to download the weights too, and to refuse a folder without weights.
-    """
-    folder = resolve_model_folder(
-        model, with_weights, pinned_revision(sources, "model", model, revision)
-    )
-    if with_weights:
-        weight_files(folder)  # This call raises if the folder has no weights.
-    return folder
-
-
 def find_same_target(
     model: str, store: StorePath, stored: StoreManifest, progress: Progress = SILENT
 ) -> Path:
@@ -482,7 +464,8 @@ def find_same_target(
     Raises:
         StoreMismatch: the target has other weights or another config.
     """
-    folder = find_target(model, recorded_sources(stored.extraction))
+    sources = recorded_sources(stored.extraction)
+    folder = resolve_model_folder(model, True, pinned_revision(sources, "model", model, None))
     check_identities(store, stored.identities, weight_identities(folder, progress))
     return folder
 
