@@ -271,11 +271,6 @@ class WritePlan:
         return int(numbers(self.table, "n_tokens").sum(dtype=np.int64))
 
     @property
-    def n_learned_tokens(self) -> int:
-        """Number of tokens in the sample that the codec is fitted to; 0 if it is not fitted."""
-        return min(self.n_tokens, SAMPLE_TOKENS) if self.forward.codec.learned else 0
-
-    @property
     def raw_bytes(self) -> int:
         """Size of all fields before compression, in bytes."""
         return self.n_tokens * self.forward.kept_bytes

@@ -66,6 +66,7 @@ from ..text import SILENT, Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
 from .estimate import ForwardPlan, WritePlan, field_specs, has_device
+from .forwards.calibrate import SAMPLE_TOKENS
 from .forwards.vllm_source import check_vllm
 from .report import reason_lines
 from .sequences import Sequences, check_counts, read_sequences, read_texts, texts_origin
@@ -159,7 +160,7 @@ class ExtractPlan(WritePlan):
 
     def _learn_line(self) -> str:
         """Return a line of text about fitting the codec to a sample of the sequences."""
-        n_sample = self.n_learned_tokens
+        n_sample = min(self.n_tokens, SAMPLE_TOKENS)
         learned = self.forward.codec.learned.values()
         # During calibration, the disk holds each value of the sample in float32 (4 bytes), and each
         # component computed from the values in 16 bits (2 bytes).

@@ -681,8 +681,7 @@ class Server:
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.server is not None
         self._config = config
-        base = config.server.rstrip("/")
-        self._url = base if base.endswith("/v1") else f"{base}/v1"
+        self._url = config.server.rstrip("/").removesuffix("/v1") + "/v1"
         key = os.environ.get("OPENAI_API_KEY")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._arguments = parse_template_arguments(config.template_kwargs)
@@ -779,10 +778,13 @@ class Server:
         }
         if sampling.temperature:
             body |= {"top_p": sampling.top_p, "seed": sampling.seed + row.row}
-            body |= {"top_k": sampling.top_k} if sampling.top_k else {}
+            if sampling.top_k:
+                body["top_k"] = sampling.top_k
         if sampling.repetition_penalty != 1:
             body["repetition_penalty"] = sampling.repetition_penalty
-        return body | ({"chat_template_kwargs": self._arguments} if self._arguments else {})
+        if self._arguments:
+            body["chat_template_kwargs"] = self._arguments
+        return body
 
     def _take(self, row: Row, answer: httpx.Response) -> None:
         with parsing(
