@@ -485,7 +485,7 @@ def test_ctrl_c_while_planning_leaves_nothing(work: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moa_data.pipeline.extract.build_plan", interrupted)
-    refused(run(*shlex.split(EXTRACT)), "nothing was written", exit_code=130)
+    refused(run(*shlex.split(EXTRACT)), "run the same command again", exit_code=130)
     assert not (work / "out").exists()
 
 
