@@ -282,9 +282,8 @@ class ChatSource:
         if self._n_others:
             text += f" ({n_files} of {n_files + self._n_others} files)"
         if missing := _missing_shards(self._files):
-            text += f" (without {missing[0]}"
-            text += f" and {counted(len(missing) - 1, 'other file')}" if len(missing) > 1 else ""
-            text += ", missing in the folder)"
+            more = f" and {counted(len(missing) - 1, 'other file')}" if len(missing) > 1 else ""
+            text += f" (without {missing[0]}{more}, missing in the folder)"
         return text
 
     def count_rows(self) -> int:

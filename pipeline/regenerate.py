@@ -312,7 +312,7 @@ def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFi
     }
     settings = json.loads(json.dumps(settings))
     limit = config.questions.max_rejected_fraction
-    progress = progress.of("regenerate", "row" if config.self_prompted is None else "chat")
+    progress = progress.of("regenerate", "row")
     with open_chat_file(
         out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress
     ) as chat_file:

@@ -257,8 +257,8 @@ def direct(
     end_s = math.inf
     running = {worker.index: start(worker) for worker in workers}
     while running and time.monotonic() < end_s:
-        up_to = "up to " if restarts else ""  # With Ray, some workers may still be queued.
-        counter.report(timings, f", {up_to}{counted(len(running), 'worker')}")
+        # With Ray, some workers may still be queued.
+        counter.report(timings, f", up to {counted(len(running), 'worker')}")
         # Sleep in Python rather than in Ray. If a signal interrupts a wait in Ray, the number of
         # the signal is lost.
         time.sleep(_POLL_EVERY_S)
