@@ -409,7 +409,7 @@ def _conventions(facts: TargetFacts) -> Mapping[str, str]:
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
     """Return the entry ``sources`` (Hub ids and commits) of a manifest's ``extraction``.
 
-    The result is empty if there is no such entry, or if it is malformed.
+    The result is empty if the entry is missing or malformed.
     """
     try:
         return _SOURCES.validate_python(extraction.get("sources"))
