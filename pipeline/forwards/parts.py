@@ -120,12 +120,14 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            counter.look()
+            # Open the part before commits are counted again: another process may have committed the
+            # part since it was chosen, which is noticed when it is published.
             out = store.part(part, pool)
             # Earlier parts may still be queued for the writer thread: more than one if each part
             # is a single batch.
             open_parts = [earlier for earlier in open_parts if earlier.is_open]
             open_parts.append(out)
+            counter.look()
             for batch in batches(out.sequences, forwards.settings.batch_tokens):
                 done = _run_batch(forwards, batch, slots)
                 waiting = time.perf_counter()
