@@ -164,16 +164,19 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+def walk(folder: Path, follows_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (folder, names of its folders, names of its files) for each folder of a tree, top down.
 
     If a folder cannot be listed, this raises an error. ``os.walk`` would skip the folder.
+
+    Args:
+        follows_links: whether to enter folders that are symbolic links.
     """
 
     def refuse(error: OSError) -> None:
         raise error
 
-    for root, folders, names in os.walk(folder, onerror=refuse):
+    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=follows_links):
         yield Path(root), folders, names
 
 

@@ -21,14 +21,13 @@ from ..storage.backend import backend_of, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
 from ..storage.paths import StoreLike, StorePath
-from ..storage.plan import numbers
+from ..storage.plan import numbers, row_numbers
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.store import StoreWriter
 from ..text import SILENT, Progress
 from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
-from .plan import interruptible
 from .report import Provenance, Timings, WriteReport
 
 # Approximate number of tokens on which it is measured how much errors in keys and values matter to
@@ -104,13 +103,11 @@ def recode(
         )
         new = _learned_codec(source, codec, target_store, manifest, progress, kv_metrics)
         manifest = dataclasses.replace(manifest, codec=new.describe())
-        rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
-        with (
-            StoreWriter.create_or_resume(
-                target_store, manifest, source.sequences, new.files(), begins_anew=True
-            ) as writer,
-            interruptible(f"while {target_store} was written; its finished parts are kept"),
-        ):
+        plan = source.sequences
+        with StoreWriter.create_or_resume(
+            target_store, manifest, plan, new.files(), begins_anew=True
+        ) as writer:
+            rows = row_numbers(source.sequences)
             _copy_target(source, writer)
             timings = write_parts(
                 writer,
@@ -120,10 +117,10 @@ def recode(
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
             source_bytes = sum(commit.stored_bytes for commit in source.commits.values())
-            report.compared = (
-                f", {report.stored_bytes / source_bytes:.3f} of the size of {source.path}"
-            )
-            report.lines = [f"codec        {new.name}"]
+            report.lines = [
+                f"codec        {new.name}, {report.stored_bytes / source_bytes:.3f} of the size of "
+                f"{source.path}"
+            ]
             writer.record_run(
                 report.record(provenance)
                 | {"recode": {"source": str(source.path), "codec": new.name}}
@@ -235,7 +232,6 @@ def write_parts(
     start = time.perf_counter()
     n_tokens = sum(store.part_tokens.values())
     n_done = sum(store.part_tokens[part] for part in store.committed_parts())
-    timings.n_before_tokens = n_done
     for part in store.pending_parts():
         with store.part(part) as out:
             for row in out.sequences.to_pylist():

@@ -69,6 +69,11 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
     return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
 
 
+def row_numbers(table: pa.Table) -> dict[str, int]:
+    """Map the id of each sequence to its row in a table of sequences."""
+    return {key: row for row, key in enumerate(table["sequence_id"].to_pylist())}
+
+
 def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
     """Return the rows of a table for which ``is_wanted``, bool [n_rows], is true."""
     return table.take(column(np.flatnonzero(is_wanted)))

@@ -37,8 +37,9 @@ from ...storage.write.addition import StoreAddition
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import SILENT, Progress
+from ..config import ActivationSpec
 from ..report import PartProgress, Timings
-from .capture import Capture
+from .capture import Capture, capture
 
 _BATCHES_AHEAD = 2
 """Maximum number of tasks in the writer thread's queue.
@@ -51,18 +52,42 @@ N_HOST_BATCHES = _BATCHES_AHEAD + 3
 
 
 @dataclass(frozen=True)
+class CaptureSettings:
+    """Which activations are kept, and how the target runs to compute them."""
+
+    spec: ActivationSpec  # The activations that are kept.
+    codec: StoreCodec  # The codec of the kept activations.
+    dtype: str  # The dtype of the kept activations.
+    # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
+    batch_tokens: int
+    # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
+    # the last bits of the activations may differ.
+    uses_cache: bool
+    n_encode_threads: int
+
+    def capture(self, target: Target, sequences: Sequence[np.ndarray]) -> Capture:
+        """Run the target over a batch of token ids, int32 [n_tokens] each."""
+        dtype = getattr(torch, self.dtype)
+        return capture(target.model, sequences, self.spec, dtype, self.uses_cache)
+
+
+@dataclass(frozen=True)
 class Forwards:
     """Runs the target over batches and keeps the requested activations."""
 
+    settings: CaptureSettings
     target: Target
-    # Computes the activations of a batch of token ids, int32 [n_tokens] each, with the target or
-    # with vLLM.
-    capture: Callable[[Sequence[np.ndarray]], Capture]
-    codec: StoreCodec  # The codec of the kept activations.
-    batch_tokens: int  # Maximum tokens per forward, including padding.
     # Maps a sequence id to the token ids (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
-    n_encode_threads: int
+    # Function that computes the activations of a batch of token ids, int32 [n_tokens] each, in
+    # place of the target. None runs the target.
+    engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
+
+    def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
+        """Compute the activations of a batch, with the engine if there is one, or the target."""
+        if self.engine is not None:
+            return self.engine(tokens)
+        return self.settings.capture(self.target, tokens)
 
 
 def run_parts(
@@ -85,7 +110,7 @@ def run_parts(
     """
     keep_freed_memory()
     start = time.perf_counter()
-    pool = EncodePool(forwards.n_encode_threads)
+    pool = EncodePool(forwards.settings.n_encode_threads)
     writer = BackgroundWriter()
     open_parts: list[PartWriter] = []
     counter = PartProgress(progress, store)
@@ -96,13 +121,15 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            counter.look()
+            # Open the part before commits are counted again: another process may have committed the
+            # part since it was chosen, which is noticed when it is published.
             out = store.part(part, pool)
             # Earlier parts may still be queued for the writer thread: more than one if each part
             # is a single batch.
             open_parts = [earlier for earlier in open_parts if earlier.is_open]
             open_parts.append(out)
-            for batch in batches(out.sequences, forwards.batch_tokens):
+            counter.look()
+            for batch in batches(out.sequences, forwards.settings.batch_tokens):
                 done = _run_batch(forwards, batch)
                 waiting = time.perf_counter()
                 writer.submit(partial(_write_batch, out, done, timings))
@@ -157,7 +184,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
     began = mark_moment(forwards.target.device)
     captured = forwards.capture(tokens)
     span = began, mark_moment(forwards.target.device)
-    copied = captured.encode(forwards.codec, names).to_host()
+    copied = captured.encode(forwards.settings.codec, names).to_host()
     return _Batch(batch["first_token"].to_pylist(), texts, names, copied, span)
 
 

@@ -217,13 +217,13 @@ def test_identity_changes_with_one_byte_but_not_with_the_path(tmp_path: Path) ->
         (tmp_path / folder).mkdir()
         write_rows(tmp_path / folder / f"{folder}.jsonl", [{"messages": CHAT}])
     first, second = (
-        ChatSource(str(tmp_path / name / f"{name}.jsonl"), "train").identity() for name in "ab"
+        ChatSource(str(tmp_path / name / f"{name}.jsonl"), "train").identity(1) for name in "ab"
     )
     assert first == second
     (tmp_path / "b" / "b.jsonl").write_text(
         (tmp_path / "b" / "b.jsonl").read_text().replace("hello", "hallo")
     )
-    assert ChatSource(str(tmp_path / "b" / "b.jsonl"), "train").identity() != first
+    assert ChatSource(str(tmp_path / "b" / "b.jsonl"), "train").identity(1) != first
 
 
 def test_missing_and_foreign_paths_are_refused(tmp_path: Path) -> None:

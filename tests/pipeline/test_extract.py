@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 from moa_data import files
 from moa_data.errors import (
-    Interrupted,
     StorageUnavailable,
     StoreDamaged,
     StoreMismatch,
@@ -33,7 +32,6 @@ from moa_data.errors import (
 )
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.pipeline import estimate as estimate_module
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.extract import extract, repair
 from moa_data.pipeline.forwards import calibrate
@@ -201,15 +199,15 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         ),
         # Call 0 runs a few tokens to check the target.
         pytest.param(
-            estimate_module,
+            forwards_module,
             "capture",
             1,
-            KeyboardInterrupt(),
-            Interrupted,
-            AGAIN,
+            KeyboardInterrupt("Ctrl-C"),
+            KeyboardInterrupt,
+            "Ctrl-C",
             marks=pytest.mark.slow,
         ),
-        (estimate_module, "capture", 5, KeyboardInterrupt(), Interrupted, AGAIN),
+        (forwards_module, "capture", 5, KeyboardInterrupt("Ctrl-C"), KeyboardInterrupt, "Ctrl-C"),
     ],
 )
 def test_a_failure_discards_the_part_and_the_next_run_goes_on(

@@ -34,7 +34,7 @@ from moa_data.pipeline.config import AddConfig, ExtractConfig, parse_activations
 from moa_data.pipeline.dataset import ChatSource
 from moa_data.pipeline.estimate import ForwardPlan, batches_of, estimate, field_specs
 from moa_data.pipeline.extract import extract, repair
-from moa_data.pipeline.plan import build_plan, pinned_revision, recorded_sources
+from moa_data.pipeline.plan import Sources, build_plan, pinned_revision, recorded_sources
 from moa_data.pipeline.report import Timings
 from moa_data.storage.codecs import transform as codec_module
 from moa_data.storage.codecs.registry import StoreCodec
@@ -490,7 +490,7 @@ def test_recorded_sources_name_the_commit_of_what_they_were_recorded_for() -> No
         {"model": {"id": "a", "revision": 1, "commit": "c"}},
     ):
         assert recorded_sources({"sources": record}) == {}
-    sources = {"model": {"id": "a", "revision": "main", "commit": "c"}}
+    sources: Sources = {"model": {"id": "a", "revision": "main", "commit": "c"}}
     assert [pinned_revision(sources, "model", "a", asked) for asked in (None, "main", "c")] == [
         "c"
     ] * 3

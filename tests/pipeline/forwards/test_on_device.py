@@ -2,7 +2,6 @@
 
 import errno
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ActivationSpec
 from moa_data.pipeline.estimate import field_specs
 from moa_data.pipeline.forwards.capture import Capture, capture
-from moa_data.pipeline.forwards.parts import Forwards, run_parts
+from moa_data.pipeline.forwards.parts import CaptureSettings, Forwards, run_parts
 from moa_data.pipeline.report import Timings
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.tests.kit.device import Counts
@@ -108,8 +107,8 @@ def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
     target = Target(build_text_model().to(kind))
     spec = ActivationSpec(kv=True, last=False, layers=())
     codec = StoreCodec("lossless", field_specs(spec, target.facts, "float32"))
-    run = partial(capture, target.model, spec=spec, dtype=torch.float32, uses_cache=True)
-    forwards = Forwards(target, run, codec, n_tokens, text.__getitem__, 1)
+    settings = CaptureSettings(spec, codec, "float32", n_tokens, True, 1)
+    forwards = Forwards(settings, target, text.__getitem__)
 
     class Store:
         n_parts = 1
