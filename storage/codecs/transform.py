@@ -47,7 +47,7 @@ from array_api_compat import array_namespace, device
 from typing_extensions import override
 
 from ...errors import StoreError
-from ..schema import HIDDEN_LAST, KV_AXES, TOKENS, Array, FieldSpec, StoredArray
+from ..schema import HIDDEN_LAST, KV_AXES, TOKENS, Array, FieldSpec
 from .calibration import Sample, on_host, token_features
 from .coding import (
     CODES_PER_BYTE,
@@ -60,7 +60,7 @@ from .coding import (
     piece_bytes,
     row_bytes,
 )
-from .field import Codes, FieldCodec, Layers, Learning, to_device_of
+from .field import Codes, FieldCodec, Layers, Learning, Selection, to_device_of
 from .fit import fit_groups
 
 # Largest width of the keys of a layer group if the codec's name does not set the size of the
@@ -661,20 +661,14 @@ class TransformCodec(FieldCodec):
         return side_by_side(all_features)
 
     @override
-    def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
+    def arrays_of(self, layers: Layers) -> Selection:
         groups = self._learned()
+        group_ids = self._groups_of(layers)
         if self._pieces is not None:
-            return self.arrays
-        arrays: list[StoredArray] = []
-        for group in self._groups_of(layers):
-            arrays += groups[group].arrays
-        return tuple(arrays)
-
-    @override
-    def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
-        if self._pieces is None or array != self._pieces.array or layers is None:
-            return None
-        return self._pieces.of_groups(self._groups_of(layers))
+            indices = None if layers is None else self._pieces.of_groups(group_ids)
+            return {self._pieces.array: indices}
+        arrays = chain.from_iterable(groups[group].arrays for group in group_ids)
+        return dict.fromkeys(arrays)
 
     def parts(self, values: Array) -> list[list[Array]]:
         """Split a sequence into groups of layers, and each group into its keys and its values.

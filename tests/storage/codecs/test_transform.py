@@ -121,7 +121,7 @@ def test_a_reader_of_one_layer_needs_its_group_only() -> None:
     ):
         codec = make_codec(name)
         assert [len(group) for group in codec.groups] == {1: [4], 2: [3, 1], 4: [1] * 4}[n_groups]
-        of_layers = [codec.arrays_of([layer]) for layer in range(N_LAYERS)]
+        of_layers = [tuple(codec.arrays_of([layer])) for layer in range(N_LAYERS)]
         assert len(set(of_layers)) == n_groups
         assert set().union(*of_layers) == set(codec.arrays) == set(codec.arrays_of(None))
 
@@ -142,7 +142,7 @@ def test_codes_in_pieces_are_those_of_the_runs_and_layers_come_in_the_order_want
     np.testing.assert_array_equal(merged.decode({"kv/codes": rows}, 0, 84), whole)
     for layers in ([2], [3, 0], [0, 1, 2, 3], [1, 3, 2]):
         runs = {array.name: codes[array.name][64:] for array in apart.arrays_of(layers)}
-        pieces = {"kv/codes": rows[64:, merged.indices_of(merged.arrays[0], layers)]}
+        pieces = {"kv/codes": rows[64:, merged.arrays_of(layers)[merged.arrays[0]]]}
         got = apart.decode(runs, 64, 20, layers)
         np.testing.assert_allclose(got, whole[64:, layers], atol=1e-4)
         np.testing.assert_array_equal(merged.decode(pieces, 64, 20, layers), got)
