@@ -17,10 +17,9 @@ from ..paths import StorePath
 from ..schema import CODEC_NAME, FLOAT_DTYPES, TOKENS, Array, FieldSpec, StoredArray, StoreManifest
 from .field import FieldCodec, LosslessCodec
 from .int8 import INT8, Int8Codec
-from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, side_by_side
+from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
-TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
 # Name of the new basis file while fields are added to a store. The file is renamed to BASIS_NAME
 # after its hash is in store.json.
@@ -53,7 +52,7 @@ class StoreCodec:
         sources: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.name = name
-        settings = _settings(name)
+        settings = None if name in (LOSSLESS, INT8) else TransformSettings.parse(name)
         self.fields: dict[str, FieldCodec] = {}
         for spec in specs:
             self.fields[spec.name] = _field_codec(name, settings, spec)
@@ -344,30 +343,9 @@ def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     return sources
 
 
-def _settings(name: str) -> TransformSettings | None:
-    """Parse the name of a codec. Return None for ``lossless`` and ``int8``, which have no settings.
-
-    Raises:
-        CodecUnknown: No codec has this name.
-    """
-    if name in (LOSSLESS, INT8):
-        return None
-    if name.split(":")[0] != TRANSFORM:
-        raise CodecUnknown(
-            f"Unknown codec {name!r}. Use one of: {', '.join((LOSSLESS, INT8, TRANSFORM_GRAMMAR))}."
-        )
-    try:
-        return TransformSettings.parse(name)
-    except ValueError as error:
-        raise CodecUnknown(str(error)) from error
-
-
 def _field_codec(name: str, settings: TransformSettings | None, spec: FieldSpec) -> FieldCodec:
     if name == LOSSLESS or spec.dtype not in FLOAT_DTYPES:
         return LosslessCodec(spec)
     if settings is None:
         return Int8Codec(spec)
-    try:
-        return TransformCodec(spec, settings)
-    except ValueError as error:
-        raise CodecUnknown(f"Codec {name!r}: {error}") from error
+    return TransformCodec(spec, settings)

@@ -46,7 +46,7 @@ import numpy as np
 from array_api_compat import array_namespace, device
 from typing_extensions import override
 
-from ...errors import StoreError
+from ...errors import CodecUnknown, StoreError
 from ..schema import HIDDEN_LAST, KV_AXES, TOKENS, Array, FieldSpec
 from .calibration import Sample, on_host, token_features
 from .coding import (
@@ -116,20 +116,21 @@ class TransformSettings:
         """Parse a name of the form :data:`TRANSFORM_GRAMMAR`.
 
         Raises:
-            ValueError: The name does not have this form, or a number of bits is outside 0.05 to 10.
+            CodecUnknown: The name does not have this form, or a number of bits is outside 0.05 to
+                10.
         """
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ValueError(
-                f"Codec {name!r} does not have the form {TRANSFORM_GRAMMAR}, in this order. "
-                "Examples: transform:1.0, transform:0.5,hidden=0.9@group4, "
+            raise CodecUnknown(
+                f"Unknown codec {name!r}. Use lossless, int8 or {TRANSFORM_GRAMMAR}, in this "
+                "order. Examples: transform:1.0, transform:0.5,hidden=0.9@group4, "
                 "transform:0.88,tokens@all."
             )
         kv_bits = float(match["kv"])
         hidden_bits = float(match["hidden"]) if match["hidden"] else None
         for bits in (kv_bits, kv_bits if hidden_bits is None else hidden_bits):
             if not 0.05 <= bits <= MAX_BITS:
-                raise ValueError(
+                raise CodecUnknown(
                     f"Codec {name!r}: the number of bits per value must be from 0.05 to 10, not "
                     f"{bits:g}. For more bits, use the codec lossless."
                 )
@@ -172,8 +173,8 @@ class TransformSettings:
             return -(-n_layers // n_groups)
         size = min(self.group_layers, n_layers)
         if size > max_layers:
-            raise ValueError(
-                f"a group of {size} layers is too large for one basis: its keys have "
+            raise CodecUnknown(
+                f"A group of {size} layers is too large for one basis: its keys have "
                 f"{layer_width:,} numbers per layer, {size * layer_width:,} in all, but the limit "
                 f"is {MAX_BASIS_WIDTH:,}. Use at most @group{max_layers}."
             )
@@ -309,13 +310,13 @@ class TransformCodec(FieldCodec):
         self.is_kv = spec.axes[1:] == KV_AXES
         super().__init__(spec, settings.bits(spec))
         if spec.layers is not None:
-            raise ValueError(
-                "transform codecs do not support fields with the keys and values of only some "
+            raise CodecUnknown(
+                "Transform codecs do not support fields with the keys and values of only some "
                 f"layers, such as {spec.name!r}. Use the codec lossless or int8."
             )
         if not self.is_kv and len(spec.token_shape) != 1:
-            raise ValueError(
-                f"transform codecs support only kv and hidden states, but {spec.name!r} has the "
+            raise CodecUnknown(
+                f"Transform codecs support only kv and hidden states, but {spec.name!r} has the "
                 f"axes {spec.axes}. Use the codec lossless."
             )
         self.settings = settings
@@ -339,8 +340,8 @@ class TransformCodec(FieldCodec):
         # hidden state.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
-            raise ValueError(
-                f"field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, but "
+            raise CodecUnknown(
+                f"Field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, but "
                 f"transform codecs support at most {MAX_BASIS_WIDTH:,}. Use the codec lossless or "
                 "int8."
             )

@@ -254,7 +254,7 @@ def test_what_cannot_be_learned_or_coded_is_refused() -> None:
     for sample in ([values], []):
         with pytest.raises(StoreError):
             learn_from(codec, sample)
-    with raises_naming(ValueError, "'tokens'", "hidden", "lossless"):
+    with raises_naming(CodecUnknown, "'tokens'", "hidden", "lossless"):
         TransformCodec(tokens_field(), TransformSettings.parse("transform:1"))
 
 
