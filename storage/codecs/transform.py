@@ -38,7 +38,8 @@ read the codes of its sources.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -181,7 +182,6 @@ class TransformSettings:
         return size
 
 
-@dataclass(frozen=True, eq=False)
 class Rope:
     """Applies a target's rotary position embedding (RoPE) to keys, or undoes it.
 
@@ -191,19 +191,19 @@ class Rope:
     ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except for
     YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
     embedding).
+
+    Args:
+        inv_freq: Radians per position, [rotary_dim / 2]. If the layers have different rotations:
+            [n_layers, rotary_dim / 2].
+        scaling: Factor of the rotated dimensions, one number or [n_layers].
     """
 
-    # Radians per position, float32 [rotary_dim / 2]. If the layers have different rotations:
-    # [n_layers, rotary_dim / 2].
-    inv_freq: np.ndarray
-    scaling: np.ndarray  # Factor of the rotated dimensions, float32 [] or [n_layers].
-    # Cached tables of cosine and sine at positions from 0 on. A key of this mapping names the array
-    # library, the device, and whether the rotation is undone.
-    _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inv_freq", np.asarray(self.inv_freq, np.float32))
-        object.__setattr__(self, "scaling", np.asarray(self.scaling, np.float32))
+    def __init__(self, inv_freq: np.ndarray, scaling: np.ndarray) -> None:
+        self.inv_freq = np.asarray(inv_freq, np.float32)
+        self.scaling = np.atleast_1d(np.asarray(scaling, np.float32))
+        # Cached tables of cosine and sine at positions from 0 on. A key of this mapping names the
+        # array library, the device, and whether the rotation is undone.
+        self._kept: dict[str, list[Array]] = {}
         if (
             not np.isfinite(self.inv_freq).all()
             or not (np.isfinite(self.scaling) & (self.scaling > 0)).all()
@@ -219,7 +219,7 @@ class Rope:
         if (
             self.inv_freq.shape not in (half, (n_layers, *half))
             or 2 * sum(half) > head_dim
-            or self.scaling.shape not in ((), (n_layers,))
+            or self.scaling.shape not in ((1,), (n_layers,))
         ):
             raise ValueError(
                 f"inv_freq of shape {self.inv_freq.shape} and scaling of shape "
@@ -256,7 +256,7 @@ class Rope:
 
         Each table is float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2].
         """
-        if self.inv_freq.ndim == 2 or self.scaling.ndim == 1:
+        if self.inv_freq.ndim == 2 or len(self.scaling) > 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
         # All layers share the tables, which are cached, so that they are not computed and copied to
         # the device again for the next sequence.
@@ -277,7 +277,7 @@ class Rope:
         scaling = self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
-            scaling = scaling[layers] if scaling.ndim == 1 else scaling
+            scaling = scaling[layers] if len(scaling) > 1 else scaling
         # Compute in float64: float32 is not precise enough for the large angles of late positions.
         angles = positions[:, None, None].astype(np.float64) * np.atleast_2d(frequencies).astype(
             np.float64
@@ -421,7 +421,7 @@ class TransformCodec(FieldCodec):
         if self.rope is not None:
             state |= {
                 "rope/inv_freq": self.rope.inv_freq,
-                "rope/scaling": np.atleast_1d(self.rope.scaling),
+                "rope/scaling": self.rope.scaling,
             }
         if self._features is not None:
             state["tokens/features"] = self._features
@@ -447,11 +447,7 @@ class TransformCodec(FieldCodec):
         """
         try:
             if self.is_kv and "rope/inv_freq" in state:
-                # If all layers have the same scaling, it is stored as an array of one number.
-                scaling = np.asarray(state["rope/scaling"]).reshape(-1)
-                self.rope = Rope(
-                    state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling
-                )
+                self.rope = Rope(state["rope/inv_freq"], state["rope/scaling"])
                 self.rope.check_fits(self._n_layers, self.spec.token_shape[-1])
             features = (
                 np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
@@ -587,22 +583,14 @@ class TransformCodec(FieldCodec):
 
     @override
     def decode(
-        self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None
-    ) -> Array:
-        return self._decode(codes, first_position, n_tokens, layers, None)
-
-    def _decode(
         self,
         codes: Codes,
         first_position: int,
         n_tokens: int,
-        layers: Layers,
-        features: Array | None,
+        layers: Layers = None,
+        features: Array | None = None,
     ) -> Array:
-        """Decode tokens as :meth:`decode` does, with given ``features`` of the ``sources``.
-
-        If ``features`` is None, the sources are decoded first to compute their features.
-        """
+        # Without given features of the ``sources``, decode the sources first.
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
@@ -611,8 +599,6 @@ class TransformCodec(FieldCodec):
                 [source.as_features(codes, first_position, n_tokens) for source in self.sources]
             )
         codes = self._split(codes, layers)
-        if not self.is_kv:
-            return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         # Decode group by group, because each group has its own basis. At the end, put the layers in
         # the requested order.
         decoded: list[Array] = []
@@ -651,7 +637,7 @@ class TransformCodec(FieldCodec):
             features: Features of the ``sources``. None to decode them from ``codes``.
         """
         if not self.is_kv:
-            return self._decode(codes, first_position, n_tokens, None, features)
+            return self.decode(codes, first_position, n_tokens, None, features)
         of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         codes = self._split(codes, None)
         all_features: list[Array] = []
@@ -696,9 +682,7 @@ class TransformCodec(FieldCodec):
         return groups
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
-        """Undo :meth:`parts`: join the layer groups of a sequence, and rotate the keys again."""
-        if not self.is_kv:
-            return groups[0][0]
+        """Undo :meth:`parts`: join the groups of keys and values, and rotate the keys again."""
         assembled: list[Array] = []
         for parts, layers in zip(groups, self.groups, strict=True):
             assembled.append(self._assemble(parts, 0, layers))
@@ -708,8 +692,10 @@ class TransformCodec(FieldCodec):
         """Rotate the decoded keys of some layers, and stack the keys and the values.
 
         Returns:
-            [n_tokens, len(layers), n_kv_heads, 2, head_dim].
+            [n_tokens, len(layers), n_kv_heads, 2, head_dim]. The part itself for a hidden state.
         """
+        if not self.is_kv:
+            return parts[0]
         _, n_heads, _, head_dim = self.spec.token_shape
         xp = array_namespace(*parts)
         shape = (parts[0].shape[0], len(layers), n_heads, head_dim)
@@ -742,9 +728,7 @@ class TransformCodec(FieldCodec):
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
         # device is unusable.
-        ids = xp.minimum(
-            xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1)
-        )
+        ids = xp.clip(ids, 0, len(self._features) - 1)
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
@@ -762,7 +746,7 @@ class TransformCodec(FieldCodec):
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
     def _groups_of(self, layers: Layers) -> list[int]:
-        wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
+        wanted = range(self._n_layers) if layers is None else layers
         groups: list[int] = []
         for group, members in enumerate(self.groups):
             if not set(members).isdisjoint(wanted):
@@ -782,13 +766,20 @@ class Observation(Sample):
     """The sample of sequences from which the transform codec of one field learns.
 
     The sample is on disk. Sequences are added one at a time.
+
+    Args:
+        codec: The codec that learns.
+        learning: Settings of learning.
+        sources: The observations of the codec's ``sources``, which learn before this one.
     """
 
-    def __init__(self, codec: TransformCodec, learning: Learning) -> None:
+    def __init__(
+        self, codec: TransformCodec, learning: Learning, sources: "Sequence[Observation]" = ()
+    ) -> None:
         super().__init__(learning.folder)
         self._codec = codec
         self._learning = learning
-        self._features: Sequence[np.ndarray] | None = None
+        self._sources = sources
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Add a sequence.
@@ -812,15 +803,10 @@ class Observation(Sample):
         """Read all tokens of the sample of a hidden state: float32 [n_tokens, width]."""
         return self.rows(0, 0, range(len(self.lengths))).values
 
-    def learn(
-        self, features: Sequence[np.ndarray] | None = None, bits: float | None = None
-    ) -> None:
+    def learn(self, bits: float | None = None) -> None:
         """Let the codec learn from the sample. The same sample gives the same state.
 
         Args:
-            features: For each sequence, the features from which the field is predicted: those of
-                all its ``sources`` (:meth:`as_features`), concatenated along axis 1. None without
-                sources.
             bits: Budget of bits per token of the field. None for the budget in the codec's name.
         """
         codec = self._codec
@@ -830,19 +816,18 @@ class Observation(Sample):
                 "sequence, but it got none."
             )
         table = None
-        sample_features = features if codec.sources else None
+        features = self._source_features
         if codec.needs_tokens and codec.embeddings is not None:
             table = token_features(
                 codec.embeddings, np.concatenate(self.tokens), self._learning.to_device
             )
-            sample_features = [table[ids].astype(np.float32) for ids in self.tokens]
+            features = [table[ids].astype(np.float32) for ids in self.tokens]
         bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
         n_layers = [len(group) for group in codec.groups]
         fits = fit_groups(
-            self, n_layers, codec.n_parts, bits, codec.metrics, sample_features, self._learning
+            self, n_layers, codec.n_parts, bits, codec.metrics, features, self._learning
         )
         codec.take_over(fits, table)
-        self._features = features
 
     def _sequence(self, index: int) -> list[list[Array]]:
         """Read the parts of all groups of one sequence, and move them to the device of learning."""
@@ -855,20 +840,28 @@ class Observation(Sample):
             groups.append(parts)
         return groups
 
-    def as_features(self) -> list[np.ndarray]:
-        """Compute the features of each sequence, from which other fields are predicted.
+    @cached_property
+    def _source_features(self) -> list[np.ndarray] | None:
+        """For each sequence, the features of all sources side by side. None without sources."""
+        if not self._sources:
+            return None
+        by_source = [source.features for source in self._sources]
+        return [np.concatenate(arrays, axis=1) for arrays in zip(*by_source, strict=True)]
 
-        Call :meth:`learn` first, because features are computed from encoded and decoded values.
+    @cached_property
+    def features(self) -> list[np.ndarray]:
+        """For each sequence, the features from which other fields are predicted.
 
-        Returns:
-            For each sequence, float32 [n_tokens, n_features].
+        Each array is float32 [n_tokens, n_features]. The codec must have learned, because features
+        are computed from encoded and decoded values.
         """
         codec = self._codec
         move = self._learning.to_device
+        source_features = self._source_features
         all_features = []
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None
-            features = None if self._features is None else move(self._features[i])
+            features = None if source_features is None else move(source_features[i])
             # Encode and decode the values, because a reader has only decoded values.
             codes = codec.encode_parts(self._sequence(i), tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
