@@ -160,9 +160,8 @@ def calibrate(
             if name == HIDDEN_LAST:
                 learning.progress(0, 1, "metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
-                learned.metrics = [
-                    [logit_metric(np.concatenate(last), head, to_device=learning.to_device)]
-                ]
+                metric = logit_metric(np.concatenate(last), head, learning.to_device)
+                learned.metrics = [[metric]]
             observations[name].learn(bits.get(name))
             # Drop the references to the embeddings and to the matrices that weigh errors, so that
             # their memory is free while parts are written.

@@ -634,9 +634,7 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
 # takes ``0.5 * log2((v + d) / d)`` bits. Variances and errors are divided by each state's energy.
 
 
-def left_variances(
-    values: np.ndarray, known: np.ndarray | None = None, to_device: ToDevice = np.asarray
-) -> np.ndarray:
+def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDevice) -> np.ndarray:
     """Compute the variances that remain in a hidden state after a linear prediction.
 
     Args:
