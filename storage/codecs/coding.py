@@ -306,7 +306,7 @@ class GroupTransform:
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        early = to_device_of(mean_rows(first_position, n_tokens), columns)
+        rows = to_device_of(mean_rows(first_position, n_tokens), columns)
 
         def matrix_of(name: str, part: int) -> Array:
             matrix = constants[name][part]
@@ -318,14 +318,7 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            # Most reads start after the early positions. In that case all tokens have the same
-            # mean, and no gather is needed.
-            late = (
-                mean[EARLY_POSITIONS, :]
-                if first_position >= EARLY_POSITIONS
-                else xp.take(mean, early, axis=0)
-            )
-            decoded.append(product + late)
+            decoded.append(product + xp.take(mean, rows, axis=0))
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
