@@ -78,7 +78,7 @@ class Sample:
     a hidden state. The file is deleted when it is closed.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.lengths: list[int] = []
         # Token ids of each sequence, int [n_tokens]. The list is empty if the codec does not use
         # token ids.
@@ -109,6 +109,13 @@ class Sample:
             out[...] = self.read(entry)
         return rows
 
+    def sequence(self, index: int) -> list[list[np.ndarray]]:
+        """Read the parts of all layer groups of one sequence, in the form that :meth:`add` takes."""
+        groups: list[list[np.ndarray]] = []
+        for entries in self._kept[index]:
+            groups.append([self.read(entry) for entry in entries])
+        return groups
+
     def keep(self, array: np.ndarray) -> Kept:
         """Append a float32 array to the file."""
         entry = Kept(self._file.seek(0, os.SEEK_END), array.shape)
@@ -118,9 +125,7 @@ class Sample:
     def read(self, kept: Kept) -> np.ndarray:
         """Read an array that :meth:`keep` wrote."""
         self._file.seek(kept.offset_bytes)
-        return np.frombuffer(self._file.read(4 * math.prod(kept.shape)), np.float32).reshape(
-            kept.shape
-        )
+        return np.fromfile(self._file, np.float32, math.prod(kept.shape)).reshape(kept.shape)
 
     def close(self) -> None:
         """Close the file, which frees its disk space."""

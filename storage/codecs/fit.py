@@ -376,9 +376,9 @@ def fit_groups(
     n_layers: Sequence[int],
     n_parts: int,
     bits_per_token: float,
-    metrics: Sequence[Sequence[np.ndarray]] | None = None,
-    features: Sequence[np.ndarray] | None = None,
-    learning: Learning | None = None,
+    metrics: Sequence[Sequence[np.ndarray]] | None,
+    features: Sequence[np.ndarray] | None,
+    learning: Learning,
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
@@ -395,12 +395,11 @@ def fit_groups(
             None for the relative errors described above.
         features: Features of each sequence, float32 [n_tokens, n_features], from which the values
             are predicted. None for no prediction.
-        learning: Settings of learning. None for the defaults.
+        learning: Settings of learning.
 
     Returns:
         One fit per group. Its bases contain only the components that are stored.
     """
-    learning = learning or Learning()
     n_bases = len(n_layers) * n_parts
     n_steps = n_bases + _FIT_ROUNDS + 1
     fitted: list[list[_FittedPart]] = []

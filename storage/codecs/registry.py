@@ -137,10 +137,7 @@ class StoreCodec:
     @property
     def arrays(self) -> list[StoredArray]:
         """All stored arrays, field by field."""
-        arrays: list[StoredArray] = []
-        for codec in self.fields.values():
-            arrays += codec.arrays
-        return arrays
+        return list(chain.from_iterable(codec.arrays for codec in self.fields.values()))
 
     @property
     def is_lossless(self) -> bool:

@@ -829,17 +829,6 @@ class Observation(Sample):
         )
         codec.take_over(fits, table)
 
-    def _sequence(self, index: int) -> list[list[Array]]:
-        """Read the parts of all groups of one sequence, and move them to the device of learning."""
-        move = self._learning.to_device
-        groups: list[list[Array]] = []
-        for group in range(len(self._codec.groups)):
-            parts: list[Array] = []
-            for part in range(self._codec.n_parts):
-                parts.append(move(self.rows(group, part, [index]).values))
-            groups.append(parts)
-        return groups
-
     @cached_property
     def _source_features(self) -> list[np.ndarray] | None:
         """For each sequence, the features of all sources side by side. None without sources."""
@@ -863,12 +852,13 @@ class Observation(Sample):
             tokens = self.tokens[i] if self.tokens else None
             features = None if source_features is None else move(source_features[i])
             # Encode and decode the values, because a reader has only decoded values.
-            codes = codec.encode_parts(self._sequence(i), tokens, features)
+            groups = [list(map(move, parts)) for parts in self.sequence(i)]
+            codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
             all_features.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
         return all_features
 
 
-def side_by_side(arrays: Sequence[Array]) -> Array:
+def side_by_side(arrays: list[Array]) -> Array:
     """Concatenate arrays [n_tokens, n] along axis 1. All must be on the same device."""
-    return array_namespace(*arrays).concat(list(arrays), axis=1) if len(arrays) > 1 else arrays[0]
+    return array_namespace(*arrays).concat(arrays, axis=1)
