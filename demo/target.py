@@ -189,14 +189,10 @@ def _batches(
 
 def _build_optimizer(model: Any, config: DemoConfig) -> Muon:
     """Build the optimizer: Muon for the matrices of the decoder layers, AdamW for all others."""
-    in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []  # Embeddings, norms and the LM head.
-    for parameter in model.parameters():
-        if id(parameter) in in_layers:
-            matrices.append(parameter)
-        else:
-            others.append(parameter)
+    matrices = [weight for weight in model.model.layers.parameters() if weight.dim() == 2]
+    ids = set(map(id, matrices))
+    # Embeddings, norms and the LM head.
+    others = [weight for weight in model.parameters() if id(weight) not in ids]
     return Muon(
         matrices,
         others,
