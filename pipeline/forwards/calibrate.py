@@ -86,25 +86,6 @@ def learning_on(device: str | torch.device, folder: Path | None, progress: Progr
     )
 
 
-class _Float32Rows:
-    """Gives rows of a tensor as float32 NumPy arrays. Rows are converted when they are read."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self.shape = tuple(tensor.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, ids: slice | np.ndarray) -> np.ndarray:
-        chosen = (
-            ids
-            if isinstance(ids, slice)
-            else torch.from_numpy(ids.astype(np.int64)).to(self._tensor.device)
-        )
-        return np.asarray(self._tensor[chosen].float().cpu())
-
-
 def calibrate(
     codec: StoreCodec,
     lengths: np.ndarray,
@@ -139,7 +120,7 @@ def calibrate(
         observations: dict[str, Observation] = {}
         for name, field in codec.learned.items():
             field.rope = target_rope(facts) if field.is_kv else None
-            field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
+            field.embeddings = embeddings.detach() if field.needs_tokens else None
             sources = [observations[source.spec.name] for source in field.sources]
             observation = Observation(field, learning, sources)
             observations[name] = stack.enter_context(closing(observation))

@@ -242,8 +242,8 @@ def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -
     embedding. The keys and values of the other layers partly depend on that embedding.
 
     Args:
-        embeddings: The target's input embeddings, float32 [vocab_size, width], or an object that
-            returns their rows for slices and for arrays of ids.
+        embeddings: The target's input embeddings, [vocab_size, width], of any float dtype and on
+            any device.
         tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
             ``MAX_FEATURES``, they are projected on the directions in which the embeddings of these
             tokens have the largest variance.
@@ -254,7 +254,10 @@ def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -
     """
     axes = None
     if embeddings.shape[1] > MAX_FEATURES:
-        sample = to_device(_normalised(embeddings[tokens]))
+        rows = array_namespace(embeddings).take(
+            embeddings, to_device_of(tokens, embeddings), axis=0
+        )
+        sample = to_device(_normalised(rows))
         axes = to_device(principal_axes(sample, MAX_FEATURES))
     blocks = []
     # Convert the embeddings in blocks: all of them in float32 would take 2 GB for Llama-3-8B.
@@ -266,9 +269,11 @@ def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -
     return np.concatenate(blocks)
 
 
-def _normalised(embeddings: np.ndarray) -> np.ndarray:
-    scale = np.sqrt(np.square(embeddings).mean(1, keepdims=True))
-    return np.asarray(embeddings / np.maximum(scale, 1e-12))
+def _normalised(embeddings: Array) -> np.ndarray:
+    xp = array_namespace(embeddings)
+    values = on_host(xp.astype(embeddings, xp.float32))
+    scale = np.sqrt(np.square(values).mean(1, keepdims=True))
+    return np.asarray(values / np.maximum(scale, 1e-12))
 
 
 def learn_regression(
