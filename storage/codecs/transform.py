@@ -449,16 +449,16 @@ class TransformCodec(FieldCodec):
             if self.is_kv and "rope/inv_freq" in state:
                 self.rope = Rope(state["rope/inv_freq"], state["rope/scaling"])
                 self.rope.check_fits(self._n_layers, self.spec.token_shape[-1])
-            features = (
-                np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
-            )
-            if features is not None and (features.ndim != 2 or not len(features)):
-                raise ValueError(
-                    f"array tokens/features has shape {features.shape}, expected [vocab_size, "
-                    "n_features]"
-                )
-            n_features = 0 if features is None else features.shape[1]
-            n_features += sum(source.n_features for source in self.sources)
+            features = None
+            n_features = sum(source.n_features for source in self.sources)
+            if self.needs_tokens:
+                features = np.asarray(state["tokens/features"], np.float16)
+                if features.ndim != 2 or not len(features):
+                    raise ValueError(
+                        f"array tokens/features has shape {features.shape}, expected [vocab_size, "
+                        "n_features]"
+                    )
+                n_features += features.shape[1]
             fits: list[GroupFit] = []
             for group, layers in enumerate(self.groups):
                 fits.append(self._load_group(state, group, layers, n_features))
@@ -483,26 +483,28 @@ class TransformCodec(FieldCodec):
 
         width = len(layers) * self.layer_width
         bases = []
-        for part in map(str, range(self.n_parts)):
+        regressions: list[np.ndarray] = []
+        for part in range(self.n_parts):
             mean = load(f"{part}/mean", EARLY_POSITIONS + 1, width)
             synthesis = load(f"{part}/synthesis", None, width)
             if f"{group}/{part}/analysis" in state:
-                bases.append(
-                    Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis)))
-                )
-                continue
-            # Bases that earlier releases wrote have no array of scales. Their scales are 1.
-            has_scale = f"{group}/{part}/scale" in state
-            scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
-            bases.append(Basis.scaled(mean, synthesis, scale))
+                analysis = load(f"{part}/analysis", width, len(synthesis))
+                bases.append(Basis(mean, synthesis, analysis))
+            else:
+                # Bases that earlier releases wrote have no array of scales. Their scales are 1.
+                has_scale = f"{group}/{part}/scale" in state
+                scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
+                bases.append(Basis.scaled(mean, synthesis, scale))
+            if n_features:
+                regressions.append(load(f"{part}/regression", n_features, width))
         table = load("columns", None, len(CodeColumns._fields))
         columns = CodeColumns.from_table(table)
         n_components = np.array([len(basis.synthesis) for basis in bases])
-        part = np.clip(columns.part, 0, self.n_parts - 1)
+        known_part = np.clip(columns.part, 0, self.n_parts - 1)
         is_valid = (
-            (columns.part == part)
+            (columns.part == known_part)
             & (columns.component >= 0)
-            & (columns.component < n_components[part])
+            & (columns.component < n_components[known_part])
             & np.isin(columns.levels, list(CODES_PER_BYTE))
             & np.isfinite(table).all(axis=1)
         )
@@ -511,9 +513,6 @@ class TransformCodec(FieldCodec):
                 f"the codec file is damaged: array {group}/columns has an entry that is NaN, "
                 "infinite or out of range"
             )
-        regressions: list[np.ndarray] = []
-        for part_index in range(self.n_parts if n_features else 0):
-            regressions.append(load(f"{part_index}/regression", n_features, width))
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
