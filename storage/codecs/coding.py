@@ -258,16 +258,13 @@ class GroupTransform:
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
         rows = to_device_of(mean_rows(0, parts[0].shape[0]), parts[0])
-        if constants["regression"]:
-            residuals: list[Array] = []
-            for values, matrix in zip(parts, constants["regression"], strict=True):
-                residuals.append(values - features @ matrix)
-            parts = residuals
         scaled: list[Array] = []
-        for values, mean, analysis in zip(
-            parts, constants["mean"], constants["analysis"], strict=True
-        ):
-            scaled.append((values - xp.take(mean, rows, axis=0)) @ analysis)
+        for part, values in enumerate(parts):
+            residual = values
+            if constants["regression"]:
+                residual = values - features @ constants["regression"][part]
+            mean = xp.take(constants["mean"][part], rows, axis=0)
+            scaled.append((residual - mean) @ constants["analysis"][part])
         # The components are sorted by part. Reorder them to the stored order, in which codes with
         # similar statistics are neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)

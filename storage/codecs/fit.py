@@ -422,7 +422,7 @@ def fit_groups(
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(n_bases + 1 + fit_round, n_steps, f"bytes, round {fit_round + 1}")
         columns_of_groups: list[coding.CodeColumns] = []
-        group_bits: list[float] = []
+        stored = 0.0
         for measured, index in zip(groups, np.split(allocate(options, budget), ends), strict=True):
             columns, bits = _order_codes(
                 sample.read(measured.components),
@@ -431,8 +431,7 @@ def fit_groups(
                 measured.component,
             )
             columns_of_groups.append(columns)
-            group_bits.append(bits)
-        stored = sum(group_bits)
+            stored += bits
         if abs(stored / bits_per_token - 1) < _RATE_TOLERANCE:
             break
         budget *= bits_per_token / stored
@@ -579,18 +578,19 @@ def _order_codes(
             bits += _stored_bits(run)
             n_arrays += 1
             n_left -= n_digits
-    columns_table = coding.CodeColumns(
-        part=part[ids].astype(np.int32),
-        component=component[ids].astype(np.int32),
-        array=np.array(arrays, np.int32),
-        levels=levels_of.astype(np.int32),
+    columns = coding.CodeColumns(
+        part=part[ids],
+        component=component[ids],
+        array=np.array(arrays),
+        levels=levels_of,
         step=quantisers.step[ids],
-        is_high=is_high.astype(np.float32),
+        is_high=is_high,
         rounding=quantisers.rounding[ids],
-        shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids].astype(np.float32),
-        shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids].astype(np.float32),
+        shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids],
+        shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids],
     )
-    return columns_table, bits
+    # Convert the columns to the dtypes in which readers load them.
+    return coding.CodeColumns.from_table(columns.table()), bits
 
 
 def _stored_bits(rows: np.ndarray) -> float:
