@@ -447,9 +447,12 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
     The shape changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
     """
-    by_layer = xp.reshape(matrix, (matrix.shape[0], n_layers, -1))
+    n_rows, width = matrix.shape
+    # A part may have no components, so `reshape` cannot infer a length from the number of values.
+    by_layer = xp.reshape(matrix, (n_rows, n_layers, width // n_layers))
     ids = to_device_of(np.asarray(layers, np.int32), matrix)
-    return xp.reshape(xp.take(by_layer, ids, axis=1), (matrix.shape[0], -1))
+    selected_width = width // n_layers * len(layers)
+    return xp.reshape(xp.take(by_layer, ids, axis=1), (n_rows, selected_width))
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:

@@ -185,6 +185,18 @@ def test_metrics_of_keys_and_values_move_bits_to_what_counts() -> None:
     np.testing.assert_allclose(codec.whole(codec.parts(TEST[0])), TEST[0], atol=1e-5)
 
 
+def test_layers_of_a_part_without_components_can_be_read() -> None:
+    codec = TransformCodec(SPEC, TransformSettings.parse("transform:1@all"), ROPE)
+    width = N_LAYERS * N_HEADS * HEAD_DIM
+    codec.metrics = [[np.eye(width), 1e-12 * np.eye(width)]]
+    learn_from(codec, CALIBRATION)
+    assert not len(codec._groups[0].fit.bases[1].synthesis)
+    codes = codec.encode(TEST[0])
+    whole = codec.decode(codes, 0, len(TEST[0]))
+    layers = codec.decode(codes, 0, len(TEST[0]), [2, 0])
+    np.testing.assert_allclose(layers, whole[:, [2, 0]], atol=1e-4)
+
+
 def test_layers_of_small_values_lose_no_more_than_others() -> None:
     sizes = np.array([1.0, 0.02, 1.0, 0.3], np.float32)[:, None, None, None]
     draw = np.random.default_rng(0).standard_normal
