@@ -324,4 +324,7 @@ def _field_codec(name: str, settings: TransformSettings | None, spec: FieldSpec)
         return LosslessCodec(spec)
     if settings is None:
         return Int8Codec(spec)
-    return TransformCodec(spec, settings)
+    try:
+        return TransformCodec(spec, settings)
+    except CodecUnknown as error:
+        raise CodecUnknown(f"Codec {name!r}: {error}") from error
