@@ -192,11 +192,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
         fewer_levels_top = top
-        cut = (
-            start
-            if top >= max_code
-            else np.concatenate([start[:, : top + 1], start[:, -1:]], axis=1)
-        )
+        cut = np.concatenate([start[:, : min(top, max_code) + 1], start[:, -1:]], axis=1)
         counts = np.diff(np.arange(n + 1.0)[cut], axis=1)
         s1 = np.diff(sums[cut], axis=1)
         s2 = np.diff(squares[cut], axis=1)
