@@ -141,7 +141,8 @@ def _with_estimate(
 ) -> Progress:
     """Return a progress that adds the estimated time of later phases to each note.
 
-    The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases.
+    The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases. Before the first
+    phase of another model than smollm2, it is not known.
 
     Args:
         progress: shows the notes.
@@ -152,11 +153,11 @@ def _with_estimate(
     names = list(MODEL_SECONDS)
     number = names.index(name) + 1
     note = f"phase {number} of {len(names)}"
-    if not finished and model == SMOLLM2:
-        note += f", in all about {format_hours(sum(MODEL_SECONDS.values()))} on two idle cores"
-    elif finished and number < len(names):
+    slowness = 1.0
+    if finished:
         finished_s = sum(facts["seconds"] for facts in finished.values())
         slowness = finished_s / sum(MODEL_SECONDS[done] for done in finished)
+    if number < len(names) and (finished or model == SMOLLM2):
         rest_s = slowness * sum(list(MODEL_SECONDS.values())[number:])
         note += f", then about {format_hours(rest_s)} more"
 
