@@ -17,7 +17,7 @@ import pyarrow as pa
 from ...errors import SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
 from ...files import kind_of
 from ..backend import MISSING, backend_of, download, open_path
-from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
+from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec, Selection
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, check_size, read_commits, read_file_records
 from ..paths import StorePath
@@ -442,11 +442,10 @@ class ActivationStore:
         """
         arrays = codec.arrays_read(layers)
         if any(source.needs_tokens for source in codec.with_sources()):
-            arrays = (*arrays, _TOKENS_ARRAY)
+            arrays[_TOKENS_ARRAY] = None
         codes: dict[str, np.ndarray] = {}
         ranges = []
-        for array in arrays:
-            indices = codec.indices_of(array, layers)
+        for array, indices in arrays.items():
             n_rows = array.n_rows(stop) - start // array.block_tokens
             codes[array.name] = np.empty((n_rows, *row_shape(array, indices)), array.storage_dtype)
             ranges.append(self._range(i, array, indices, start, stop, codes[array.name]))
@@ -553,22 +552,13 @@ def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
     return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
 
-def shared_arrays(
-    fields: Iterable[tuple[FieldCodec, Layers]],
-) -> dict[StoredArray, list[int] | None]:
-    """Return the stored arrays that are read to decode the selected layers of several fields.
-
-    Returns:
-        Array -> indices to read along axis 1. None if whole rows are read.
-    """
-    indices_by_array: dict[StoredArray, list[int] | None] = {}
+def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> Selection:
+    """Select the stored arrays that are read to decode the chosen layers of several fields."""
+    selection: Selection = {}
     for codec, layers in fields:
-        for array in codec.arrays_read(layers):
-            indices = codec.indices_of(array, layers)
-            indices_by_array[array] = (
-                indices if indices_by_array.get(array, indices) == indices else None
-            )
-    return indices_by_array
+        for array, indices in codec.arrays_read(layers).items():
+            selection[array] = indices if selection.get(array, indices) == indices else None
+    return selection
 
 
 def decode_tokens(
