@@ -17,7 +17,7 @@ Message = dict[str, Any]
 _T = TypeVar("_T")
 # A function that parses an item of a list. Its second argument is the item's name in error
 # messages.
-_Parse = Callable[[Any, str], _T | "Rejection"]
+_Parse = Callable[[Any, str], _T]
 
 ROLES = {
     "system": "system", "developer": "developer", "tool": "tool",
@@ -170,9 +170,13 @@ class RejectReason(StrEnum):
     NO_PROMPT_TOKENS = "every token of the chat would be a response, none a prompt"
 
 
-@dataclass(frozen=True)
-class Rejection:
-    """A rejected row. The reason is counted, and the detail is shown with an example."""
+@dataclass(unsafe_hash=True)
+class Rejection(Exception):
+    """A rejected row. The reason is counted, and the detail is shown with an example.
+
+    The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
+    :func:`.chat_tokens.tokenize_chat` return it.
+    """
 
     reason: RejectReason
     detail: str = ""
@@ -215,30 +219,36 @@ def parse_chat(row: Any) -> Chat | Rejection:
             ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be
             lists, or lists encoded as JSON.
     """
-    chat = _parse(row)
-    if isinstance(chat, Rejection):
-        return chat
+    try:
+        chat = _parse(row)
+        _check_trainable(row, chat)
+    except Rejection as rejection:
+        return rejection
+    return chat
+
+
+def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
+    """Reject a chat without an answer, or with an answer that is not to be trained on."""
     roles = [message["role"] for message in chat.messages]
     if "assistant" not in roles:
-        return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(roles[:8]))
+        raise Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(roles[:8]))
     if mark := _find_skip_mark(row, is_row=True):
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
+        raise Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     answers = [message for message in chat.messages if message["role"] == "assistant"]
     cut = find_cut(row, is_last=False)
     if roles[-1] != "assistant":
         cut = cut or find_cut(row)
     for answer in answers:
         if mark := _find_skip_mark(answer):
-            return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
+            raise Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
         if answer is not chat.messages[-1]:
             cut = cut or find_cut(answer)
     if cut:
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
+        raise Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
     for column in _LAST_ANSWER_COLUMNS:
         if roles[-1] != "assistant" and _is_answer(row.get(column)):
             detail = f"the column {column}, because the messages end before their last answer"
-            return Rejection(RejectReason.CONTENT_NOT_READ, detail)
-    return chat
+            raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
 
 
 def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
@@ -288,27 +298,28 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     prompt does not need a message of the assistant. Contents become texts. Messages lose all other
     keys except name, tool_call_id and tool_calls, because a prompt may be sent to a server.
     """
-    if isinstance(row, Mapping) and "turns" in row and not any(_values(row, _MESSAGE_COLUMNS)):
-        return _parse_questions(row["turns"])
-    chat = _parse(row)
-    if isinstance(chat, Rejection):
-        return chat
-    for index, message in enumerate(chat.messages):
-        for key in _TOOL_COLUMNS:
-            if message.get(key):
-                detail = f"message {index} ({message['role']}) has {key}"
-                return Rejection(RejectReason.CONTENT_NOT_READ, detail)
+    try:
+        if isinstance(row, Mapping) and "turns" in row and not any(_values(row, _MESSAGE_COLUMNS)):
+            return _parse_questions(row["turns"])
+        chat = _parse(row)
+        for index, message in enumerate(chat.messages):
+            for key in _TOOL_COLUMNS:
+                if message.get(key):
+                    detail = f"message {index} ({message['role']}) has {key}"
+                    raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
+    except Rejection as rejection:
+        return rejection
     return Chat([_plain(message) for message in chat.messages], chat.tools)
 
 
-def _parse_questions(turns: Any) -> Chat | Rejection:
+def _parse_questions(turns: Any) -> Chat:
     questions = turns if isinstance(turns, list) else []
     messages: list[Message] = []
     for text in questions:
         if isinstance(text, str) and text.strip():
             messages.append({"role": "user", "content": text})
     if not messages or len(messages) < len(questions):
-        return Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
+        raise Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
     return Chat(messages, asks_each=True)
 
 
@@ -343,25 +354,22 @@ def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str
     return message | {"tool_calls": calls}
 
 
-def _parse(row: Any) -> Chat | Rejection:
+def _parse(row: Any) -> Chat:
     if isinstance(row, UnreadableRow):
-        return Rejection(RejectReason.MALFORMED_ROW, row.detail)
+        raise Rejection(RejectReason.MALFORMED_ROW, row.detail)
     if not isinstance(row, Mapping):
-        return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
-    messages = _parse_columns(
-        row, _MESSAGE_COLUMNS, _parse_message, "message", RejectReason.MALFORMED_MESSAGES
-    )
-    if messages is None:
-        return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
+        raise Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
+    lists = _lists(row, _MESSAGE_COLUMNS)
+    if not lists:
+        raise Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if unread := _find_unread(row) or _find_other_spelling(row, _READ_COLUMNS):
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
-    if isinstance(messages, Rejection):
-        return messages
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
+    messages = _parse_lists(lists, _parse_message, "message", RejectReason.MALFORMED_MESSAGES)
     if not messages:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
-    tools = _parse_columns(row, _TOOL_COLUMNS, _parse_tool, "tool", RejectReason.MALFORMED_TOOLS)
-    if isinstance(tools, Rejection):
-        return tools
+        raise Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
+    tools = _parse_lists(
+        _lists(row, _TOOL_COLUMNS), _parse_tool, "tool", RejectReason.MALFORMED_TOOLS
+    )
     return _with_system(Chat(messages, tools), row)
 
 
@@ -382,48 +390,35 @@ def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
     return {key: value for key, value in item.items() if key not in keys}
 
 
-def _parse_columns(
-    row: Mapping[Any, Any],
-    names: Sequence[str],
-    parse: _Parse[_T],
-    item_name: str,
-    malformed: RejectReason,
-) -> list[_T] | Rejection | None:
-    """Parse the list that a row has under one of several names; None without a list."""
-    parsed: list[list[_T] | Rejection] = []
-    for value in _values(row, names):
-        items = _unpacked(value)
-        if items not in (None, "", {}):
-            parsed.append(_parse_list(items, parse, item_name, malformed))
-    for items in parsed:
-        if isinstance(items, Rejection):
-            return items
+def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
+    """Return the filled lists that a row has under alternative names of the same column."""
+    lists = map(_unpacked, _values(row, names))
+    return [items for items in lists if items not in (None, "", {})]
+
+
+def _parse_lists(
+    lists: Sequence[Any], parse: _Parse[_T], item_name: str, malformed: RejectReason
+) -> list[_T] | None:
+    """Parse lists that must have the same items, and return one of them; None without a list."""
+    parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(names) + " differ")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"two columns of {item_name}s differ")
     return parsed[0] if parsed else None
 
 
-def _parse_list(
-    items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason
-) -> list[_T] | Rejection:
+def _parse_list(items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason) -> list[_T]:
     if not isinstance(items, (list, tuple)):
-        return Rejection(malformed, f"{item_name}s: got {type(items).__name__} {items!r:.60}")
-    parsed = []
-    for index, item in enumerate(items):
-        value = parse(item, f"{item_name} {index}")
-        if isinstance(value, Rejection):
-            return value
-        parsed.append(value)
-    return parsed
+        raise Rejection(malformed, f"{item_name}s: got {type(items).__name__} {items!r:.60}")
+    return [parse(item, f"{item_name} {index}") for index, item in enumerate(items)]
 
 
-def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
+def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
     """Put the text of the system column first, unless a system message already has this text."""
     column_texts: list[str] = []
     for name in _SYSTEM_COLUMNS:
         value = row.get(name)
         if value and not isinstance(value, str):
-            return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
+            raise Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
         if value and value.strip():
             column_texts.append(value)
     message_texts: list[str] = []
@@ -434,58 +429,53 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
     if not column_texts or (message_texts and len(set(system_texts)) == 1):
         return chat
     if len(set(system_texts)) > 1:
-        return Rejection(
+        raise Rejection(
             RejectReason.TWO_SYSTEM_TEXTS, " and ".join(f"{text!r:.40}" for text in system_texts)
         )
     return Chat([{"role": "system", "content": column_texts[0]}, *chat.messages], chat.tools)
 
 
-def _parse_message(item: Any, where: str) -> Message | Rejection:
+def _parse_message(item: Any, where: str) -> Message:
     """Parse a message with all of its keys into a message of a chat."""
     if not isinstance(item, Mapping):
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
+        raise Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
     names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
     if not names:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} has no role")
+        raise Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} has no role")
     role = ROLES.get(names[0])
     if role is None or ROLES.get(names[-1]) != role:
-        return Rejection(
+        raise Rejection(
             RejectReason.UNKNOWN_ROLE,
             f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names),
         )
     where = f"{where} ({role})"
     unread = _find_unread(item) or _find_other_spelling(item, _READ_KEYS) or _find_channel(item)
     if unread:
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
     calls = _parse_calls(item, where)
-    if isinstance(calls, Rejection):
-        return calls
     if calls and role != "assistant":
-        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} calls a tool")
+        raise Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} calls a tool")
     contents = _values(item, ("content", "value"))
     if len(contents) == 2 and contents[0] != contents[1]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
     message = _json_values(_without(item, _MESSAGE_KEYS)) | {"role": role}
     if contents:
-        content = _read_content(contents[0], where)
-        if isinstance(content, Rejection):
-            return content
-        message["content"] = content
+        message["content"] = _read_content(contents[0], where)
     if calls:
         message["tool_calls"] = calls
     elif not "".join(content_texts(message)).strip():
         may_be_empty = role in _MAY_BE_EMPTY and isinstance(message.get("content"), str)
         if not may_be_empty:
-            return Rejection(RejectReason.EMPTY_CONTENT, where)
+            raise Rejection(RejectReason.EMPTY_CONTENT, where)
     return message
 
 
-def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Rejection:
+def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
     """Parse the content of a message: a text, or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        return Rejection(RejectReason.EMPTY_CONTENT, f"{where} has {type(content).__name__}")
+        raise Rejection(RejectReason.EMPTY_CONTENT, f"{where} has {type(content).__name__}")
     parts = []
     for part in content:
         if (
@@ -494,10 +484,10 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
             or not isinstance(part.get("text"), str)
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            return Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
+            raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
         for key, value in part.items():
             if key not in _PART_KEYS and _is_filled(value):
-                return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {key}")
+                raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {key}")
         # Keep the type of the part, because some templates show only parts whose type is ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
@@ -692,17 +682,17 @@ def _means_no(word: str) -> bool:
         return word in _NO
 
 
-def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
+def _parse_tool(item: Any, where: str) -> dict[str, Any]:
     """Parse the JSON schema of a tool: an object, or an object encoded as JSON."""
     tool = _unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
-        return Rejection(
+        raise Rejection(
             RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}"
         )
     return dict(tool)
 
 
-def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | Rejection:
+def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
     """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
     calls = _unpacked(item.get("tool_calls")) or []
     old_call = _unpacked(item.get("function_call"))
@@ -710,14 +700,14 @@ def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | 
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:
-            return Rejection(
+            raise Rejection(
                 RejectReason.MALFORMED_TOOL_CALLS, f"{where} has tool_calls and function_call"
             )
         calls = [old_call]
     return _parse_list(calls, _parse_call, f"{where}, call", RejectReason.MALFORMED_TOOL_CALLS)
 
 
-def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
+def _parse_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")
@@ -729,7 +719,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
         # Templates read only the inner function, so arguments outside the function would be lost.
         others += _values(call, ("arguments", *_OTHER_ARGUMENTS))
     if not is_call or any(others):
-        return Rejection(
+        raise Rejection(
             RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
         )
     # The item may be the function itself, without an object around the function.

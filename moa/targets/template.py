@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, RejectReason, content_text, content_texts, with_functions
+from .chat import Message, Rejection, RejectReason, content_text, content_texts, with_functions
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -455,14 +455,8 @@ class ChatTemplate:
                     paired |= pair
         return ControlTokens(_any_of(special | others - paired), _any_of(special | others))
 
-    def find_unusable_text(
-        self, messages: Sequence[Message], tools: Tools = None
-    ) -> tuple[RejectReason, str] | None:
-        """Find control tokens, unpaired surrogates, or too many characters in a chat.
-
-        Returns:
-            The reason, and a detail that names the place; None if all texts can be used.
-        """
+    def check_texts(self, messages: Sequence[Message], tools: Tools = None) -> None:
+        """Reject a chat with control tokens, unpaired surrogates, or too many characters."""
         control = self.control_tokens
         n_chars = 0
         # Tuples of a name for error messages, a value, and a pattern that the texts in the value
@@ -473,36 +467,39 @@ class ChatTemplate:
             for key, value in message.items():
                 is_framed = key != "content" or message["role"] == "tool"
                 pattern = control.framed if is_framed else control.everywhere
-                parts.append((f"message {index}", value, pattern))
                 if key == "content" and not isinstance(value, str):
                     # The template joins the parts, so a control token may begin in one part and end
                     # in another.
-                    parts.append((f"message {index}", "".join(content_texts(message)), pattern))
+                    value = [*value, "".join(content_texts(message))]
+                parts.append((f"message {index}", value, pattern))
         for index, tool in enumerate(tools or ()):
             parts.append((f"tool {index}", tool, control.framed))
         for where, value, pattern in parts:
             for text in texts(value):
                 n_chars += len(text)
                 if n_chars > MAX_CHAT_CHARS:
-                    return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
+                    raise Rejection(RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}")
                 if control_token := pattern.search(text):
-                    return (
+                    raise Rejection(
                         RejectReason.SPECIAL_TOKEN_IN_CONTENT,
                         f"{where} contains {control_token.group()!r}",
                     )
                 try:
                     text.encode()
                 except UnicodeEncodeError as error:
-                    return (
+                    raise Rejection(
                         RejectReason.NO_UNICODE,
                         f"{where}, character {error.start:,}: {text[error.start]!a}",
-                    )
-        return None
+                    ) from error
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
         """Raise PromptUnusable if a text cannot be part of a prompt."""
-        if unusable := self.find_unusable_text(messages, tools):
-            raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
+        try:
+            self.check_texts(messages, tools)
+        except Rejection as rejection:
+            raise PromptUnusable(
+                f"{rejection.reason}: {rejection.detail}. Correct the text."
+            ) from rejection
 
 
 def _common_start(text: str, other: str) -> str:
