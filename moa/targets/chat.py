@@ -183,13 +183,6 @@ class Rejection(Exception):
 
 
 @dataclass(frozen=True)
-class UnreadableRow:
-    """A row that cannot be read from its file."""
-
-    detail: str
-
-
-@dataclass(frozen=True)
 class Chat:
     """The chat of one row.
 
@@ -217,7 +210,8 @@ def parse_chat(row: Any) -> Chat | Rejection:
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}],
             ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be
-            lists, or lists encoded as JSON.
+            lists, or lists encoded as JSON. Or the rejection of a row that cannot be read, which
+            is returned.
     """
     try:
         chat = _parse(row)
@@ -355,8 +349,8 @@ def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str
 
 
 def _parse(row: Any) -> Chat:
-    if isinstance(row, UnreadableRow):
-        raise Rejection(RejectReason.MALFORMED_ROW, row.detail)
+    if isinstance(row, Rejection):
+        raise row
     if not isinstance(row, Mapping):
         raise Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
     lists = _lists(row, _MESSAGE_COLUMNS)
