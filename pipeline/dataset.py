@@ -32,10 +32,11 @@ import pyarrow.parquet as pq
 from ..errors import DatasetError, OptionInvalid
 from ..files import kind_of, machine_trouble, parse_object
 from ..moa.targets.chat import (
+    CHAT_COLUMNS,
     ROLES,
     Rejection,
     RejectReason,
-    find_chat_column,
+    find_key,
     unique_keys,
 )
 from ..text import counted, first_line, format_bytes
@@ -524,7 +525,7 @@ def _read_json(path: Path) -> Iterator[Any]:
         yield from read_jsonl(path)
         return
     if isinstance(content, dict) and isinstance(content.get("data"), list):
-        if beside := find_chat_column(content):
+        if beside := find_key(content, CHAT_COLUMNS):
             raise DatasetError(
                 f"{path} has {beside!r} beside the rows in 'data', where it is not read. Put it "
                 "into each row."

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any, TypeVar
 
 Message = dict[str, Any]
@@ -41,7 +42,6 @@ _UNREAD = re.compile(
     r"|(?:.+_)?(?:reasoning|think|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
-    re.IGNORECASE,
 )
 # More names of such keys, and of system texts. They count only as keys of a row, a message or a
 # tool call, because objects inside these, such as `metadata`, use the same names for other things.
@@ -51,7 +51,6 @@ _UNREAD_DIRECTLY = re.compile(
     r"|pixel_values)(?:_(?:urls?|uris?|paths?|files?|bytes|base64|b64|data|lists?|\d+))*"
     r"|(?:tool|function)_(?:results?|responses?|outputs?|schemas?|definitions?|lists?)|apis"
     r"|system(?:_instructions?|prompt|message)|sys_?(?:prompt|message|instructions?)",
-    re.IGNORECASE,
 )
 # Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
 # They are ignored.
@@ -68,14 +67,12 @@ _THINKING_SETTINGS = {
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised?|loss|weights?)(?:_.+)?"
     r"|.+_masks?|lossmask|requires_grad",
-    re.IGNORECASE,
 )
 _SKIP_MARK = re.compile(
     r"(?:is_|should_|to_)?mask(?:ed)?(?:_(?:out|loss|from_.+|labels?))?|loss_masked(?:_out)?"
     r"|untrained|(?:no|not|non|do_not|dont)_(?:train|loss|learn).*"
     r"|(?:is_)?(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?"
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
-    re.IGNORECASE,
 )
 # Matches the start of a word inside a name such as isTrainable.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -86,17 +83,18 @@ _ROW_MARK = re.compile(
     r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)|assistant_masks?|train(?:able|_on)?_turns"
     r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask"
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
-    re.IGNORECASE,
 )
 # Columns in which KTO's and LLaMA-Factory's rows mark an answer that a model should not write. Only
 # false marks such an answer, because the number 0 may also be the name of a class.
 _DESIRABLE_COLUMNS = ("label", "kto_tag")
 # Columns that hold the last answer if the messages end before this answer.
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
-# Besides these words, numbers above 0 mean yes, and other numbers mean no. In NeMo's chats the value
-# of `mask` is a role.
-_NO = ("false", "no", "n", "off")
-_YES = ("true", "yes", "y", "on", "assistant")
+# Whether a value of a mark means yes or no. Besides these words, numbers above 0 mean yes, and other
+# numbers mean no. In NeMo's chats the value of `mask` is a role.
+_MEANINGS = {
+    "false": False, "no": False, "n": False, "off": False,
+    "true": True, "yes": True, "y": True, "on": True, "assistant": True,
+}  # fmt: skip
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
@@ -105,7 +103,6 @@ _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
 _USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-COLUMNS_BESIDE_MESSAGES = (*_TOOL_COLUMNS, *_SYSTEM_COLUMNS)
 # How names_beside_chat lists the keys of messages and of tool calls.
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
@@ -113,7 +110,9 @@ NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_pl
 """Keys of messages that the template must show: tools, and what the model plans to do with them."""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
 """Keys of messages that hold text of the model, besides content and tool calls."""
-_READ_COLUMNS = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES}
+_READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
+CHAT_COLUMNS = {*_READ_COLUMNS, "instruction", "history"}
+"""Names of columns that hold a part of a chat."""
 # Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
@@ -273,7 +272,7 @@ def _reasons(value: Any) -> Iterator[str]:
 
 def _is_finish_key(key: Any) -> bool:
     """Whether a key says why an answer ended. The key may have another spelling."""
-    return _snake_case(str(key)).lower() in _FINISH_KEYS
+    return _snake_case(key) in _FINISH_KEYS
 
 
 def _is_answer(value: Any) -> bool:
@@ -356,7 +355,7 @@ def _parse(row: Any) -> Chat:
     lists = _lists(row, _MESSAGE_COLUMNS)
     if not lists:
         raise Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
-    if unread := _find_unread(row) or _find_other_spelling(row, _READ_COLUMNS):
+    if unread := _find_unread(row) or find_key(row, _READ_COLUMNS, ignored=_READ_COLUMNS):
         raise Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
     messages = _parse_lists(lists, _parse_message, "message", RejectReason.MALFORMED_MESSAGES)
     if not messages:
@@ -443,7 +442,9 @@ def _parse_message(item: Any, where: str) -> Message:
             f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names),
         )
     where = f"{where} ({role})"
-    unread = _find_unread(item) or _find_other_spelling(item, _READ_KEYS) or _find_channel(item)
+    unread = (
+        _find_unread(item) or find_key(item, _READ_KEYS, ignored=_READ_KEYS) or _find_channel(item)
+    )
     if unread:
         raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
     calls = _parse_calls(item, where)
@@ -512,13 +513,12 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _find_unread(item: Mapping[Any, Any]) -> str:
     """Return the first key of a row or message with unread content; empty if there is none."""
     calls = {key: item[key] for key in ("tool_calls", "function_call") if key in item}
-    fields = [(key, value, _UNREAD) for key, value in _fields(item)]
-    for key, value in (*item.items(), *_fields(calls)):
-        fields.append((str(key), value, _UNREAD_DIRECTLY))
-    for key, value, pattern in fields:
-        is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
-        if pattern.fullmatch(_snake_case(key)) and is_content and not _is_switch(value):
-            return key
+    keys_of_item = chain(item.items(), _fields(calls))
+    for pattern, fields in ((_UNREAD, _fields(item)), (_UNREAD_DIRECTLY, keys_of_item)):
+        for key, value in fields:
+            is_unread = pattern.fullmatch(_snake_case(key)) and _is_filled(value)
+            if is_unread and not _is_switch(value):
+                return str(key)
     return ""
 
 
@@ -539,23 +539,13 @@ def _find_channel(message: Mapping[Any, Any]) -> str:
     return "analysis" if _is_filled(message.get("analysis")) else ""
 
 
-def find_chat_column(item: Mapping[Any, Any]) -> str:
-    """Return the first filled key that names a part of a chat; empty if there is none.
+def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collection[str] = ()) -> str:
+    """Return the first filled key of an item that is a name in any spelling, or an empty text.
 
-    The key may have another spelling than the column of a row, such as ``systemPrompt``.
+    Another spelling is, for example, ``systemPrompt``. The keys in ``ignored`` do not count.
     """
-    columns = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES, "instruction", "history"}
     for key, value in item.items():
-        if _snake_case(str(key)).lower() in columns and _is_filled(value):
-            return str(key)
-    return ""
-
-
-def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str:
-    """Return the first key that is a known key in another spelling; empty if there is none."""
-    for key, value in item.items():
-        name = _snake_case(str(key)).lower()
-        if name in known and key not in known and _is_filled(value):
+        if _snake_case(key) in names and key not in ignored and _is_filled(value):
             return str(key)
     return ""
 
@@ -632,12 +622,12 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
         if is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
         if _SKIP_MARK.fullmatch(name):
-            excludes = any(map(_means_yes, _words(value)))
+            excluding = True
         elif _TRAIN_MARK.fullmatch(name):
-            excludes = any(map(_means_no, _words(value)))
+            excluding = False
         else:
             continue
-        if excludes:
+        if excluding in map(_meaning, _words(value)):
             return f"{key} {value!r:.40}"
     return ""
 
@@ -655,25 +645,17 @@ def _words(value: Any) -> Iterator[str]:
             yield str(element).strip().lower()
 
 
-def _snake_case(key: str) -> str:
-    """Write a name such as lossMask, loss-mask or loss.mask as loss_mask."""
-    return re.sub(r"[-. ]", "_", _CAMEL_CASE.sub("_", key))
+def _snake_case(key: Any) -> str:
+    """Write a name such as lossMask, loss-mask or LOSS.MASK as loss_mask."""
+    return re.sub(r"[-. ]", "_", _CAMEL_CASE.sub("_", str(key))).lower()
 
 
-def _means_yes(word: str) -> bool:
-    """Whether the value of a mark, as a lower-case text, means yes."""
+def _meaning(word: str) -> bool | None:
+    """Return whether the value of a mark, as a lower-case text, means yes. None for other words."""
     try:
-        return float(word) > 0
+        return float(word) > 0  # NaN means no.
     except ValueError:
-        return word in _YES
-
-
-def _means_no(word: str) -> bool:
-    """Whether the value of a mark, as a lower-case text, means no. Other words mean neither."""
-    try:
-        return not float(word) > 0  # NaN means no, too.
-    except ValueError:
-        return word in _NO
+        return _MEANINGS.get(word)
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any]:
