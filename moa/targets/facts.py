@@ -53,7 +53,6 @@ class KVGroup(NamedTuple):
     field: str
     layers: tuple[int, ...]  # Layer indices of the target, ascending.
     shape: KVShape
-    is_rotated: bool = True  # Whether all layers of the target rotate their keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,7 @@ class TargetFacts:
             layer_kinds=layer_kinds,
             layer_windows=_layer_windows(config, layer_kinds),
             kv_shapes=kv_shapes,
-            kv_groups=_kv_groups(config, layer_kinds, kv_shapes, family.rotates_all),
+            kv_groups=_kv_groups(config, layer_kinds, kv_shapes),
         )
 
     @classmethod
@@ -388,10 +387,7 @@ def _kv_shapes(config: Any, layer_kinds: Sequence[str]) -> tuple[KVShape | None,
 
 
 def _kv_groups(
-    config: Any,
-    layer_kinds: Sequence[str],
-    kv_shapes: Sequence[KVShape | None],
-    is_rotated: bool,
+    config: Any, layer_kinds: Sequence[str], kv_shapes: Sequence[KVShape | None]
 ) -> tuple[KVGroup, ...]:
     sharing_modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kv_shapes)
     is_latent = getattr(_layer_configs(config)[0], "kv_lora_rank", None) is not None
@@ -407,13 +403,13 @@ def _kv_groups(
     if n_layers == len(kv_shapes) and len(distinct_shapes) == 1:
         (only_shape,) = distinct_shapes
         if only_shape.key_width == only_shape.value_width:
-            return (KVGroup("kv", tuple(range(n_layers)), only_shape, is_rotated),)
+            return (KVGroup("kv", tuple(range(n_layers)), only_shape),)
     groups: list[KVGroup] = []
     for (kind, shape), layers in layers_of.items():
         # Number the groups of the same kind, because they have different shapes.
         n_before = sum(entry.field.startswith(f"kv/{kind}") for entry in groups)
         name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
-        groups.append(KVGroup(name, tuple(layers), shape, is_rotated))
+        groups.append(KVGroup(name, tuple(layers), shape))
     return tuple(groups)
 
 
