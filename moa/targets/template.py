@@ -11,7 +11,6 @@ Several threads may use the same ChatTemplate.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -95,15 +94,6 @@ def template_source(tokenizer: Any) -> str:
 
 
 _as_json = partial(json.dumps, ensure_ascii=False)
-
-# The formats with which the current rendering has asked for the time.
-_time_requests: ContextVar[list[str]] = ContextVar("_time_requests")
-
-
-def _fixed_time(form: str) -> str:
-    """Return the fixed time. In our templates, this replaces transformers' `strftime_now`."""
-    _time_requests.get().append(form)
-    return TEMPLATE_TIME.strftime(form)
 
 
 class ChatTemplate:
@@ -277,22 +267,21 @@ class ChatTemplate:
         text = _OURS + self.text
         # Replace the function for each rendering, because transformers may have evicted the
         # template from its cache and compiled it again.
-        _compile_jinja_template(text).globals["strftime_now"] = _fixed_time
-        requests: list[str] = []
-        token = _time_requests.set(requests)
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                list(messages) if is_shaped else self.shape(messages),
-                tools=None if tools is None else list(tools),
-                chat_template=text,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.arguments,
-            )
-        finally:
-            _time_requests.reset(token)
-            self._asked_the_time = self._asked_the_time or bool(requests)
+        _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
+        rendered: str = self.tokenizer.apply_chat_template(
+            list(messages) if is_shaped else self.shape(messages),
+            tools=None if tools is None else list(tools),
+            chat_template=text,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.arguments,
+        )
         return rendered
+
+    def _fixed_time(self, form: str) -> str:
+        """Return the fixed time. In our templates, this replaces transformers' `strftime_now`."""
+        self._asked_the_time = True
+        return TEMPLATE_TIME.strftime(form)
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
         """Convert contents and call arguments of messages to the form that the template shows."""
