@@ -64,14 +64,12 @@ def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
 
 def load_eos_token_ids(folder: Path) -> frozenset[int]:
     """Read the token ids that end a generation from a model folder or a bundle."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if not file.is_file():
-            continue
-        eos = read_json(file, TargetError, allows_infinity=True).get("eos_token_id")
-        if eos is not None:
-            return find_eos_token_ids([eos])
-    return frozenset()
+    files = [folder / "generation_config.json", folder / "config.json"]
+    return find_eos_token_ids(
+        read_json(file, TargetError, allows_infinity=True).get("eos_token_id")
+        for file in files
+        if file.is_file()
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -489,11 +489,11 @@ def _check_loads(values: Mapping[str, Any], source: object) -> None:
     if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
         sees and loads_text
     ):
-        way = "Choose another target, or install a release of transformers that supports it"
         raise TargetError(
             f"{source}: transformers {transformers.__version__} has no text-only causal language "
             f"model for the model type {model_type[:60]!r}. "
-            f"{'Save the text part of this model as a causal language model' if sees else way}."
+            "Choose another target, save the text part of a model with images as a causal language "
+            "model, or install a release of transformers that supports it."
         )
 
 
