@@ -255,7 +255,7 @@ def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
         is_last: True to look at its last answer, False to look at the answers before.
     """
     for key in filter(_is_finish_key, item):
-        reasons = _unpacked(item[key])
+        reasons = unpacked(item[key])
         if not isinstance(reasons, (list, tuple)):
             reasons = [reasons]
         reasons = reasons[-1:] if is_last else reasons[:-1]
@@ -385,7 +385,7 @@ def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
 
 def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
     """Return the filled lists that a row has under alternative names of the same column."""
-    lists = map(_unpacked, _values(row, names))
+    lists = map(unpacked, _values(row, names))
     return [items for items in lists if items not in (None, "", {})]
 
 
@@ -568,7 +568,7 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
         if not (_is_finish_key(column) and is_known):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:
-        for message in _unpacked(row.get(column)) or ():
+        for message in unpacked(row.get(column)) or ():
             names += [name for name in additional_keys(message) if name not in shown_keys]
     return list(dict.fromkeys(names))
 
@@ -579,8 +579,8 @@ def additional_keys(message: Mapping[Any, Any]) -> list[str]:
     Each name in the list says whether the key belongs to the message or to a tool call.
     """
     names = [f"{_MESSAGE_KEY} {key}" for key in _additional(message, _USUAL_KEYS)]
-    old_call = _unpacked(message.get("function_call")) or {}
-    for call in _unpacked(message.get("tool_calls")) or [old_call]:
+    old_call = unpacked(message.get("function_call")) or {}
+    for call in unpacked(message.get("tool_calls")) or [old_call]:
         function = call.get("function", call)
         is_bare = function is call
         keys = _additional(call, _CALL_KEYS | _FUNCTION_KEYS if is_bare else _CALL_KEYS)
@@ -634,7 +634,7 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
 
 def _words(value: Any) -> Iterator[str]:
     """Yield the values in a mark, at every depth, as lower-case texts."""
-    pending = [_unpacked(value)]
+    pending = [unpacked(value)]
     while pending:
         element = pending.pop()
         if isinstance(element, Mapping):
@@ -660,7 +660,7 @@ def _meaning(word: str) -> bool | None:
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any]:
     """Parse the JSON schema of a tool: an object, or an object encoded as JSON."""
-    tool = _unpacked(item)
+    tool = unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
         raise Rejection(
             RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}"
@@ -670,8 +670,8 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any]:
 
 def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
     """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
-    calls = _unpacked(item.get("tool_calls")) or []
-    old_call = _unpacked(item.get("function_call"))
+    calls = unpacked(item.get("tool_calls")) or []
+    old_call = unpacked(item.get("function_call"))
     # Some libraries write an object of null values instead of null.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
@@ -688,7 +688,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")
     arguments = {} if arguments in (None, "") else arguments
-    known = _unpacked(arguments)
+    known = unpacked(arguments)
     is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
     others = _values(function, _OTHER_ARGUMENTS)
     if function is not call and isinstance(call, Mapping):
@@ -717,7 +717,7 @@ def tool_name(value: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _unpacked(value: Any) -> Any:
+def unpacked(value: Any) -> Any:
     """Return the JSON value that a text encodes; return any other value unchanged."""
     if not isinstance(value, str):
         return value

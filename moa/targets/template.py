@@ -21,7 +21,15 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, Rejection, RejectReason, content_text, content_texts, with_functions
+from .chat import (
+    Message,
+    Rejection,
+    RejectReason,
+    content_text,
+    content_texts,
+    unpacked,
+    with_functions,
+)
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -130,11 +138,6 @@ class ChatTemplate:
         self._takes_no_content = True
         try:
             self.text = template_text(tokenizer, uses_tools)
-            if not getattr(tokenizer, "is_fast", False):
-                raise TemplateError(
-                    "the tokenizer does not tell which characters each token covers (offsets). "
-                    "Save it as a fast tokenizer (tokenizer.json)."
-                )
             self._check_program()
         except TemplateError as error:
             raise TemplateError(f"{where}: {error}") from error
@@ -562,15 +565,12 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
         arguments = {}
         for text in texts:
             name, equals, value = text.partition("=")
-            if not equals or not name.strip():
+            if not equals:
                 raise OptionInvalid(
                     f"template_kwargs has {text!r}, expected NAME=VALUE such as "
                     "enable_thinking=false"
                 )
-            try:
-                arguments[name.strip()] = json.loads(value)
-            except ValueError:
-                arguments[name.strip()] = value
+            arguments[name.strip()] = unpacked(value)
     for name in arguments:
         if name in _TAKEN:
             raise OptionInvalid(
