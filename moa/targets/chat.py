@@ -419,12 +419,14 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
         if message["role"] == "system":
             message_texts.append(content_text(message))
     system_texts = [text.strip() for text in column_texts + message_texts]
-    if not column_texts or (message_texts and len(set(system_texts)) == 1):
+    if not column_texts:
         return chat
     if len(set(system_texts)) > 1:
         raise Rejection(
             RejectReason.TWO_SYSTEM_TEXTS, " and ".join(f"{text!r:.40}" for text in system_texts)
         )
+    if message_texts:
+        return chat
     return Chat([{"role": "system", "content": column_texts[0]}, *chat.messages], chat.tools)
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,10 +185,8 @@ class Target:
         # Kind of layer -> sliding window in tokens; None for full attention.
         self._windows = dict(zip(self.facts.layer_kinds, self.facts.layer_windows, strict=True))
         # The shortest sliding window in tokens; infinity without sliding windows.
-        self._shortest_window = math.inf
-        for window in self._windows.values():
-            if window is not None:
-                self._shortest_window = min(self._shortest_window, window)
+        windows = [window for window in self._windows.values() if window is not None]
+        self._shortest_window: float = min(windows, default=math.inf)
         self._takes_bool_masks = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
         self._decodes_with_one_thread = False
@@ -256,20 +254,9 @@ class Target:
         if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
 
-    @contextmanager
-    def threads(self) -> Iterator[None]:
-        """Decode with one thread if the target is prepared and small.
-
-        Threads synchronize after each matrix product. For a small target, this costs more time than
-        several threads save. At the end, the process gets back its number of threads.
-        """
-        n_before = torch.get_num_threads()
-        if self._decodes_with_one_thread:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(n_before)
+    def threads(self) -> AbstractContextManager[None]:
+        """Decode with one thread if the target is prepared and small."""
+        return limited_threads(self._decodes_with_one_thread)
 
     def use_static_calls(self, n_slots: int) -> None:
         """Use static shapes for calls after a prefill, with a cache for ``n_slots`` tokens.
@@ -417,6 +404,23 @@ class Target:
         if not facts.has_uniform_kv:
             shared |= {"shapes": facts.kv_shapes, "groups": facts.kv_groups}
         return TargetCache(facts.n_layers, n_rows, **shared)
+
+
+@contextmanager
+def limited_threads(uses_one_thread: bool) -> Iterator[None]:
+    """Limit PyTorch to one thread if ``uses_one_thread`` is true.
+
+    Threads synchronize after each matrix product. A waiting thread either occupies a core or has to
+    be woken up. For small products this costs more time than several threads save. At the end, the
+    process gets back its number of threads.
+    """
+    n_before = torch.get_num_threads()
+    if uses_one_thread:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_before)
 
 
 @contextmanager
