@@ -146,15 +146,15 @@ class ChatTemplate:
         plain = self._try_render([user])
         prompt = self._try_render([user], add_generation_prompt=True)
         # Whether the template writes a generation prompt after a user message.
-        self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
+        self.has_generation_prompt = "" not in (plain, prompt) and plain != prompt
         # The text after the last response: an end-of-turn token, and in some templates a further
         # token that ends the whole text, such as Phi-3's <|endoftext|>.
         after_last = self._text_after([user, _ANSWER])
         self.text_after_last = after_last.rstrip()
         # The white space after the last response, if the template writes nothing else there.
         self.space_after_last = "" if self.text_after_last else after_last
-        self.end_of_turn = self._find_end_of_turn(plain or "")
-        self.header = self._find_header(plain or "", prompt or "")
+        self.end_of_turn = self._find_end_of_turn(plain)
+        self.header = self._find_header(plain, prompt)
         has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
         self._with_tools = (
             ChatTemplate(tokenizer, arguments, where, uses_tools=True)
@@ -176,7 +176,7 @@ class ChatTemplate:
 
     def _text_after(self, messages: list[Message]) -> str:
         """Return the text after the placeholder in a chat; empty if the template refuses it."""
-        return (self._try_render(messages) or "").partition(PLACEHOLDER)[2]
+        return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
         """Return the text that ends a response.
@@ -234,7 +234,7 @@ class ChatTemplate:
             plain: rendering of a chat with one user message.
             prompt: the same with a generation prompt.
         """
-        chat = self._try_render([_message("user"), _ANSWER]) or ""
+        chat = self._try_render([_message("user"), _ANSWER])
         if not (prompt.startswith(plain) and chat.startswith(plain)):
             return ""
         before_response = chat.removeprefix(plain).partition(PLACEHOLDER)[0]
@@ -318,10 +318,8 @@ class ChatTemplate:
         Raises:
             TemplateError: the tokens cannot be found.
         """
-        text = (
-            self._try_render([{"role": "user", "content": PLACEHOLDER}], add_generation_prompt=True)
-            or ""
-        )
+        question = {"role": "user", "content": PLACEHOLDER}
+        text = self._try_render([question], add_generation_prompt=True)
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
         # Cut off a space before the text, because a tokenizer includes the space in the token of
@@ -340,13 +338,14 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = False,
         is_shaped: bool = False,
-    ) -> str | None:
+    ) -> str:
+        """Render a test chat. The result is empty if the template refuses the chat."""
         try:
             return self.render(
                 messages, add_generation_prompt=add_generation_prompt, is_shaped=is_shaped
             )
         except RENDER_ERRORS:
-            return None
+            return ""
 
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or may not terminate."""
@@ -387,8 +386,8 @@ class ChatTemplate:
                 self._parts_roles.add(role)
         user = self._shaped(_message("user"))
         arguments = {"key": PLACEHOLDER}
-        as_object = self._try_render([user, _call(arguments)], is_shaped=True) or ""
-        as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True) or ""
+        as_object = self._try_render([user, _call(arguments)], is_shaped=True)
+        as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
         # Inference engines turn JSON texts into objects. So a template that writes objects in
         # another form than texts must get an object.
@@ -396,7 +395,7 @@ class ChatTemplate:
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
         del call["content"]
-        self._takes_no_content = self._try_render([user, call]) is not None
+        self._takes_no_content = bool(self._try_render([user, call]))
 
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows the text of this content, and not the JSON of its parts."""
@@ -413,7 +412,7 @@ class ChatTemplate:
         # Render both chats in any case, because this also detects whether the template reads the
         # time.
         for chat in (as_texts, as_parts):
-            text = self._try_render(chat, is_shaped=True) or ""
+            text = self._try_render(chat, is_shaped=True)
             is_shown = is_shown or (PLACEHOLDER in text and not _PARTS_AS_JSON.search(text))
         return is_shown
 
@@ -437,7 +436,7 @@ class ChatTemplate:
         written = self.text
         turns = [_message(role) for role in ("system", "user", "assistant", "user")]
         for chat in (turns, turns[1:], turns[1:2]):
-            written += self._try_render(chat, add_generation_prompt=True) or ""
+            written += self._try_render(chat, add_generation_prompt=True)
         others = {token for token in added if token in written} - special
         paired: set[str] = set()
         for token in others:
