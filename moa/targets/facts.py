@@ -390,6 +390,10 @@ def _kv_groups(
     config: Any, layer_kinds: Sequence[str], kv_shapes: Sequence[KVShape | None]
 ) -> tuple[KVGroup, ...]:
     sharing_modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kv_shapes)
+    first = kv_shapes[0]
+    is_uniform = set(kv_shapes) == {first} and "reuse" not in sharing_modes
+    if is_uniform and first is not None and first.key_width == first.value_width:
+        return (KVGroup("kv", tuple(range(len(kv_shapes))), first),)
     is_latent = getattr(_layer_configs(config)[0], "kv_lora_rank", None) is not None
     layers_of: dict[tuple[str, KVShape], list[int]] = {}
     for layer, (kind, shape, mode) in enumerate(
@@ -398,12 +402,6 @@ def _kv_groups(
         # A layer with the mode "reuse" reads the KV cache of an earlier layer.
         if shape is not None and mode != "reuse":
             layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
-    distinct_shapes = {shape for _, shape in layers_of}
-    n_layers = sum(map(len, layers_of.values()))
-    if n_layers == len(kv_shapes) and len(distinct_shapes) == 1:
-        (only_shape,) = distinct_shapes
-        if only_shape.key_width == only_shape.value_width:
-            return (KVGroup("kv", tuple(range(n_layers)), only_shape),)
     groups: list[KVGroup] = []
     for (kind, shape), layers in layers_of.items():
         # Number the groups of the same kind, because they have different shapes.
@@ -421,7 +419,7 @@ def load_facts(folder: Path, with_weights: bool = True) -> TargetFacts:
         with_weights: whether the weights will be used. If true, quantised weights raise
             TargetError.
     """
-    folder, values = Path(folder), read_config(Path(folder))
+    values = read_config(folder)
     check_model_folder(folder)
     return parse_facts(values, folder / "config.json", folder, with_weights)
 
