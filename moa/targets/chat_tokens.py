@@ -21,7 +21,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
@@ -216,7 +216,8 @@ def tokenize_chat(
             text, spans[-1] = _cut_response(template, messages, tools, text, spans, is_generated)
         elif is_cut:
             spans[-1] = (
-                _located_span(template, messages, tools, len(messages) - 1, text) or spans[-1]
+                _located_span(template, messages, tools, len(messages) - 1, text, marked)
+                or spans[-1]
             )
             text = text[: spans[-1][1]]
     except Rejection as rejection:
@@ -457,25 +458,20 @@ def _response_spans(
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
-            later = [piece for piece in marked.pieces.values() if piece.message > index]
-            span = span or _located_span(template, messages, tools, index, text, later)
+            span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
             response = text[slice(*span)] if span else ""
             if span is None or any(_find(response, piece, 0) < 0 for piece in pieces):
                 raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             span = _with_end_of_turn(template, text, span)
-            if index == 0 and not _ends_turn(template, text[slice(*span)]):
+            is_ended = text[slice(*span)].endswith(template.end_of_turn)
+            if index == 0 and template.text_after_last and not is_ended:
                 raise Rejection(
                     RejectReason.TEMPLATE_REWRITES_RESPONSE, "message 0, which has no end of turn"
                 )
             spans.append(span)
     return spans
-
-
-def _ends_turn(template: ChatTemplate, response: str) -> bool:
-    """Whether a response has an end-of-turn token, or the template writes none."""
-    return not template.text_after_last or response.endswith(template.end_of_turn)
 
 
 def _with_opening(text: str, span: Span, pieces: list[_Piece]) -> Span:
@@ -548,7 +544,7 @@ def _located_span(
     tools: Tools,
     index: int,
     text: str,
-    later: Sequence[_Piece] = (),
+    marked: _MarkedChat,
 ) -> Span | None:
     """Locate a response by the text before and after its placeholder; None if this is ambiguous.
 
@@ -571,6 +567,7 @@ def _located_span(
     ):
         return None
     if "tool_calls" in message:
+        later = [piece for piece in marked.pieces.values() if piece.message > index]
         is_certain = all(_find(after, piece, 0) >= 0 for piece in later)
     else:
         content = "".join(content_texts(message))

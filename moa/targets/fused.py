@@ -130,10 +130,8 @@ class FusedBody:
             fused_body = cls(model)
             with torch.inference_mode():
                 inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-                expected, (hidden, _) = (
-                    text_model(model)(**inputs).last_hidden_state,
-                    fused_body(tokens, positions),
-                )
+                expected = text_model(model)(**inputs).last_hidden_state
+                hidden, _ = fused_body(tokens, positions)
             is_right = torch.allclose(
                 hidden, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
             )
