@@ -374,9 +374,7 @@ class FrozenTarget(nn.Module):
                 f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {_ADVICE}"
             )
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in expected}
-        if dtype is not None:
-            weights = {name: value.to(dtype) for name, value in weights.items()}
+            weights = {name: file.get_tensor(name).to(dtype=dtype) for name in expected}
         check_finite(weights, path / FROZEN_FILE, TargetError)
         return cls(facts, weights, n_layers)
 
