@@ -31,7 +31,7 @@ from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
 from ..nn.packed import PackedLinear, as_layer, pack, rows_of
 from .facts import TargetFacts, load_facts
-from .families import text_model
+from .families import first_attribute, text_model
 from .model_files import check_finite, find_problems, read_header, read_json, write_tensors
 
 FROZEN_FILE = "frozen.safetensors"
@@ -266,11 +266,8 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 def final_norm(body: nn.Module) -> nn.Module:
     """Return the norm after the last layer of a text model; an identity if there is none."""
-    for name in _FINAL_NORMS:
-        norm: nn.Module | None = getattr(body, name, None)
-        if norm is not None:
-            return norm
-    return nn.Identity()
+    norm: nn.Module | None = first_attribute(body, _FINAL_NORMS)
+    return nn.Identity() if norm is None else norm
 
 
 def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:

@@ -17,7 +17,15 @@ from ...errors import DrafterError, TargetError
 from ...files import parsing
 from ..nn.layers import ROPE_TYPES, DecoderBlockSizes, Rotary
 from ..nn.masks import Chunk
-from .families import FAMILIES, OTHER, Family, empty_model, text_model, transformers_config
+from .families import (
+    FAMILIES,
+    OTHER,
+    Family,
+    empty_model,
+    first_attribute,
+    text_model,
+    transformers_config,
+)
 from .model_files import FLOATS, check_model_folder, quantised_by, read_config
 
 # Upper limits of the sizes in a config.json. They are far above the sizes of the largest models.
@@ -26,6 +34,8 @@ _LARGEST = {
     "head_dim": 1 << 12, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
     "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26, "sliding_window": 1 << 26,
 }  # fmt: skip
+# Names of the soft cap of the logits. RecurrentGemma uses the second of these names, xLSTM the third.
+_CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Maximum number of positions of a target if the config does not state it.
 _MANY_POSITIONS = 1 << 20
 
@@ -116,7 +126,7 @@ class TargetFacts:
             norm_eps=_norm_eps(config),
             rope_parameters=rope_parameters(config),
             logit_scale=logit_scale(config),
-            logit_cap=_logit_cap(config),
+            logit_cap=first_attribute(config, _CAP_NAMES),
             layer_kinds=layer_kinds,
             layer_windows=_layer_windows(config, layer_kinds),
             kv_shapes=kv_shapes,
@@ -306,11 +316,9 @@ def _mlp_width(config: Any) -> int:
 
 
 def _norm_eps(config: Any) -> float:
-    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
-        epsilon: float | None = getattr(config, name, None)
-        if epsilon is not None:
-            return epsilon
-    return 1e-5
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    epsilon: float | None = first_attribute(config, names)
+    return 1e-5 if epsilon is None else epsilon
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -338,15 +346,6 @@ def logit_scale(config: Any) -> float:
     # Granite divides the logits by this value.
     divisor = getattr(config, "logits_scaling", None)
     return float(1 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0)
-
-
-def _logit_cap(config: Any) -> float | None:
-    # RecurrentGemma uses the second of these names, xLSTM the third.
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        cap: float | None = getattr(config, name, None)
-        if cap is not None:
-            return cap
-    return None
 
 
 def _layer_kinds(config: Any, family: Family) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Shapes: B rows, n tokens of a target call, P tokens of a padded call, S slots of
 import importlib.metadata
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..nn.masks import to_device
 from . import bundle, gguf, proof
 from .cache import Buffers, TargetCache
 from .facts import TargetFacts, load_facts
-from .families import decoder_layers, text_model, transformers_config
+from .families import layer_outputs, text_model, transformers_config
 from .fused import fuse
 from .loading import load_target_model
 from .model_files import check_model_folder, read_config
@@ -421,32 +421,6 @@ def limited_threads(uses_one_thread: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(n_before)
-
-
-@contextmanager
-def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of decoder layers, before any final norm.
-
-    The yielded dict maps the index of a layer to its output [B, T, E] in the last forward pass.
-    """
-    outputs: dict[int, Tensor] = {}
-    width = text_model(model).config.hidden_size
-
-    def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
-        outputs[layer] = output[0] if isinstance(output, tuple | list) else output
-        if outputs[layer].ndim != 3 or outputs[layer].shape[2] != width:
-            raise TargetError(
-                f"the layers of {model.config.model_type} give several states of a token, so "
-                "moa-data cannot store their outputs. Leave hidden:layer:K out of --activations."
-            )
-
-    modules: Any = decoder_layers(model) if layers else []
-    handles = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor]

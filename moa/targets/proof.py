@@ -14,7 +14,7 @@ from ...files import parsing
 from ...text import first_line
 from ..nn.losses import capped, logits_of
 from .bundle import final_norm, scaled_head
-from .families import decoder_layers
+from .families import layer_outputs
 
 # Runs the next tokens of a sequence, of which the last ones are drafts. The second argument has the
 # parent of each draft, -1 for the token before the drafts. It returns the hidden states [n, E] of
@@ -94,17 +94,12 @@ def prove_norm(target: Target) -> nn.Module:
         TargetError: after the last layer, the model computes something else than this norm.
     """
     norm = final_norm(target.body)
-    outputs = list[Any]()
     if target.facts.family.has_llama_layers:
         return norm
-    last_layer: Any = decoder_layers(target.model)[-1]
-    handle = last_layer.register_forward_hook(lambda *call: outputs.append(call[-1]))
-    try:
+    last = target.facts.n_layers - 1
+    with layer_outputs(target.model, [last]) as outputs:
         _, hidden = _sample(target)
-    finally:
-        handle.remove()
-    before: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-    normed = norm(before)
+    normed = norm(outputs[last])
     if normed.shape != hidden.shape or not _agrees(normed, hidden):
         raise TargetError(
             f"moa-data does not know how {target.facts.model_type} turns the output of its last "

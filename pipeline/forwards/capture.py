@@ -31,8 +31,8 @@ from torch import Tensor
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
 from ...moa.targets.facts import TargetFacts
-from ...moa.targets.families import text_model
-from ...moa.targets.live import layer_outputs, mark_moment, seconds_between
+from ...moa.targets.families import layer_outputs, text_model
+from ...moa.targets.live import mark_moment, seconds_between
 from ...storage.codecs.registry import StoreCodec
 from ...storage.schema import StoredArray
 from ..config import ActivationSpec

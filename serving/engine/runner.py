@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ...moa.nn.masks import to_device
 from ...moa.targets.bundle import FrozenTarget
-from ...moa.targets.families import text_model
+from ...moa.targets.families import layer_outputs, text_model
 from ...moa.targets.fused import FusedBody, fuse
-from ...moa.targets.live import Target, layer_outputs, limited_threads
+from ...moa.targets.live import Target, limited_threads
 from .attention import ATTENTION, BatchedAttention, Segment, SegmentAttention
 
 # Several threads pay off if a linear layer of average size needs at least this many
