@@ -125,9 +125,9 @@ def decoding_problem(target: Target) -> str:
             # All drafts follow the first token.
             seen = torch.eye(len(tokens), dtype=torch.bool, device=device)[None]
             seen[:, :, 0] = True
-        (hidden,) = target.forward(torch.tensor([tokens], device=device), cache, seen)
+        hidden: Tensor = target.forward(torch.tensor([tokens], device=device), cache, seen)
         cache.commit([range(len(tokens) - len(parents))])
-        return hidden
+        return hidden[0]
 
     why = _problem_of_calls(target, call, not target.facts.has_states, (None,))
     name = target.facts.model_type
