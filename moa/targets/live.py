@@ -289,13 +289,13 @@ class Target:
         # Short calls after a prefill are static calls.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             return self._static.forward(self, tokens, seen, cache)
-        if seen is not None and self.facts.has_states:
-            raise TargetError(
-                f"the layers of {self.facts.model_type} carry a state from token to token, so "
-                "they cannot verify a tree of drafts; draft a chain, with --tree 5 or eval "
-                "--method chain."
-            )
         if seen is not None:
+            if self.facts.has_states:
+                raise TargetError(
+                    f"the layers of {self.facts.model_type} carry a state from token to token, so "
+                    "they cannot verify a tree of drafts; draft a chain, with --tree 5 or eval "
+                    "--method chain."
+                )
             cache.begin_call(n_tokens, device)
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
             mask = self.attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))

@@ -555,7 +555,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     json_text = ",".join(texts).strip()
     if json_text.startswith("{"):
         try:
-            arguments = json.loads(json_text)
+            arguments: dict[str, Any] = json.loads(json_text)
         except ValueError as error:
             raise OptionInvalid(
                 f"template_kwargs is {json_text!r}, which is not a JSON object ({error})"
@@ -571,16 +571,12 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
                 )
             arguments[name.strip()] = unpacked(value)
     for name in arguments:
-        if name in _TAKEN:
+        if name in _TAKEN or not name.isidentifier():
             raise OptionInvalid(
-                f"template_kwargs has {name}, which moa-data sets itself; leave it out of "
-                "template_kwargs"
+                f"template_kwargs has {name!r}, expected the name of a variable of the template "
+                "that moa-data does not set itself"
             )
-        if not name.isidentifier():
-            raise OptionInvalid(
-                f"template_kwargs has {name!r}, expected the name of a variable of the template"
-            )
-    return dict(arguments)
+    return arguments
 
 
 def choose_template_arguments(
