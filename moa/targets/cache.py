@@ -289,15 +289,12 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
         Returns the layer's keys and values in all slots, [B, H_kv, S, d].
         """
-        if self._is_static:
-            # Static calls have their own path, because a graph must not depend on Python values
-            # such as lengths.
-            view = self.buffer[0, layer], self.buffer[1, layer]
-            write_slots(
-                view, keys, values, self._slots + torch.arange(keys.shape[2], device=keys.device)
-            )
-            return view
         n_slots = self.n_slots
+        slots = self._slots
+        if self._is_static:
+            # A graph must not depend on Python values such as lengths.
+            n_slots = self.capacity
+            slots = slots + torch.arange(keys.shape[2], device=keys.device)
         like = keys
         if self._groups:
             n_heads = max(group.shape.n_heads for group in self._groups)
@@ -311,7 +308,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         all_keys, all_values = self._layers[layer]
         layer_keys = all_keys[:, : keys.shape[1], :, : keys.shape[3]]
         layer_values = all_values[:, : values.shape[1], :, : values.shape[3]]
-        write_slots((layer_keys, layer_values), keys, values, self._slots)
+        write_slots((layer_keys, layer_values), keys, values, slots)
         return layer_keys[:, :, :n_slots], layer_values[:, :, :n_slots]
 
     @override
