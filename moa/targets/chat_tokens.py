@@ -224,21 +224,8 @@ def tokenize_chat(
         return rejection
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
-    tokens, mask = _encode(template, text, spans)
-    if not mask.any():
-        return Rejection(RejectReason.NO_RESPONSE_TOKENS, f"{len(tokens)} tokens")
-    if mask.all():
-        return Rejection(RejectReason.NO_PROMPT_TOKENS, f"{len(tokens)} tokens")
-    if not mask[:max_length].any():
-        return Rejection(
-            RejectReason.TRUNCATED_AWAY, f"first response token at {int(mask.argmax())}"
-        )
-    return TokenizedChat(
-        tokens[:max_length].copy(),
-        mask[:max_length].copy(),
-        truncated=len(tokens) > max_length,
-        shown_keys=tuple(name for name in shown_keys if shown_keys[name]),
-    )
+    shown_names = tuple(name for name in shown_keys if shown_keys[name])
+    return _encode(template, text, spans, max_length, shown_names)
 
 
 def _cut_response(
@@ -589,7 +576,13 @@ def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
     return span
 
 
-def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+def _encode(
+    template: ChatTemplate,
+    text: str,
+    spans: list[Span],
+    max_length: int,
+    shown_keys: tuple[str, ...],
+) -> TokenizedChat | Rejection:
     """Encode a rendered chat, and mark the tokens that belong to the spans."""
     # Byte-level tokenizers report offsets that exclude white space, or that are empty. So each
     # token is assumed to begin where the previous token ends. A token that begins before a span
@@ -605,4 +598,17 @@ def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.nd
         for index in np.flatnonzero((ends > start) & (starts < end)):
             if starts[index] >= start or not text[starts[index] : start].strip():
                 mask[index] = 1
-    return tokens, mask
+    if not mask.any():
+        return Rejection(RejectReason.NO_RESPONSE_TOKENS, f"{len(tokens)} tokens")
+    if mask.all():
+        return Rejection(RejectReason.NO_PROMPT_TOKENS, f"{len(tokens)} tokens")
+    if not mask[:max_length].any():
+        return Rejection(
+            RejectReason.TRUNCATED_AWAY, f"first response token at {int(mask.argmax())}"
+        )
+    return TokenizedChat(
+        tokens[:max_length].copy(),
+        mask[:max_length].copy(),
+        truncated=len(tokens) > max_length,
+        shown_keys=shown_keys,
+    )
