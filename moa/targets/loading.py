@@ -238,7 +238,7 @@ def _check_memory(
         if n_free is None or n_bytes <= n_free:
             continue
         if n_values > n_held:
-            problem = f"{n_values:,} values are needed, but the files hold {n_held:,}"
+            problem = f"config.json calls for more than {n_values:,} values, but the files hold {n_held:,}"
             raise _misfit(folder, facts.config, problem)
         narrow = n_values * torch.bfloat16.itemsize
         advice = (
