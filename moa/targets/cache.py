@@ -303,13 +303,14 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
             )
             like = keys.new_empty(1, n_heads, 1, width)
         self.reserve(n_slots, like)
-        # A layer uses the first heads, and the first values of each head. The rest of its buffer is
-        # zero.
         all_keys, all_values = self._layers[layer]
-        layer_keys = all_keys[:, : keys.shape[1], :, : keys.shape[3]]
-        layer_values = all_values[:, : values.shape[1], :, : values.shape[3]]
-        write_slots((layer_keys, layer_values), keys, values, slots)
-        return layer_keys[:, :, :n_slots], layer_values[:, :, :n_slots]
+        if self._groups:
+            # A layer uses the first heads, and the first values of each head. The rest of its
+            # buffer is zero.
+            all_keys = all_keys[:, : keys.shape[1], :, : keys.shape[3]]
+            all_values = all_values[:, : values.shape[1], :, : values.shape[3]]
+        write_slots((all_keys, all_values), keys, values, slots)
+        return all_keys[:, :, :n_slots], all_values[:, :, :n_slots]
 
     @override
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
