@@ -31,11 +31,11 @@ import pyarrow.parquet as pq
 from ..errors import DatasetError, OptionInvalid
 from ..files import kind_of, machine_trouble, parse_object, walk
 from ..moa.targets.chat import (
+    CHAT_COLUMNS,
     ROLES,
     Rejection,
     RejectReason,
-    UnreadableRow,
-    find_chat_column,
+    find_key,
     unique_keys,
 )
 from ..text import counted, first_line, format_bytes
@@ -296,7 +296,7 @@ class ChatSource:
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (row number, row). The row numbers start at 0 and continue from file to file.
 
-        A row that cannot be read is yielded as an UnreadableRow.
+        A row that cannot be read is yielded as a Rejection.
         """
         return enumerate(
             chain.from_iterable(map(_read_file, self._files))
@@ -447,7 +447,7 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 
 
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of a batch. A row that Python cannot represent becomes an UnreadableRow."""
+    """Yield the rows of a batch. A row that Python cannot represent becomes a Rejection."""
     try:
         # Only Arrow's full validation finds offsets that point outside the buffers of the batch.
         batch.validate(full=True)
@@ -457,14 +457,14 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
             raise
         rows = (_arrow_row(batch.slice(index, 1)) for index in range(batch.num_rows))
     for row in rows:
-        yield row if isinstance(row, UnreadableRow) else _without_nulls(row)
+        yield row if isinstance(row, Rejection) else _without_nulls(row)
 
 
 def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
         return batch.to_pylist(maps_as_pydicts="strict")[0]
     except _UNREADABLE as error:
-        return UnreadableRow(first_line(error))
+        return Rejection(RejectReason.MALFORMED_ROW, first_line(error))
 
 
 def _without_nulls(row: Any) -> Any:
@@ -486,7 +486,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse one JSON value. Returns an UnreadableRow if Python cannot read the text as JSON."""
+    """Parse one JSON value. Returns a Rejection if Python cannot read the text as JSON."""
     try:
         # Decode here, because json.loads guesses the encoding of bytes and might read a damaged
         # line as UTF-16.
@@ -494,9 +494,9 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(decoded, object_pairs_hook=unique_keys)
     # ValueError is also raised for invalid UTF-8 and for integers of thousands of digits.
     except ValueError as error:
-        return UnreadableRow(f"not JSON: {first_line(error)}")
+        return Rejection(RejectReason.MALFORMED_ROW, f"not JSON: {first_line(error)}")
     except RecursionError:
-        return UnreadableRow("JSON that is nested too deeply")
+        return Rejection(RejectReason.MALFORMED_ROW, "JSON that is nested too deeply")
 
 
 def _read_json(path: Path) -> Iterator[Any]:
@@ -507,11 +507,11 @@ def _read_json(path: Path) -> Iterator[Any]:
     """
     with _open_json(path) as stream:
         content = parse_json(stream.read())
-    if isinstance(content, UnreadableRow):
+    if isinstance(content, Rejection):
         yield from read_jsonl(path)
         return
     if isinstance(content, dict) and isinstance(content.get("data"), list):
-        if beside := find_chat_column(content):
+        if beside := find_key(content, CHAT_COLUMNS):
             raise DatasetError(
                 f"{path} has {beside!r} beside the rows in 'data', where it is not read. Put it "
                 "into each row."
@@ -543,7 +543,7 @@ def _open_json(path: Path) -> Iterator[IO[Any]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Any]:
-    """Yield the values of a JSON lines file. A line that is not JSON becomes an UnreadableRow.
+    """Yield the values of a JSON lines file. A line that is not JSON becomes a Rejection.
 
     Empty lines are skipped.
     """
@@ -552,7 +552,9 @@ def read_jsonl(path: Path) -> Iterator[Any]:
             if len(line) == MAX_ROW_BYTES and line[-1:] not in ("\n", b"\n"):
                 while (rest := stream.readline(_HASH_BYTES)) and rest[-1:] not in ("\n", b"\n"):
                     pass
-                yield UnreadableRow(f"a line of more than {MAX_ROW_BYTES:,} bytes")
+                yield Rejection(
+                    RejectReason.MALFORMED_ROW, f"a line of more than {MAX_ROW_BYTES:,} bytes"
+                )
             elif line.strip():
                 yield parse_json(line)
 

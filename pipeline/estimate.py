@@ -94,9 +94,14 @@ def field_specs(
     specs = [tokens_field(), response_mask_field()]
     for name in spec.fields:
         if name == KV:
-            is_rotated = all(group.is_rotated for group in facts.kv_groups)
             specs.append(
-                kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim, dtype, is_rotated)
+                kv_field(
+                    facts.n_layers,
+                    facts.n_kv_heads,
+                    facts.head_dim,
+                    dtype,
+                    facts.family.rotates_all,
+                )
             )
         elif name in groups:
             group = groups[name]

@@ -400,10 +400,9 @@ def _extraction(
 
 def _conventions(facts: TargetFacts) -> Mapping[str, str]:
     """Return notes on how the target's keys and values differ from Llama's, possibly none."""
-    groups = facts.kv_groups
-    if any(group.field == "kv/latent" for group in groups):
+    if any(group.field == "kv/latent" for group in facts.kv_groups):
         return LATENTS
-    return {} if all(group.is_rotated for group in groups) else ROTATED_IN_SOME
+    return {} if facts.family.rotates_all else ROTATED_IN_SOME
 
 
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:

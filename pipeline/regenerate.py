@@ -105,8 +105,7 @@ class Row:
 
         The last turn is asked even if the row contains no answer to that turn.
         """
-        chosen = columns.apply(content)
-        chat = chosen if isinstance(chosen, Rejection) else parse_prompt(chosen)
+        chat = parse_prompt(columns.apply(content))
         if isinstance(chat, Rejection):
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
         # Reject chats with tools. The target might call other tools than the dataset's assistant,

@@ -384,7 +384,7 @@ def tokenize_row(
     limit; see :func:`.find_cut`.
     """
     row = columns.apply(content)
-    chat = row if isinstance(row, Rejection) else parse_chat(row)
+    chat = parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
     is_cut = bool(find_cut(content) or find_cut(chat.messages[-1]))

@@ -492,18 +492,15 @@ def _chat_tokens(
     template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool
 ) -> list[int]:
     """Tokenize a chat, with its tools if the template can show them. The tools are never called."""
-    are_developers = [message.get("role") == "developer" for message in messages]
-    converted_messages: list[Message] = []
-    for message, is_developer in zip(messages, are_developers, strict=True):
-        converted_messages.append(message | {"role": "system"} if is_developer else message)
-    chat = parse_prompt({"messages": converted_messages, "tools": tools})
+    chat = parse_prompt({"messages": messages, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
     # As in vLLM, developer messages become system messages if the template does not know the role
     # developer.
-    if any(are_developers) and re.search("['\"]developer['\"]", template.text):
-        for message, is_developer in zip(chat.messages, are_developers, strict=True):
-            message["role"] = "developer" if is_developer else message["role"]
+    for message in chat.messages:
+        is_developer = message["role"] == "developer"
+        if is_developer and not re.search("['\"]developer['\"]", template.text):
+            message["role"] = "system"
     if chat.tools:
         with contextlib.suppress(TemplateError):
             return prompt_tokens(template, chat.messages, chat.tools, is_open=is_open)

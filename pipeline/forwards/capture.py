@@ -25,8 +25,8 @@ from torch import Tensor
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
 from ...moa.targets.facts import TargetFacts
-from ...moa.targets.families import text_model
-from ...moa.targets.live import Mark, layer_outputs, mark_moment, seconds_between
+from ...moa.targets.families import layer_outputs, text_model
+from ...moa.targets.live import Mark, mark_moment, seconds_between
 from ...storage.codecs.registry import StoreCodec
 from ..config import ActivationSpec
 

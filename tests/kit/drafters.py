@@ -16,8 +16,8 @@ from moa_data.moa.drafters.training import Draws, LossTerms, TrainingInputs, Tra
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.facts import TargetFacts
-from moa_data.moa.targets.families import text_model
-from moa_data.moa.targets.live import Target, layer_outputs
+from moa_data.moa.targets.families import layer_outputs, text_model
+from moa_data.moa.targets.live import Target
 
 from .models import SIZES
 

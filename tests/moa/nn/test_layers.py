@@ -14,7 +14,7 @@ from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate
 from moa_data.moa.nn.masks import causal_mask
 from moa_data.moa.targets.bundle import FrozenTarget, save_target_bundle
 from moa_data.moa.targets.facts import TargetFacts
-from moa_data.moa.targets.live import layer_outputs
+from moa_data.moa.targets.families import layer_outputs
 from moa_data.tests.kit.drafters import build_eagle3
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
