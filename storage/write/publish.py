@@ -51,14 +51,13 @@ from ...files import (
     disk_full_guard,
     walk,
 )
-from ..backend import MISSING, backend_of, download, file_crc32
+from ..backend import MISSING, backend_of, file_crc32
 from ..commit import (
     FileName,
     FileRecord,
     PartCommit,
     content_of,
     files_json,
-    read_file_records,
     read_part_commit,
 )
 from ..paths import StorePath, name_below
@@ -337,7 +336,6 @@ class StoreFiles:
         # A bucket has no locks. Publication records replace them.
         self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None
         if self._lock is None:
             # Finish the publications of other writers first, so that their commits exist when the
             # store is checked.
@@ -371,24 +369,6 @@ class StoreFiles:
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="moa-data-")
         return Path(self._scratch.name)
-
-    @property
-    def target_path(self) -> Path:
-        """A local folder with the target bundle.
-
-        It is the folder in the store, or a downloaded copy if the store is in a bucket.
-        """
-        if isinstance(self.path, Path):
-            return self.path / TARGET_NAME
-        try:
-            files = read_file_records(target_commit_path(self.path))
-        except MISSING:
-            files = {}
-        if self._target_copy is None or self._target_copy[0] != files:
-            folder = Path(tempfile.mkdtemp(prefix=TARGET_NAME, dir=self.scratch_path))
-            download(self.path / TARGET_NAME, folder, files)
-            self._target_copy = files, folder
-        return self._target_copy[1]
 
     @contextmanager
     def target(self) -> Iterator[Path]:

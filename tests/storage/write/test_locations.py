@@ -144,7 +144,7 @@ class LocationContract:
                     (folder / "sub").mkdir()
                     (folder / "sub" / "weights").write_text(content)
                 assert writer.has_target
-                assert (writer.target_path / "sub" / "weights").read_text() == content
+                assert backend_of(location / "target/sub/weights").read() == content.encode()
         with ActivationStore(location) as store:
             assert (store.target_path / "sub" / "weights").read_text() == "another"
         assert verify_store(location).ok
