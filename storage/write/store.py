@@ -76,11 +76,10 @@ from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
 from ..paths import StorePath
 from ..plan import (
     PLAN_SCHEMA,
-    check_plan,
+    check_plan_of,
     numbers,
     part_counts,
     plan_bytes,
-    plan_counts,
     read_plan,
     rows_where,
 )
@@ -186,13 +185,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 store is damaged. Nothing was deleted.
         """
         store = open_path(path)
-        check_plan(plan, manifest.alignment_tokens)
-        for key, value in plan_counts(plan).items():
-            if getattr(manifest, key) != value:
-                raise StoreDamaged(
-                    f"The manifest has {key} {getattr(manifest, key)}, but the plan has {key} "
-                    f"{value}. Both must be made from the same sequences."
-                )
+        check_plan_of(store, manifest, plan)
         with check_guard(store), disk_full_guard(store):
             _check_unoccupied(store)
             backend_of(store).make_folder()
