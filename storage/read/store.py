@@ -104,14 +104,7 @@ class ActivationStore:
         for part, commit in self.commits.items():
             # Check the plan before any array is allocated: the lengths of arrays come from the
             # plan, so a damaged plan could lead to arrays of many gigabytes.
-            if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
-                raise StoreDamaged(
-                    f"According to {self.path / PLAN_NAME}, part {part} has {expected} tokens with "
-                    f"padding, but according to its commit it has {commit.allocated_tokens}. "
-                    f"Restore {PLAN_NAME} from a copy. Or delete "
-                    f"{commit_path(Path(), part).as_posix()} and run the same `moa-data extract` "
-                    "command again: it rewrites only this part."
-                )
+            commit.check_counts(commit_path(self.path, part), planned[part])
             if checks_sizes:
                 for name, record in commit.files.items():
                     check_size(self.path / PARTS_NAME / name, record, listed.get(name))

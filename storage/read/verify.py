@@ -289,11 +289,7 @@ class _Verification:
                     self.report.n_pending_parts += 1
                     continue
                 self.report.commits[part] = commit
-                for key, got in commit.counts.items():
-                    if got != (expected := planned[part][key]):
-                        self._damage(
-                            part, path, f"the commit says {key} {got}, but the plan says {expected}"
-                        )
+                commit.check_counts(path, planned[part])
         self.report.n_parts = len(planned) - self.report.n_pending_parts
 
     def _check_parts(self) -> None:
