@@ -256,8 +256,8 @@ class _Verification:
         known = {schema.commit_path(self.store, part).name for part in range(len(planned))}
         for name in backend_of(self.store / schema.COMMITS_NAME).names_in():
             if name.startswith("part-") and name.endswith(".json") and name not in known:
-                path = self.store / schema.COMMITS_NAME / name
-                self._damage(None, path, "it is the commit of a part that the plan does not have")
+                with self._checking(None, self.store / schema.COMMITS_NAME / name):
+                    raise StoreDamaged("it is the commit of a part that the plan does not have")
         target_commit = schema.target_commit_path(self.store)
         with self._checking(None, target_commit), suppress(*MISSING):
             folder = self.store / schema.TARGET_NAME
@@ -266,9 +266,6 @@ class _Verification:
         self._read_commits(planned)
         self._check_parts()
         return self.report
-
-    def _damage(self, part: int | None, path: StorePath, message: object) -> None:
-        self.report.add([Finding(part, name_below(self.store, path), str(message))])
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
@@ -296,36 +293,30 @@ class _Verification:
         """Check one part after another: first its files, then its values if no file is damaged."""
         commits = self.report.commits
         folder = self.store / schema.PARTS_NAME
-        decodes = self.depth == "values"
-        contradicted = {damage.part for damage in self.report.damages}
         self.n_bytes = self.report.n_bytes
-        # Sequences of the parts whose values are decoded, each with its index in ``reader``.
-        rows: dict[int, list[tuple[int, dict[str, Any]]]] = {}
-        for part in commits:
-            if decodes and part not in contradicted:
-                rows[part] = []
-        reader = (
-            ActivationStore(self.store, parts=list(rows), cache=None, checks_sizes=False)
-            if rows
-            else None
-        )
-        for i, row in enumerate(reader.sequences.to_pylist() if reader else ()):
-            rows[row["part"]].append((i, row))
+        consistent = commits.keys() - {damage.part for damage in self.report.damages}
+        reader: ActivationStore | None = None
+        # Part -> its sequences, each with its index in ``reader``.
+        rows: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+        if self.depth == "values":
+            reader = ActivationStore(self.store, parts=consistent, cache=None, checks_sizes=False)
+            for i, row in enumerate(reader.sequences.to_pylist()):
+                rows[row["part"]].append((i, row))
         for part, commit in commits.items():
+            end_bytes = self.done_bytes + commit.stored_bytes
             findings: list[Finding] = []
             checks = self._check_files(part, folder, commit.files)
             for file_findings, record in zip(checks, commit.files.values(), strict=True):
                 findings += file_findings
-                self._advance(record.bytes / (2 if decodes else 1), part)
+                self._advance(record.bytes / (1 if reader is None else 2), part)
             self.report.add(findings)
-            if reader and not findings and part in rows:
-                self._check_values(reader, part, rows[part], commit.stored_bytes / 2)
-                continue
-            if not decodes and not findings:
+            if not findings and part in consistent:
                 self.report.n_sequences += commit.n_sequences
                 self.report.n_tokens += commit.n_tokens
-            self._advance(commit.stored_bytes / 2 if decodes else 0, part)
-        if reader:
+                if reader is not None:
+                    self._check_values(reader, part, rows[part], commit.stored_bytes / 2)
+            self._advance(end_bytes - self.done_bytes, part)
+        if reader is not None:
             reader.close()
 
     def _check_files(
@@ -357,11 +348,9 @@ class _Verification:
         n_bytes: float,
     ) -> None:
         checks = self.map(lambda row: list(_check_sequence(reader, *row)), rows)
-        n_tokens = sum(row["n_tokens"] for _, row in rows)
+        n_tokens = self.report.commits[part].n_tokens
         for findings, (_, row) in zip(checks, rows, strict=True):
             self.report.add(findings)
-            self.report.n_sequences += 1
-            self.report.n_tokens += row["n_tokens"]
             self._advance(n_bytes * row["n_tokens"] / n_tokens, part)
 
     def _advance(self, n_bytes: float, part: int) -> None:
