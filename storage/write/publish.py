@@ -43,7 +43,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
 from ...files import (
@@ -88,108 +87,91 @@ def partial_name(name: str, attempt: str) -> str:
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
-class _Record(TypedDict):
-    """The publication record, a JSON object with the attributes of a :class:`Publication`."""
-
-    attempt: str
-    commit: str
-    files: Mapping[FileName, Natural]
-    new: str
-    old: str | None
-
-
-_RECORD = TypeAdapter(_Record)
-
-
 @dataclass(frozen=True)
 class Publication:
-    """Files that a writer publishes together, and the commit that lists them."""
+    """Files that a writer publishes together, and the commit that lists them.
 
-    commit: StorePath  # Path of the commit.
+    The publication record is a JSON object with these attributes.
+    """
+
+    commit: str  # Name of the commit.
     attempt: str  # The substring of the files' temporary names that identifies the writer.
-    files: Mapping[str, int]  # Final name, relative to the store -> size in bytes.
+    files: Mapping[FileName, Natural]  # Final name, relative to the store -> size in bytes.
     # Content of the commit that is replaced. None to create the commit, which must not exist yet.
-    old: bytes | None
-    new: bytes  # Content of the new commit.
-
-    @classmethod
-    def read(cls, commit: StorePath) -> "Publication | None":
-        """Read the publication record of a commit. An invalid record is deleted.
-
-        Args:
-            commit: path of the commit.
-
-        Returns:
-            The publication, or None without a valid record.
-        """
-        try:
-            record = _RECORD.validate_json(backend_of(publication_path(commit)).read(), strict=True)
-        except MISSING:
-            return None
-        except ValueError:
-            backend_of(commit.parent).remove_files([publication_path(commit).name])
-            return None
-        old = record["old"]
-        return cls(
-            commit,
-            record["attempt"],
-            record["files"],
-            None if old is None else old.encode(),
-            record["new"].encode(),
-        )
+    old: str | None
+    new: str  # Content of the new commit.
 
     def to_json(self) -> bytes:
         """Return the content of the publication record."""
-        texts = {
-            "commit": self.commit.name,
-            "old": self.old and self.old.decode(),
-            "new": self.new.decode(),
-        }
-        return (json.dumps(vars(self) | texts, indent=1, sort_keys=True) + "\n").encode()
+        return (json.dumps(vars(self), indent=1, sort_keys=True) + "\n").encode()
 
-    def publish(self) -> bool:
+    def publish(self, path: StorePath) -> bool:
         """Publish the files and the commit, unless another writer has published this commit first.
 
         If the store is in a folder, the caller must hold its lock (:meth:`StoreFiles.publishing`).
 
+        Args:
+            path: path of the commit.
+
         Returns:
             Whether the commit now has the content of this publication.
         """
-        record = backend_of(publication_path(self.commit))
+        record = backend_of(publication_path(path))
         if record.uploads:
             # There is no lock, so the record keeps other writers out.
             while not record.put_if_absent(self.to_json()):
-                if (other := Publication.read(self.commit)) is not None:
-                    other.finish()
-        return self.finish()
+                finish_recorded(path)
+        return self.finish(path)
 
-    def finish(self) -> bool:
+    def finish(self, path: StorePath) -> bool:
         """Give the files their final names, write the commit, and delete uploads and record.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
         some of them.
 
+        Args:
+            path: path of the commit.
+
         Returns:
             Whether the commit now has the content of this publication.
         """
-        store = self.commit.parent.parent
+        store = path.parent.parent
+        old = None if self.old is None else self.old.encode()
+        new = self.new.encode()
         has_won = False
-        if content_of(self.commit) == self.old:
+        if content_of(path) == old:
             try:
                 name_files(store, self.attempt, self.files)
-                commit = backend_of(self.commit)
-                if self.old is None:
-                    has_won = commit.put_if_absent(self.new)
-                else:
-                    has_won = commit.replace(self.old, self.new)
+                commit = backend_of(path)
+                has_won = commit.put_if_absent(new) if old is None else commit.replace(old, new)
             except FileNotFoundError:
                 # Either another writer has finished this publication in the meantime and deleted
                 # the uploads, or the commit or an upload was lost. The commit shows which is true.
-                has_won = content_of(self.commit) == self.new
+                has_won = content_of(path) == new
         leftovers = [partial_name(name, self.attempt) for name in self.files]
-        leftovers.append(name_below(store, publication_path(self.commit)))
+        leftovers.append(name_below(store, publication_path(path)))
         backend_of(store).remove_files(leftovers)
         return has_won
+
+
+_PUBLICATION = TypeAdapter(Publication)
+
+
+def finish_recorded(commit: StorePath) -> None:
+    """Finish the publication whose record another writer has left. Delete an invalid record.
+
+    Args:
+        commit: path of the commit. Nothing is done if it has no record.
+    """
+    record = publication_path(commit)
+    try:
+        publication = _PUBLICATION.validate_json(backend_of(record).read(), strict=True)
+    except MISSING:
+        return
+    except ValueError:
+        backend_of(commit.parent).remove_files([record.name])
+        return
+    publication.finish(commit)
 
 
 def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None:
@@ -281,13 +263,14 @@ class PartFiles:
                 "upload of this part, so another process may have deleted its files as leftovers. "
                 "Run the same command again. For a new store, choose a smaller --part-tokens."
             )
-        old = replace(commit, files=self.existing).to_json() if self.existing else None
+        old = replace(commit, files=self.existing).to_json().decode() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(f"publish-{self._part:05}"):
             # In a folder, the lock is held from the check whether the commit exists until the last
             # rename, so that a part never has files of two writers.
-            if Publication(path, self.attempt, files, old, commit.to_json()).publish():
+            new = commit.to_json().decode()
+            if Publication(path.name, self.attempt, files, old, new).publish(path):
                 return commit, True
         try:
             other = read_part_commit(path)
@@ -401,7 +384,8 @@ class StoreFiles:
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
-            has_won = Publication(commit, attempt, sizes, None, files_json(files)).publish()
+            new = files_json(files).decode()
+            has_won = Publication(commit.name, attempt, sizes, None, new).publish(commit)
             # If there was no commit, another writer may have published the same target bundle
             # first, which is not an error.
             if was_there and not has_won:
@@ -442,9 +426,7 @@ class StoreFiles:
         commits = self.path / COMMITS_NAME
         for name in backend_of(commits).names_in():
             if name.endswith(PARTIAL_SUFFIX):
-                publication = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
-                if publication is not None:
-                    publication.finish()
+                finish_recorded(commits / name.removesuffix(PARTIAL_SUFFIX))
 
     def _remove_unlisted(self, kept: Collection[str]) -> None:
         """Delete the files in ``parts/`` except those in ``kept``.
