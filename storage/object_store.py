@@ -18,9 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -45,8 +44,8 @@ Reading the bytes between them costs less than a second request.
 COPY_BYTES = 5 << 30
 # Number of blocks of one file that are uploaded in parallel. All of them are in memory.
 UPLOADS_AT_ONCE = 8
-# If a request gets no response for this number of seconds, the process logs once that it is
-# waiting.
+# If a request gets no response for this number of seconds, the process logs once for each bucket
+# that it is waiting.
 NOTICE_S = 5.0
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
@@ -198,20 +197,16 @@ class ObjectStore:
         If the response does not show whether this or another writer was first, compare the content
         of the file with ``data``.
         """
-        pauses = _pauses()
-        while True:
+
+        def write() -> bool:
             try:
-                with _answering(self.url):
-                    obstore.put(self.connection, name, data, mode=mode)
-                return True
+                obstore.put(self.connection, name, data, mode=mode)
             except (exceptions.BaseError, OSError) as error:
                 _refuse_hopeless(self.url, name, error)
                 try:
-                    current = self._asked(name, lambda: self._get(name))
+                    current = self._get(name)
                 except FileNotFoundError:
                     current = None
-                # S3 may respond with 409 to both of two concurrent requests, and it is possible
-                # that neither of them has written the file. In that case, try again.
                 if current == data:
                     return True
                 is_conflict = isinstance(
@@ -219,8 +214,12 @@ class ObjectStore:
                 )
                 if current is not None and (is_conflict or mode == "create"):
                     return False
-                if not next(pauses):
-                    raise _unavailable(self.url, name, error) from error
+                # S3 may respond with 409 to both of two concurrent requests, and it is possible
+                # that neither of them has written the file. In that case, try again.
+                raise
+            return True
+
+        return self._asked(name, write)
 
     def put(self, name: str, data: bytes | Path) -> None:
         """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
@@ -272,8 +271,13 @@ class ObjectStore:
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
         """Make a short request with retries, and log a warning if it takes long."""
-        with _answering(self.url):
+        notice = threading.Timer(NOTICE_S, _log_waiting, (self.url,))
+        notice.daemon = True
+        notice.start()
+        try:
             return self._repeated(name, request)
+        finally:
+            notice.cancel()
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
         """Make a request, and retry it for a limited time while the server fails."""
@@ -417,34 +421,9 @@ def _refuse_fork(url: str) -> None:
         )
 
 
-_waiting: dict[object, tuple[float, str]] = {}
-_watcher: threading.Thread | None = None
-
-
-@contextmanager
-def _answering(url: str) -> Iterator[None]:
-    """Log a warning if the ``with`` block, a short request with its retries, takes long."""
-    global _watcher
-    if _watcher is None:
-        # One thread watches all requests. A timer per request could take as long as the request.
-        _watcher = threading.Thread(target=_watch, name="object-store-watch", daemon=True)
-        _watcher.start()
-    request = object()
-    _waiting[request] = time.monotonic(), url
-    try:
-        yield
-    finally:
-        del _waiting[request]
-
-
-def _watch() -> None:
-    while True:
-        time.sleep(NOTICE_S / 10)
-        for began_s, url in list(_waiting.values()):
-            if time.monotonic() - began_s > NOTICE_S:
-                _log.warning(
-                    "still waiting for the bucket %s, which has not answered for %.0f s",
-                    url,
-                    NOTICE_S,
-                )
-                return
+@cache
+def _log_waiting(url: str) -> None:
+    """Log that a bucket has not answered for long. A process logs this once for each bucket."""
+    _log.warning(
+        "still waiting for the bucket %s, which has not answered for %.0f s", url, NOTICE_S
+    )
