@@ -54,6 +54,14 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 
+# Errors of requests that a retry cannot avoid: the credentials are wrong, or the request is.
+_REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+_MISTAKES = (
+    exceptions.InvalidPathError,
+    exceptions.NotSupportedError,
+    exceptions.UnknownConfigurationKeyError,
+)
+
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -201,8 +209,9 @@ class ObjectStore:
         def write() -> bool:
             try:
                 obstore.put(self.connection, name, data, mode=mode)
+            except (*_REFUSALS, *_MISTAKES):
+                raise
             except (exceptions.BaseError, OSError) as error:
-                _refuse_hopeless(self.url, name, error)
                 try:
                     current = self._get(name)
                 except FileNotFoundError:
@@ -281,7 +290,8 @@ class ObjectStore:
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
         """Make a request, and retry it for a limited time while the server fails."""
-        pauses = _pauses()
+        until_s = time.monotonic() + timeout_s()
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return request()
@@ -293,10 +303,21 @@ class ObjectStore:
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except MoaDataError:
                 raise
+            except _REFUSALS as error:
+                raise StorageUnavailable(
+                    f"{self.url}/{name}: the server refuses access ({_line(error)}). Set "
+                    "credentials with the needed permissions as environment variables, such as "
+                    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+                ) from error
             except (exceptions.BaseError, OSError, _Torn) as error:
-                _refuse_hopeless(self.url, name, error)
-                if not next(pauses):
-                    raise _unavailable(self.url, name, error) from error
+                if isinstance(error, _MISTAKES) or time.monotonic() + pause_s > until_s:
+                    raise StorageUnavailable(
+                        f"{self.url}/{name} could not be reached for {timeout_s():.0f} s "
+                        f"({_line(error)}). Check the network, AWS_ENDPOINT_URL and the "
+                        "credentials in the environment, then run the same command again."
+                    ) from error
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _connect(url: str) -> Connection:
@@ -332,22 +353,6 @@ def timeout_s() -> float:
         return _TIMEOUT_S
 
 
-def _pauses() -> Iterator[bool]:
-    """Sleep before each retry. The pauses are random and become longer.
-
-    Yields:
-        Whether there is time for another retry.
-    """
-    until = time.monotonic() + timeout_s()
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        if time.monotonic() + pause_s > until:
-            yield False
-        time.sleep(pause_s * random.uniform(0.5, 1.0))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        yield True
-
-
 def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
     """Group the ranges that are read by one request. Yield each group as indices of ``ranges``.
 
@@ -371,31 +376,6 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
         group.append(i)
     if group:
         yield group
-
-
-def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
-    """Raise StorageUnavailable if the error of a request shows that a retry cannot succeed."""
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        raise StorageUnavailable(
-            f"{url}/{name}: the server refuses access ({_line(error)}). Set credentials with the "
-            "needed permissions as environment variables, such as AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY."
-        ) from error
-    if isinstance(
-        error,
-        exceptions.InvalidPathError
-        | exceptions.NotSupportedError
-        | exceptions.UnknownConfigurationKeyError,
-    ):
-        raise _unavailable(url, name, error) from error
-
-
-def _unavailable(url: str, name: str, error: Exception) -> StorageUnavailable:
-    return StorageUnavailable(
-        f"{url}/{name} could not be reached for {timeout_s():.0f} s ({_line(error)}). Check the "
-        "network, AWS_ENDPOINT_URL and the credentials in the environment, then run the same "
-        "command again."
-    )
 
 
 def _line(error: Exception) -> str:
