@@ -324,11 +324,6 @@ class StoreFiles:
             # store is checked.
             self._remove_unfinished()
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes may write to the store at the same time."""
-        return self._lock is None or not self._lock.is_alone
-
     def publishing(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager that locks a part or document of a store in a folder.
 

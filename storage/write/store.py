@@ -318,13 +318,12 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
         They include parts that other processes have committed in the meantime.
         """
-        if self.is_shared:
-            with check_guard(self.path):
-                names = map(_COMMIT_NAME.fullmatch, backend_of(self.path / COMMITS_NAME).names_in())
-                listed = {int(name[1]) for name in names if name is not None}
-            # The listing of a bucket may lack the latest commits of this process, so add them.
-            known = self._committed if self._lock is None else set[int]()
-            self._committed = (listed | known) & set(range(self.n_parts))
+        with check_guard(self.path):
+            for name in backend_of(self.path / COMMITS_NAME).names_in():
+                if (match := _COMMIT_NAME.fullmatch(name)) and int(match[1]) < self.n_parts:
+                    # Add to the known commits, because the listing of a bucket may lack the latest
+                    # commits of this process.
+                    self._committed.add(int(match[1]))
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
@@ -334,11 +333,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     def is_pending(self, part: int) -> bool:
         """Return whether a part has no commit yet."""
-        return not (
-            backend_of(commit_path(self.path, part)).exists()
-            if self.is_shared
-            else part in self._committed
-        )
+        return not backend_of(commit_path(self.path, part)).exists()
 
     def try_lock(self, part: int) -> bool:
         """Lock a part that this process is about to write, so that other processes choose others.
