@@ -39,6 +39,7 @@ import json
 import os
 import re
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
@@ -46,7 +47,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...errors import (
     OutputOccupied,
@@ -75,7 +75,6 @@ from ..commit import (
 from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
 from ..paths import StorePath
 from ..plan import (
-    PLAN_SCHEMA,
     check_plan_of,
     numbers,
     part_counts,
@@ -623,28 +622,33 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
             if was != now:
                 changes[key] = (was, now)
     old_plan = read_plan(store / PLAN_NAME)
-    if not old_plan.equals(plan.replace_schema_metadata(None)):
-        changes["plan"] = _first_difference(old_plan, plan)
+    if not old_plan.equals(plan):
+        changes |= _plan_changes(old_plan, plan)
     if changes:
         raise StoreMismatch(str(store), changes)
 
 
-def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
-    """Describe the first row in which two plans differ, or else their numbers of rows."""
+def _plan_changes(old: pa.Table, new: pa.Table) -> dict[str, tuple[Any, Any]]:
+    """Compare the first row in which two different plans differ, or else their numbers of rows.
+
+    Returns:
+        Key -> (old value, new value), for the ``changes`` of a StoreMismatch.
+    """
     n_rows = min(old.num_rows, new.num_rows)
-    first_rows: dict[str, int] = {}
-    for name in PLAN_SCHEMA.names:
-        differs = pc.not_equal(old[name].slice(0, n_rows), new[name].slice(0, n_rows))
-        row = pc.index(differs, True).as_py()
-        if row >= 0:
-            first_rows[name] = row
-    if not first_rows:
-        return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
-    row = min(first_rows.values())
-    names = [name for name in first_rows if first_rows[name] == row]
-    was = ", ".join(f"{name}={old[name][row]}" for name in names)
-    now = ", ".join(f"{name}={new[name][row]}" for name in names)
-    return f"row {row}: {was}", f"row {row}: {now}"
+    row = bisect_left(
+        range(n_rows),
+        True,
+        key=lambda row: not old.slice(0, row + 1).equals(new.slice(0, row + 1)),
+    )
+    if row == n_rows:
+        return {"plan.n_sequences": (old.num_rows, new.num_rows)}
+    (old_values,) = old.slice(row, 1).to_pylist()
+    (new_values,) = new.slice(row, 1).to_pylist()
+    changes: dict[str, tuple[Any, Any]] = {}
+    for name, was in old_values.items():
+        if (now := new_values[name]) != was:
+            changes[f"plan.row {row}.{name}"] = (was, now)
+    return changes
 
 
 def _write_array_metadata(
