@@ -92,7 +92,8 @@ class VerifyReport:
     n_parts: int = 0  # Number of committed parts.
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    lacks_target: bool = False  # Whether an extraction still has to write the target bundle.
+    # Names the parts and files that are still to be written. Empty for a complete store.
+    missing: str = ""
     n_sequences: int = 0
     n_tokens: int = 0
 
@@ -105,13 +106,6 @@ class VerifyReport:
     def n_bytes(self) -> int:
         """Total size in bytes of all files of committed parts."""
         return sum(commit.stored_bytes for commit in self.commits.values())
-
-    @property
-    def missing(self) -> str:
-        """Names the parts and files that are still to be written. Empty for a complete store."""
-        return missing_text(
-            self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target
-        )
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Add findings to ``damages`` or ``unchecked``."""
@@ -127,26 +121,22 @@ class VerifyReport:
             raise check_incomplete(store, first.path, first.error, n_files)
 
 
-def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
+def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: int) -> str:
     """Name the parts and files that are still to be written. Empty for a complete store.
 
     Args:
+        store: the store's path.
+        manifest: the store's manifest.
         n_pending: number of planned parts without a commit.
-        n_planned: number of planned parts.
-        lacks_target: whether the target bundle is still to be written.
     """
-    pending = [f"{n_pending} of {n_planned} parts"] if n_pending else []
-    pending += ["the target bundle"] if lacks_target else []
-    return f"{' and '.join(pending)} still to be written" if pending else ""
-
-
-def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
-    """Return whether an extraction still has to write the target bundle of the store.
-
-    A store that was not made by an extraction needs no target bundle.
-    """
-    commit = backend_of(schema.target_commit_path(store))
-    return "target_layers" in manifest.extraction and not commit.exists()
+    missing: list[str] = []
+    if n_pending:
+        missing.append(f"{n_pending} of {manifest.n_parts} parts")
+    # A store that was not made by an extraction needs no target bundle.
+    needs_target = "target_layers" in manifest.extraction
+    if needs_target and not backend_of(schema.target_commit_path(store)).exists():
+        missing.append("the target bundle")
+    return f"{' and '.join(missing)} still to be written" if missing else ""
 
 
 def verify_store(
@@ -206,7 +196,7 @@ def verify_store(
         store, planned, "values" if values else "checksums", progress, n_threads
     )
     with check_guard(store):
-        report.lacks_target = lacks_target(store, manifest)
+        report.missing = missing_text(store, manifest, report.n_pending_parts)
     return report
 
 
@@ -507,7 +497,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
         bytes_per_token=stored / n_tokens if n_tokens else math.nan,
         lengths=length_histogram(store.lengths),
         has_target=any(backend_of(path).exists() for path in bundle),
-        missing=missing_text(n_pending, manifest.n_parts, lacks_target(store.path, manifest)),
+        missing=missing_text(store.path, manifest, n_pending),
         unfinished=unfinished_fields(store.commits.values(), codec),
     )
 
