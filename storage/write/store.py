@@ -716,11 +716,9 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
-    if isinstance(path, Path):
-        os.replace(path, path.with_name(BASIS_NAME))
-        backend_of(path.parent).sync_names()
-    else:
-        # At any time, the basis of store.json has at least one of the two names, and a reader tries
-        # both names.
-        backend_of(path.parent / BASIS_NAME).put(content)
-        backend_of(path.parent).remove_files([path.name])
+    # At any time, the basis of store.json has at least one of the two names, and a reader tries both
+    # names.
+    folder = backend_of(path.parent)
+    backend_of(path.parent / BASIS_NAME).put(content)
+    folder.remove_files([path.name])
+    folder.sync_names()
