@@ -40,7 +40,7 @@ import os
 import re
 import shutil
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,7 +95,6 @@ from ..schema import (
     RUNS_NAME,
     SPEED_TEST_PREFIX,
     TARGET_NAME,
-    StoredArray,
     StoreManifest,
     commit_path,
     flatten,
@@ -410,11 +409,26 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         )
 
     def lay_out(self, codec: StoreCodec) -> None:
-        """Write the zarr.json files of a codec's arrays if they do not exist yet."""
+        """Write the zarr.json files of a codec's arrays if they do not exist yet.
+
+        An existing file is kept, even if its grid differs from the grid that this release would
+        choose. New parts use the existing grid.
+        """
+        sizes = self.n_parts, self._longest_part
         with check_guard(self.path), disk_full_guard(self.path):
-            self._grids |= _write_array_metadata(
-                self.path, codec.arrays, self.n_parts, self._longest_part
-            )
+            documents = zarr_metadata((array, array_grid(array, *sizes)) for array in codec.arrays)
+            contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
+            restore_files(self.path, contents)
+            # Write the zarr.json of a group before those of the groups and arrays in it.
+            for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
+                path = self.path / name
+                file = backend_of(path)
+                if not file.exists():
+                    backend_of(path.parent).make_folder()
+                    file.put_if_absent(content)
+                    backend_of(path.parent.parent).sync_names()
+            for array in codec.arrays:
+                self._grids[array.name] = read_grid(self.path / PARTS_NAME, array, *sizes)
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
         """Replace store.json atomically.
@@ -651,34 +665,6 @@ def _plan_changes(old: pa.Table, new: pa.Table) -> dict[str, tuple[Any, Any]]:
     return changes
 
 
-def _write_array_metadata(
-    store: StorePath, arrays: Sequence[StoredArray], n_parts: int, longest_part: int
-) -> dict[str, ArrayGrid]:
-    """Write the zarr.json files of arrays if they do not exist yet.
-
-    An existing file is kept, even if its grid differs from the grid that this release would choose.
-    New parts use the existing grid.
-
-    Returns:
-        Array name -> grid.
-    """
-    documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in arrays)
-    contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
-    restore_files(store, contents)
-    # Write the zarr.json of a group before those of the groups and arrays in it.
-    for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
-        path = store / name
-        file = backend_of(path)
-        if not file.exists():
-            backend_of(path.parent).make_folder()
-            file.put_if_absent(content)
-            backend_of(path.parent.parent).sync_names()
-    grids: dict[str, ArrayGrid] = {}
-    for array in arrays:
-        grids[array.name] = read_grid(store / PARTS_NAME, array, n_parts, longest_part)
-    return grids
-
-
 def _begin(
     store: StorePath, manifest: StoreManifest, plan: pa.Table, codec_files: Mapping[str, bytes]
 ) -> None:
@@ -705,7 +691,7 @@ def _begin(
 
 
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
-    """Rename the new basis of an addition of fields to its final name.
+    """Give the new basis of an addition of fields its final name.
 
     Nothing is renamed if the addition has no new basis, or if store.json has the hash of another basis.
     """
