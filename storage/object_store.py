@@ -18,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -267,16 +268,12 @@ class ObjectStore:
     def delete(self, names: Iterable[str]) -> None:
         """Delete files. Files that do not exist are skipped."""
 
-        def delete(several: list[str]) -> None:
-            try:
-                obstore.delete(self.connection, several)
-            except FileNotFoundError:
-                for name in several if len(several) > 1 else ():
-                    delete([name])
+        def delete_one(name: str) -> None:
+            with suppress(FileNotFoundError):
+                self._asked(name, lambda: obstore.delete(self.connection, name))
 
-        wanted = list(names)
-        for start in range(0, len(wanted), 1000):
-            self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
+        for _ in requests().map(delete_one, names):
+            pass
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
         """Make a short request with retries, and log a warning if it takes long."""
