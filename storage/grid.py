@@ -306,19 +306,17 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 
 
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
-    """Whether the shapes of a grid are valid.
+    """Whether readers can use a grid. zarr-python has checked that chunks divide shards evenly.
 
-    In a valid grid, only axis 0 and axis 1 (layers or pieces) are divided, and all divisions are
-    even. Chunks and shard indexes are small enough to be allocated.
+    In such a grid, only axis 0 and axis 1 (layers or pieces) are divided, and the rows of a part
+    are whole shards. Chunks and shard indexes are small enough to be allocated.
     """
     shape = grid.shape
     chunk = grid.chunk_shape
     shard = grid.shard_shape
     return (
-        len(shape) == len(chunk) == len(shard)
-        and shard[1:] == shape[1:]
+        shard[1:] == shape[1:]
         and chunk[2:] == shape[2:]
-        and all(outer % inner == 0 for outer, inner in zip(shard, chunk, strict=True))
         and grid.part_rows % shard[0] == 0
         and shape[0] % grid.part_rows == 0
         and math.prod(chunk) * itemsize <= MAX_READABLE_CHUNK_BYTES
