@@ -45,11 +45,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
-from ...files import (
-    PARTIAL_SUFFIX,
-    disk_full_guard,
-    walk,
-)
+from ...files import PARTIAL_SUFFIX, disk_full_guard
 from ..backend import MISSING, backend_of, file_crc32
 from ..commit import (
     FileName,
@@ -363,22 +359,20 @@ class StoreFiles:
             disk_full_guard(self.path / TARGET_NAME),
             tempfile.TemporaryDirectory(
                 PARTIAL_SUFFIX, f"{TARGET_NAME}.", self.scratch_path
-            ) as name,
+            ) as folder_name,
         ):
-            folder = Path(name)
+            folder = Path(folder_name)
             yield folder
-            for root, _, names in walk(folder):
-                for file_name in names:
-                    local = root / file_name
-                    below = local.relative_to(folder).as_posix()
-                    files[below] = FileRecord(local.stat().st_size, file_crc32(local))
-                    target = self.path / TARGET_NAME / partial_name(below, attempt)
-                    backend_of(target).move_in(local)
+            for file_name in backend_of(folder).names_below():
+                local = folder / file_name
+                files[file_name] = FileRecord(local.stat().st_size, file_crc32(local))
+                target = self.path / TARGET_NAME / partial_name(file_name, attempt)
+                backend_of(target).move_in(local)
             # While the files are replaced, they do not match the old commit. So delete the commit
             # first. Without a commit the target bundle counts as incomplete, not as damaged.
             was_there = content_of(commit) is not None
             self._retract(commit)
-            sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
+            sizes = {f"{TARGET_NAME}/{name}": record.bytes for name, record in files.items()}
             new = files_json(files).decode()
             has_won = Publication(commit.name, attempt, sizes, None, new).publish(commit)
             # If there was no commit, another writer may have published the same target bundle
@@ -424,21 +418,26 @@ class StoreFiles:
                 finish_recorded(commits / name.removesuffix(PARTIAL_SUFFIX))
 
     def _remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete the files in ``parts/`` except those in ``kept``.
+        """Delete the files in ``parts/`` except those in ``kept``, and empty folders.
 
         In a bucket, another writer may be publishing its uploads right now. There, delete only
         uploads that are older than ``LEFTOVER_S``. No writer publishes uploads of this age any
         more.
         """
-        if isinstance(self.path, Path):
-            _remove_files_but(self.path / PARTS_NAME, kept)
+        parts = self.path / PARTS_NAME
+        if isinstance(parts, Path):
+            backend = backend_of(parts)
+            backend.remove_files(name for name in backend.names_below() if name not in kept)
+            # In reversed order, a folder comes after the folders in it.
+            for folder in sorted(parts.rglob("*/"), reverse=True):
+                if not os.listdir(folder):
+                    folder.rmdir()
             return
         # Keep all files with final names, because another process may be publishing them right now.
-        bucket = self.path.bucket
+        bucket = parts.bucket
         now = datetime.now(UTC)
-        entries = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
-            (self.path / TARGET_NAME).key
-        )
+        target = parts.parent / TARGET_NAME
+        entries = bucket.list_files(parts.key) | bucket.list_files(target.key)
         leftovers: list[str] = []
         for key, entry in entries.items():
             if not key.endswith(PARTIAL_SUFFIX) or entry.modified is None:
@@ -454,17 +453,6 @@ class StoreFiles:
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
-
-
-def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
-    """Delete the files in ``parts`` except those in ``kept`` (relative paths), and empty folders."""
-    # In reversed order, a folder comes after the folders in it.
-    for root, _, names in reversed(list(walk(parts))):
-        for name in names:
-            if (root / name).relative_to(parts).as_posix() not in kept:
-                (root / name).unlink()
-        if root != parts and not os.listdir(root):
-            root.rmdir()
 
 
 def refuse_links(store: StorePath) -> None:
