@@ -118,12 +118,11 @@ class ShardWriter:
         for task in self._encoding:
             task.result()
 
-    def finish(self) -> tuple[FileRecord, Future[None]]:
+    def finish(self) -> Future[FileRecord]:
         """Write the remaining chunks and the index.
 
         Returns:
-            The size and checksum of the file, and a future that is done when the file is synced and
-            closed.
+            The size and checksum of the file, when it is synced or uploaded, and closed.
         """
         while self._encoding:
             self._write_oldest()
@@ -131,13 +130,14 @@ class ShardWriter:
         # The sizes of the chunks are known only now. With the index at the end of the file, the
         # shard is written sequentially and synced once.
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
-        return FileRecord(self._n_bytes, self._crc), self._pool.sync(self._sync)
+        return self._pool.sync(self._sync)
 
-    def _sync(self) -> None:
+    def _sync(self) -> FileRecord:
         try:
             self._make_durable(self._fd, self._path)
         finally:
             self.abort()
+        return FileRecord(self._n_bytes, self._crc)
 
     def abort(self) -> None:
         """Close the file without writing an index. The caller deletes the file."""
@@ -184,12 +184,12 @@ class ArrayWriter:
         files: PartFiles,
     ) -> None:
         self.array = array
-        self.records: dict[str, FileRecord] = {}  # Name of each finished shard -> size, checksum.
+        # Name of each finished shard -> its size and checksum, when it is synced or uploaded.
+        self.records: dict[str, Future[FileRecord]] = {}
         self._part = counts["part"]
         self._grid = grid
         self._pool = pool
         self._files = files
-        self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(counts["allocated_tokens"])
         self.is_written = np.zeros(self._n_rows, bool)
         self._next_row = 0  # All rows from this one on can still be written.
@@ -267,9 +267,7 @@ class ArrayWriter:
 
     def _finish_shard(self) -> None:
         if self._shard is not None:
-            record, synced = self._shard.finish()
-            self.records[self._shard_name(self._n_shards - 1)] = record
-            self._syncs.append(synced)
+            self.records[self._shard_name(self._n_shards - 1)] = self._shard.finish()
             self._shard = None
 
     def _shard_name(self, number: int) -> str:
@@ -281,17 +279,9 @@ class ArrayWriter:
             self._shard.settle()
 
     def finish(self) -> None:
-        """Fill the rest of the part with zeros, and finish the last shard.
-
-        Call :meth:`wait_synced` afterwards to wait until all shards are synced or uploaded.
-        """
+        """Fill the rest of the part with zeros, and finish the last shard."""
         self._flush_rows(self._grid.n_chunk_rows(self._n_rows))
         self._finish_shard()
-
-    def wait_synced(self) -> None:
-        """Wait until every shard is synced or uploaded."""
-        for synced in self._syncs:
-            synced.result()
 
     def abort(self) -> None:
         """Close the open shard."""
@@ -428,8 +418,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                 array.finish()
             records: dict[str, FileRecord] = {}
             for array in self._arrays.values():
-                array.wait_synced()
-                records |= array.records
+                for name, record in array.records.items():
+                    records[name] = record.result()
             commit = PartCommit(
                 **self._counts, files=dict(sorted({**self._files.existing, **records}.items()))
             )
