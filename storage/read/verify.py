@@ -113,12 +113,10 @@ class VerifyReport:
             (self.unchecked if finding.error else self.damages).append(finding)
 
     def check_complete(self, store: StorePath) -> None:
-        """Raise StorageUnavailable if a file could not be checked."""
-        if self.unchecked:
-            first = self.unchecked[0]
-            n_files = len({item.path for item in self.unchecked})
-            assert first.error is not None
-            raise check_incomplete(store, first.path, first.error, n_files)
+        """Raise StorageUnavailable for the first file that could not be checked."""
+        for finding in self.unchecked:
+            if finding.error is not None:
+                raise check_incomplete(store, finding.path, finding.error)
 
 
 def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: int) -> str:
