@@ -108,16 +108,8 @@ class ObjectStore:
 
         The listing may be out of date.
         """
-
-        def list_all() -> dict[str, Entry]:
-            pages = obstore.list(self.connection, folder or None, chunk_size=1000)
-            entries: dict[str, Entry] = {}
-            for page in pages:
-                for item in page:
-                    entries[item["path"]] = Entry(item["size"], item["last_modified"])
-            return entries
-
-        return self._asked(folder, list_all)
+        items = self._asked(folder, lambda: obstore.list(self.connection, folder or None).collect())
+        return {item["path"]: Entry(item["size"], item["last_modified"]) for item in items}
 
     def size(self, name: str) -> int:
         """Return the current size of a file in bytes."""
