@@ -279,7 +279,8 @@ def import_folder(
             with store.target() as bundle:
                 save_target_bundle(target.model, target.tokenizer, bundle, config.target_layers)
         if norm is None and not file_format.gives_last:
-            norm = FrozenTarget.load(store.target_path, sizes=facts.sizes).norm
+            with ActivationStore(store.path, parts=()) as reader:
+                norm = FrozenTarget.load(reader.target_path, sizes=facts.sizes).norm
         timings = write_parts(
             store,
             lambda row: _read_sequence(
