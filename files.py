@@ -514,19 +514,6 @@ def whole_number(value: object, name: str, low: int = 0) -> int:
     return value
 
 
-def whole_numbers(value: object, name: str) -> tuple[int, ...]:
-    """Return a value of a JSON document if it is a list of at most 16 positive integers.
-
-    Raises:
-        ValueError: the value is anything else. The message contains ``name``.
-    """
-    if not isinstance(value, list) or len(value) > 16:
-        raise ValueError(
-            f"{name} is {_shown(value)}, expected a list of at most 16 whole numbers of 1 or more"
-        )
-    return tuple(whole_number(item, name, 1) for item in value)
-
-
 def relative_name(name: object) -> str:
     """Return a name if it is the relative path of a file below a folder.
 

@@ -164,7 +164,7 @@ def _write_fields(
     forward = plan.forward
     n_layers = int(plan.manifest.extraction["target_layers"])
     fields = forward.spec.fields
-    needs_bundle = not writer.has_target or held_layers(writer.target_path) < n_layers
+    needs_bundle = not writer.has_target or held_layers(reader.target_path) < n_layers
     if fields or needs_bundle:
         target = forward.load_target(progress)
     if needs_bundle:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.backend import backend_of
-from ..storage.paths import AnyPath, StorePath
+from ..storage.paths import StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
-from ..storage.schema import CARD_NAME, FieldSpec, below
+from ..storage.schema import CARD_NAME, FieldSpec
 
 # The Hub's size categories. Each but the first and the last covers one power of ten.
 _SIZE_CATEGORIES = (
@@ -115,12 +115,12 @@ the command again overwrites this card: give the licences as `--target-license` 
 
 
 def write_card(
-    store: AnyPath,
+    store: StorePath,
     model: str,
     dataset: str,
     licences: Licences = (None, None),
     command: str = "moa-data extract",
-) -> AnyPath:
+) -> None:
     """Write README.md to a store's root, or replace it.
 
     Args:
@@ -128,14 +128,9 @@ def write_card(
         dataset: path or hub id of the chats. Only the last component of a path is shown.
         licences: licences of the target and the dataset.
         command: the command that made the store, without paths.
-
-    Returns:
-        The path of the card.
     """
-    path = below(store, CARD_NAME)
     text = card_text(store, public_name(model), public_name(dataset), licences, command)
-    backend_of(path).put(text.encode())
-    return path
+    backend_of(store / CARD_NAME).put(text.encode())
 
 
 def card_text(store: StorePath, model: str, dataset: str, licences: Licences, command: str) -> str:

@@ -287,19 +287,17 @@ def reason(error: OSError | MemoryError) -> str:
 
 
 def check_incomplete(
-    store: StoreLike, path: str, error: OSError | MemoryError, n_files: int = 1
+    store: StoreLike, path: str, error: OSError | MemoryError
 ) -> StorageUnavailable:
-    """Return the StorageUnavailable error to raise if files could not be checked.
+    """Return the StorageUnavailable error to raise if a file could not be checked.
 
     Args:
-        store: the store that contains the files.
-        path: the first of the files, as an absolute path or a name inside the store.
-        error: the error that prevented the check of the first file.
-        n_files: number of files that could not be checked.
+        store: the store that contains the file.
+        path: the file, as an absolute path or a name inside the store.
+        error: the error that prevented the check.
     """
-    subject = path if n_files == 1 else f"{n_files} files, among them {path},"
     return StorageUnavailable(
-        f"{store}: {subject} could not be checked ({reason(error)}), so it is unknown whether the "
+        f"{store}: {path} could not be checked ({reason(error)}), so it is unknown whether the "
         "store is damaged. Nothing was deleted. Check the read permissions, the disk or mount, "
         "and `ulimit -n`, then run the same command again."
     )

@@ -33,6 +33,7 @@ from ...moa.targets.loading import load_target_model
 from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
 from ...storage.plan import numbers
+from ...storage.read.store import ActivationStore
 from ...storage.write.addition import StoreAddition
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
@@ -279,8 +280,10 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
     The forward may compute in another dtype.
     """
     with store.publishing("target"):
-        if store.has_target and n_layers_kept <= held_layers(store.target_path):
-            return  # Another process has written the bundle.
+        if store.has_target:
+            with ActivationStore(store.path, parts=()) as reader:
+                if n_layers_kept <= held_layers(reader.target_path):
+                    return  # Another process has written the bundle.
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:

@@ -21,7 +21,7 @@ from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec, Selection
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, check_size, read_commits, read_file_records
 from ..paths import StorePath
-from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan, rows_where
+from ..plan import check_plan_of, numbers, part_counts, read_plan, rows_where
 from ..read_cache import ReadCache, cache_at
 from ..schema import (
     MANIFEST_NAME,
@@ -96,13 +96,7 @@ class ActivationStore:
         self.manifest, self.codec = _open_manifest(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
-        check_plan(plan, self.manifest.alignment_tokens)
-        for key in ("n_sequences", "n_parts"):
-            if (expected := getattr(self.manifest, key)) != (counted := plan_counts(plan)[key]):
-                raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} has {key} {counted}, but {MANIFEST_NAME} says "
-                    f"{expected}. Restore both files from the same copy."
-                )
+        check_plan_of(self.path, self.manifest, plan)
         self.commits = read_commits(
             self.path, range(self.manifest.n_parts) if parts is None else parts
         )
@@ -113,14 +107,7 @@ class ActivationStore:
         for part, commit in self.commits.items():
             # Check the plan before any array is allocated: the lengths of arrays come from the
             # plan, so a damaged plan could lead to arrays of many gigabytes.
-            if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
-                raise StoreDamaged(
-                    f"According to {self.path / PLAN_NAME}, part {part} has {expected} tokens with "
-                    f"padding, but according to its commit it has {commit.allocated_tokens}. "
-                    f"Restore {PLAN_NAME} from a copy. Or delete "
-                    f"{commit_path(Path(), part).as_posix()} and run the same `moa-data extract` "
-                    "command again: it rewrites only this part."
-                )
+            commit.check_counts(commit_path(self.path, part), planned[part])
             if checks_sizes:
                 for name, record in commit.files.items():
                     check_size(self.path / PARTS_NAME / name, record, listed.get(name))

@@ -40,7 +40,7 @@ from moa_data.storage.codecs import transform as codec_module
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.storage.read.store import read_manifest
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import TEXTS_NAME, commit_path
+from moa_data.storage.schema import TEXTS_NAME
 from moa_data.tests.kit.chats import random_chats, write_jsonl
 from moa_data.tests.kit.command import refused, run
 from moa_data.tests.kit.errors import raises_naming
@@ -409,7 +409,7 @@ def test_later_starts_take_the_recorded_commits(
     }
     move(hub)
     shutil.rmtree(tmp_path / "cache")
-    commit_path(store, 1).unlink()
+    (store / "commits/part-00001.json").unlink()
     (store / TEXTS_NAME).unlink()  # Without this cache, the rows are read again.
     assert extract(hub_config).n_parts_done == 1
     for shard in (store / "parts" / "kv").glob("c.0.*"):
