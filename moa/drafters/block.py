@@ -494,11 +494,10 @@ class BlockDrafter(KVEncoder, Drafter):
         n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
         scale = step.scale(share.sum())
         if weights.d_pace is not None:
-            wrong = torch.zeros_like(shares)
-            wrong[indices] = losses.chunked_cross_entropy(
+            wrong = losses.chunked_cross_entropy(
                 own_hidden, labels, frozen.lm_head_weight, code, matrix, frozen.logit_cap
             )
-            share = share * losses.d_pace_weights(wrong, shares > 0, weights.d_pace)[indices]
+            share = share * losses.d_pace_at(indices, shares.shape, wrong, True, weights.d_pace)
         of_terms = [
             share * scale * weight
             for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)

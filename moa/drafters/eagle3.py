@@ -298,12 +298,11 @@ class Eagle3Drafter(FeatureDrafter):
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         indices = true_indices(valid)
-        n_steps = features.shape[0]
         n_positions = len(indices[0])
         outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])  # [P, J, E]
+        reached = reached.permute(1, 2, 0)[indices]  # [P, J]
         if step.weights.d_pace is None:
-            decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
-            weights = reached * decay[:, None, None]
+            weights = reached * STEP_DECAY ** torch.arange(outputs.shape[1], device=outputs.device)
         else:
             weights = self.paced(
                 inputs.tokens, queries, indices, outputs, reached, step.weights.d_pace
@@ -312,7 +311,7 @@ class Eagle3Drafter(FeatureDrafter):
             outputs,
             at_queries(inputs.hidden, queries)[indices],  # [P, E]
             frozen.lm_head_weight,
-            weights.permute(1, 2, 0)[indices][..., None],  # [P, J, 1]
+            weights[..., None],
             own_head=self.lm_head.weight,
             tokens=self.draft_tokens,
             divergence=step.weights.divergence,
@@ -334,35 +333,34 @@ class Eagle3Drafter(FeatureDrafter):
         reached: Tensor,
         smoothing: float,
     ) -> Tensor:
-        """Compute the D-PACE weights [J, B, Q] of the draft steps. Each round counts as a block.
+        """Compute the D-PACE weights [P, J] of the draft steps. Each round counts as a block.
 
         Args:
             tokens: [B, T], token ids.
             queries: [B, Q], positions.
             at: indices of the P loss positions among the queries.
             own: [P, J, E], normed features of the drafter.
-            reached: [J, B, Q] bool, the second result of :meth:`test_time_features`.
+            reached: [P, J] bool, the second result of :meth:`test_time_features`.
             smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
         """
-        labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
+        rows, places = at
+        n_steps = own.shape[1]
+        labels = tokens[rows, (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
         # The drafter gives no probability to a token outside the draft vocabulary.
         if self.draft_tokens is not None:
             order = labels.new_full((self.config.vocab_size,), -1)
             order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
             labels = order[labels]
-        every = labels.clamp(min=0).repeat_interleave(own.shape[1])
+        every = labels.clamp(min=0).repeat_interleave(n_steps)
         wrong = losses.chunked_cross_entropy(own.detach().flatten(0, 1), every, self.lm_head.weight)
         wrong = wrong.view(own.shape[:2]).masked_fill((labels < 0)[:, None], torch.inf)
-        grid = wrong.new_zeros(*queries.shape, own.shape[1])
-        grid[at] = wrong
-        # Step j of the round that starts at a query is j queries further right; see
+        # In step j, a query belongs to the round that starts j queries further left; see
         # test_time_features.
-        by_round = _shifted(grid.unbind(dim=-1), -1)
-        seen = _shifted(reached.unbind(), -1)
-        paced = losses.d_pace_weights(
-            torch.stack(by_round, dim=-1), torch.stack(seen, dim=-1), smoothing
+        steps = torch.arange(n_steps, device=labels.device)
+        rounds = (places[:, None] - steps) % queries.shape[1]
+        return losses.d_pace_at(
+            (rows[:, None], rounds, steps), (*queries.shape, n_steps), wrong, reached, smoothing
         )
-        return torch.stack(_shifted(paced.unbind(dim=-1), 1))
 
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
@@ -400,14 +398,6 @@ class Eagle3Drafter(FeatureDrafter):
             has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
         return torch.stack(features), torch.stack(reached)
-
-
-def _shifted(steps: Sequence[Tensor], direction: int) -> list[Tensor]:
-    """Roll the values [B, Q] of draft step j by j queries, to the right (1) or to the left (-1)."""
-    shifted: list[Tensor] = []
-    for step, values in enumerate(steps):
-        shifted.append(values.roll(direction * step, dims=1))
-    return shifted
 
 
 def attend_with_own_steps(

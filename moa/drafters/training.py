@@ -214,10 +214,8 @@ class Rounds:
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
         index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
         cell = (at[0], index[at], depth[at])
-        grid = cross_entropy.new_zeros(*depth.shape, int(depth.max()) + 1)
-        supervised = torch.zeros_like(grid, dtype=torch.bool)
-        grid[cell], supervised[cell] = cross_entropy, True
-        paced = losses.d_pace_weights(grid, supervised, smoothing)[cell]
+        shape = (*depth.shape, int(depth.max()) + 1)
+        paced = losses.d_pace_at(cell, shape, cross_entropy, True, smoothing)
         return torch.where(self.pass_index[at[1]] == 0, paced, 1.0)
 
 
