@@ -59,7 +59,15 @@ from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, concatenated, fitting_counts, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import LayerSizes, check_default_layers, check_target_layers
+from .sizes import (
+    Flag,
+    Indices,
+    LayerSizes,
+    Size,
+    SizeOrZero,
+    check_default_layers,
+    check_target_layers,
+)
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
@@ -74,23 +82,21 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     KV encoder sizes are 0 unless the context is ``memory``.
     """
 
-    may_be_zero = ("n_layers", "mask_token")
-
     # The token whose embedding is the input of masked slots.
-    mask_token: int
-    block_size: int  # G, number of slots of a block
+    mask_token: SizeOrZero
+    block_size: Size  # G, number of slots of a block
     # If true, the anchor slot predicts the next token. If false, each masked slot predicts the
     # token at its own position.
-    sample_from_anchor: bool
+    sample_from_anchor: Flag
     # Kind of context that the layers see: hidden, kv or memory. See the docstring of the module.
     context: str = "hidden"
-    fused_layers: tuple[int, ...] = ()
+    fused_layers: Indices = ()
     """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
     With the context ``kv``, each draft layer sees the KV of the same number of these layers, the
     first draft layer that of the lowest. Empty with the context ``memory``."""
-    block_layers: int = 5  # number of decoder layers
+    block_layers: Size = 5  # number of decoder layers
     # True if only the tokens that ``t2d`` marks can be drafted, as in checkpoints of speculators.
-    reduced_vocabulary: bool = False
+    reduced_vocabulary: Flag = False
 
     @override
     def problems(self) -> Iterator[str]:
@@ -702,8 +708,8 @@ class DFlashSizes(BlockDrafterSizes):
 
     kind = "dflash"
 
-    block_size: int = 16
-    sample_from_anchor: bool = False
+    block_size: Size = 16
+    sample_from_anchor: Flag = False
 
 
 class DFlashDrafter(BlockDrafter):
@@ -719,14 +725,14 @@ class DSparkSizes(BlockDrafterSizes):
 
     kind = "dspark"
 
-    block_size: int = 7
-    sample_from_anchor: bool = True
+    block_size: Size = 7
+    sample_from_anchor: Flag = True
     # Kind of Markov head, which makes a draft depend on the previous draft; see :mod:`..nn.markov`.
     markov_head: str = "vanilla"
-    markov_rank: int = 256  # r, rank of the Markov head
-    confidence_head: bool = True  # whether there is a confidence head
+    markov_rank: Size = 256  # r, rank of the Markov head
+    confidence_head: Flag = True  # whether there is a confidence head
     # True if the confidence head also reads the Markov head's embedding of the previous token.
-    confidence_with_markov: bool = True
+    confidence_with_markov: Flag = True
 
     @override
     def problems(self) -> Iterator[str]:

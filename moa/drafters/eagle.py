@@ -41,7 +41,7 @@ from ..targets.cache import ContextCache, KVSource
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, stacked
-from .sizes import LayerSizes
+from .sizes import Flag, LayerSizes, Number, Size
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
@@ -205,14 +205,14 @@ class EagleSizes(LayerSizes):
 
     kind = "eagle"
 
-    eagle_layers: int = 1  # number of decoder layers
-    eagle_input_norm: bool = True
+    eagle_layers: Size = 1  # number of decoder layers
+    eagle_input_norm: Flag = True
     """True if the first layer has a norm before its attention, as in the MoA authors' EAGLE. The
     EAGLE authors' code has none."""
-    eagle_fc_bias: bool = False
+    eagle_fc_bias: Flag = False
     """True if the linear layer for token and hidden state has a bias, as in some checkpoints of the
     EAGLE authors."""
-    eagle_embedding_scale: float = 1.0
+    eagle_embedding_scale: Number = 1.0
     """Scale of the embeddings before the linear layer; 1 in the published drafter. 0 means that the
     scale of a new drafter has not been chosen yet."""
 

@@ -50,7 +50,7 @@ from ..nn.layers import DecoderBlock, DecoderBlockSizes, KeysValues, RMSNorm
 from ..targets.bundle import FrozenTarget
 from ..targets.facts import TargetFacts
 from .eagle import FeatureDrafter
-from .sizes import LayerSizes, check_default_layers, check_target_layers
+from .sizes import Flag, Indices, LayerSizes, Size, check_default_layers, check_target_layers
 from .training import (
     LossTerms,
     Reads,
@@ -82,22 +82,22 @@ class Eagle3Sizes(LayerSizes):
     kind = "eagle3"
     without_weights = ()
 
-    fused_layers: tuple[int, ...]
+    fused_layers: Indices
     """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
     input."""
-    draft_vocabulary: int  # V_d, number of tokens that can be drafted
-    test_time_steps: int = 7  # J, number of draft steps that training unrolls
-    fc_norm: bool = False
+    draft_vocabulary: Size  # V_d, number of tokens that can be drafted
+    test_time_steps: Size = 7  # J, number of draft steps that training unrolls
+    fc_norm: Flag = False
     """True if each output is normed before the outputs are fused, as in EAGLE-3.1 (arXiv
     2605.09992)."""
     # True if the outputs of the final norm are fed to the next draft step, as in EAGLE-3.1.
-    norm_output: bool = False
+    norm_output: Flag = False
     # True if the concatenated target outputs are normed before they are fused, as in speculators.
-    norm_before_fc: bool = False
+    norm_before_fc: Flag = False
     # True if the residual stream starts after the norm of the features, as in speculators.
-    norm_before_residual: bool = False
+    norm_before_residual: Flag = False
     # True if queries and keys have a norm per head, as in Qwen3 and speculators.
-    query_key_norm: bool = False
+    query_key_norm: Flag = False
 
     @override
     def problems(self) -> Iterator[str]:

@@ -47,7 +47,7 @@ from ..targets.facts import TargetFacts
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, lengths_mask
-from .sizes import LayerSizes
+from .sizes import Flag, Indices, LayerSizes, Size
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 
@@ -60,13 +60,13 @@ class GlideSizes(LayerSizes):
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
-    kv_width: int
+    kv_width: Size
     # The attended target layer, its number of heads, and the widths of a key and of a value. Empty
     # for targets that rotate keys like Llama. There the last layer is attended to.
-    target_kv: tuple[int, ...] = ()
+    target_kv: Indices = ()
     # True if the attended layer caches a latent as key and a rotated key as value.
-    target_latents: bool = False
-    block_size: int = 5  # number of tokens of a block in training
+    target_latents: Flag = False
+    block_size: Size = 5  # number of tokens of a block in training
 
     @classmethod
     @override

@@ -33,7 +33,7 @@ from ..nn.layers import DecoderBlock, DecoderBlockSizes, Rotary
 from ..nn.masks import added, positions_of
 from ..targets.cache import KVSource, check_arrived
 from ..targets.facts import TargetFacts
-from .sizes import DrafterSizes, largest_divisor, multiple_of_32
+from .sizes import DrafterSizes, Flag, Indices, Size, SizeOrZero, largest_divisor, multiple_of_32
 
 # Maximum number of positions in one call of layer self-attention. Each position is a sequence of L
 # layers, and CUDA attention kernels accept at most 65,535 sequences. The limit also bounds the
@@ -49,26 +49,26 @@ class KVEncoderSizes(DrafterSizes):
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
-    kv_width: int = 0
+    kv_width: SizeOrZero = 0
     # For each layer with KV, the index of its group of layers of the same shape. Empty if all
     # layers have the same shape.
-    kv_groups: tuple[int, ...] = ()
+    kv_groups: Indices = ()
     # KV width of a layer in each group; used in place of D.
-    kv_group_widths: tuple[int, ...] = ()
-    layer_attention_heads: int = 0  # number of query heads; it must divide kv_width
-    layer_attention_head_dim: int = 0  # head dim of layer self-attention
-    layer_attention_kv_heads: int = 0  # number of KV heads of layer self-attention
-    layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
+    kv_group_widths: Indices = ()
+    layer_attention_heads: SizeOrZero = 0  # number of query heads; it must divide kv_width
+    layer_attention_head_dim: SizeOrZero = 0  # head dim of layer self-attention
+    layer_attention_kv_heads: SizeOrZero = 0  # number of KV heads of layer self-attention
+    layer_attention_mlp_width: SizeOrZero = 0  # MLP width of layer self-attention
     # If false, there is no layer self-attention, and only the KV of the target's last layer is
     # encoded.
-    layer_attention: bool = True
+    layer_attention: Flag = True
     # G, number of groups of consecutive layers; 1 in the Mixture of Attentions paper.
-    layer_groups: int = 2
+    layer_groups: Size = 2
     # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
-    unrotated_keys: bool = True
+    unrotated_keys: Flag = True
     # n: the last layer and every n-th layer below it are encoded. 1 encodes all layers, as in the
     # Mixture of Attentions paper.
-    layer_stride: int = 1
+    layer_stride: Size = 1
 
     @property
     def n_kv_layers(self) -> int:

@@ -35,7 +35,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import RowState
-from .sizes import DrafterSizes
+from .sizes import DrafterSizes, Size
 from .training import (
     Draws,
     LossTerms,
@@ -57,8 +57,8 @@ class MedusaSizes(DrafterSizes):
 
     kind = "medusa"
 
-    medusa_heads: int = 6  # K, number of heads and maximum number of draft levels
-    medusa_layers: int = 1  # number of residual layers of each head
+    medusa_heads: Size = 6  # K, number of heads and maximum number of draft levels
+    medusa_layers: Size = 1  # number of residual layers of each head
 
     @property
     @override

@@ -48,7 +48,7 @@ from ..targets.facts import TargetFacts
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import largest_divisor, multiple_of_32
+from .sizes import Flag, Size, SizeOrZero, largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -68,13 +68,13 @@ class MoASizes(KVEncoderSizes):
 
     kind = "moa"
 
-    self_attention_kv_heads: int  # number of KV heads of the causal self-attention
-    self_attention_mlp_width: int  # MLP width of the causal self-attention
-    cross_attention_kv_heads: int  # number of KV heads of the cross-attention
-    cross_attention_mlp_width: int  # MLP width of the cross-attention
+    self_attention_kv_heads: Size  # number of KV heads of the causal self-attention
+    self_attention_mlp_width: Size  # MLP width of the causal self-attention
+    cross_attention_kv_heads: Size  # number of KV heads of the cross-attention
+    cross_attention_mlp_width: Size  # MLP width of the cross-attention
     # N, the number of the target's last layers that the drafted features pass through.
-    target_layer_inference: int = 0
-    cross_attention_drafts: bool = True
+    target_layer_inference: SizeOrZero = 0
+    cross_attention_drafts: Flag = True
     """True if cross-attention also sees the drafts of its round. In the Mixture of Attentions paper
     it sees only encoded KV."""
 
