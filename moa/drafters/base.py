@@ -90,6 +90,8 @@ class Drafter(nn.Module, ABC):
     # W, the number of values in the context of a position; 0 if the drafter needs no context. None
     # if the drafter must run on the target's machine.
     context_width: int | None = None
+    # Target layers whose packed KV is at the end of each context.
+    context_layers: tuple[int, ...] = ()
     context_needs_kv = False  # True if :meth:`encode_context` reads the target's KV.
     # True if the target's LM head turns features into logits.
     uses_target_head = True
@@ -333,8 +335,7 @@ class Drafter(nn.Module, ABC):
                 f"a {self.kind} drafter can only draft on the machine of its target; "
                 "`moa-data chat --help` lists the kinds that can draft over a network."
             )
-        n_layers = self.config.n_layers
-        return ContextCache(range(n_layers - self.config.target_layer_inference, n_layers))
+        return ContextCache(self.context_layers)
 
     @torch.inference_mode()
     def encode_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
@@ -348,7 +349,12 @@ class Drafter(nn.Module, ABC):
                 true.
             positions: [n] int64.
         """
-        return self._make_context(hidden, kv, positions).to(self.dtype)
+        context = self._make_context(hidden, kv, positions).to(self.dtype)
+        if not self.context_layers:
+            return context
+        assert kv is not None
+        layers = kv[:, list(self.context_layers)].flatten(1)
+        return torch.cat((context, layers.to(self.dtype)), dim=1)
 
     @torch.inference_mode()
     def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
@@ -367,7 +373,9 @@ class Drafter(nn.Module, ABC):
                 "contexts in order."
             )
         weight = next(self.parameters())
-        self._take_context(state, cache, context.to(weight.device, weight.dtype))
+        state.forget_drafts()
+        packed = self._take_context(state, context.to(weight.device, weight.dtype))
+        cache.extend(packed, self.config.head_dim)
 
     def reuse_context(
         self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
@@ -380,7 +388,12 @@ class Drafter(nn.Module, ABC):
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
+        """Encode the contexts of :meth:`encode_context`, without the KV of whole layers.
+
+        By default a context has no other numbers.
+        """
         return hidden[:, :0]
 
-    def _take_context(self, state: Any, cache: ContextCache, context: Tensor) -> None:
-        cache.extend(len(context), None, 0)
+    def _take_context(self, state: Any, context: Tensor) -> Tensor:
+        """Store the result of :meth:`_make_context`. Return the rest of the contexts, [n, N * D]."""
+        return context

@@ -53,11 +53,11 @@ from ..nn.layers import AppendKV, DecoderBlock, KeysValues, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import ContextCache, KVSource, check_arrived
+from ..targets.cache import KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
-from .caches import LayerState, concatenated, fitting_counts, padded, write_after
+from .caches import LayerState, concatenated, padded, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import (
     Flag,
@@ -281,6 +281,7 @@ class BlockDrafter(KVEncoder, Drafter):
             self.build_encoder()
             self.context_width = self.sent_width
         if config.context == "kv":
+            self.context_layers = config.fused_layers
             self.context_width = len(config.fused_layers) * config.kv_width
         else:
             self.hidden_norm = RMSNorm(width, eps=config.norm_eps)
@@ -636,44 +637,41 @@ class BlockDrafter(KVEncoder, Drafter):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
         state.n_true = masks.added(state.n_true, counts)
 
-    # Drafting with the target on another machine
+    @override
+    def encoded_lengths(self, state: BlockState) -> list[int]:
+        return state.n_true
 
     @override
-    def new_context_cache(self) -> ContextCache:
-        return ContextCache(self.config.fused_layers if self.config.context == "kv" else ())
+    def append_encoded(
+        self, state: BlockState, encoded: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        self._append_context(state, self.hidden_norm(encoded), counts or [encoded.shape[1]])
+
+    # Drafting with the target on another machine
 
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         if self.config.context == "hidden":
             return self.project(hidden.to(self.dtype))
-        assert kv is not None
         if self.config.context == "memory":
-            return self.encode_to_send(kv, positions)
-        return kv[:, list(self.config.fused_layers)].flatten(1)
+            return super()._make_context(hidden, kv, positions)
+        return hidden[:, :0]
 
     @override
-    def _take_context(self, state: BlockState, cache: ContextCache, context: Tensor) -> None:
-        state.forget_drafts()
-        layers = None
-        n_heads = self.config.self_attention_kv_heads
+    def _take_context(self, state: BlockState, context: Tensor) -> Tensor:
+        if self.config.context == "memory":
+            return super()._take_context(state, context)
         if self.config.context == "kv":
-            layers = context.unflatten(1, (len(self.config.fused_layers), self.config.kv_width))
-        elif self.config.context == "memory":
-            self._append_context(
-                state, self.hidden_norm(self.encoded_of(context[None])), [len(context)]
-            )
-        else:
-            state.fresh[0] = (*state.fresh[0], context)
-        cache.extend(len(context), layers, n_heads)
+            return context
+        state.fresh[0] = (*state.fresh[0], context)
+        return context[:, :0]
 
     @override
     def reuse_context(
         self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
     ) -> None:
-        state.forget_drafts()
-        fitting = fitting_counts(state.n_true, starts, counts)
-        if self.config.context == "memory" and any(fitting):
-            self._append_context(state, self.hidden_norm(self.encoded_of(contexts)), fitting)
+        if self.config.context == "memory":
+            super().reuse_context(state, contexts, starts, counts)
 
     @override
     def draft_level(

@@ -109,16 +109,6 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     return chosen.view(*indices.shape, *rows_in_order.shape[1:])
 
 
-def fitting_counts(
-    lengths: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-) -> list[int]:
-    """Return the count of each row that starts at the row's length, and 0 for the other rows."""
-    fitting: list[int] = []
-    for length, start, count in zip(lengths, starts, counts, strict=True):
-        fitting.append(count if length == start else 0)
-    return fitting
-
-
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     """Build a mask [B, 1, S] bool with which a query sees the first ``lengths[row]`` slots.
 

@@ -37,7 +37,7 @@ from ..nn import masks
 from ..nn.kv import write_slots
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import ContextCache, KVSource
+from ..targets.cache import KVSource
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, stacked
@@ -271,9 +271,9 @@ class EagleDrafter(FeatureDrafter):
         return hidden
 
     @override
-    def _take_context(self, state: FeatureState, cache: ContextCache, context: Tensor) -> None:
+    def _take_context(self, state: FeatureState, context: Tensor) -> Tensor:
         state.fresh[0] = (*state.fresh[0], context)
-        cache.extend(len(context), None, 0)
+        return context[:, :0]
 
     def forward(self, combined: Tensor, queries: Tensor) -> Tensor:
         """Run the layers over slots [B, S, E] and return the features of the slots [B, Q].

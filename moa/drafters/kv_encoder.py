@@ -287,14 +287,42 @@ class KVEncoder(nn.Module):
 
     # Drafting with the target on another machine
 
-    def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
-        """Encode the KV [n, L, D] of n positions for sending to a remote drafter.
+    def encoded_lengths(self, state: Any) -> Sequence[int]:
+        """Return the number of positions of each row whose encoded KV is in a state."""
+        raise NotImplementedError
 
-        The result is [n, ``sent_width``].
+    def append_encoded(
+        self, state: Any, encoded: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        """Append the encoded KV [B, n, E] of the next positions of each row to a state.
+
+        Only the first ``counts[row]`` positions of a row are real; None if all positions are real.
         """
+        raise NotImplementedError
+
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
+        assert kv is not None
         encode = self.encode_means if self._sends_means else self.encode_kv
         return encode(kv[None], positions[None])[0]
 
-    def encoded_of(self, sent: Tensor) -> Tensor:
-        """Convert received values [..., ``sent_width``] to encoded KV [..., E]."""
-        return self.kv_to_hidden(sent) if self._sends_means else sent
+    def _take_context(self, state: Any, context: Tensor) -> Tensor:
+        self._append_sent(state, context[None])
+        return context[:, self.sent_width :]
+
+    def reuse_context(
+        self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """See :meth:`.Drafter.reuse_context`."""
+        state.forget_drafts()
+        fitting: list[int] = []
+        for length, start, count in zip(self.encoded_lengths(state), starts, counts, strict=True):
+            fitting.append(count if length == start else 0)
+        if any(fitting):
+            self._append_sent(state, contexts, fitting)
+
+    def _append_sent(
+        self, state: Any, contexts: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        sent = contexts[..., : self.sent_width]
+        encoded = self.kv_to_hidden(sent) if self._sends_means else sent
+        self.append_encoded(state, encoded, counts)

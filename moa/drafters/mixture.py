@@ -43,10 +43,10 @@ from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import DecoderBlock
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import ContextCache, KVSource
+from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
-from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
+from .caches import Fed, LayerState, concatenated, lengths_mask, write_after
 from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
 from .sizes import Flag, Size, SizeOrZero, largest_divisor, multiple_of_32
 from .training import (
@@ -142,7 +142,10 @@ class MoADrafter(KVEncoder, Drafter):
         self.cross_attention = DecoderBlock(cross_sizes)
         self.rotary = config.rotary()
         self.build_encoder()
-        self.context_width = self.sent_width + config.target_layer_inference * config.kv_width
+        self.context_layers = tuple(
+            range(config.n_layers - config.target_layer_inference, config.n_layers)
+        )
+        self.context_width = self.sent_width + len(self.context_layers) * config.kv_width
 
     @classmethod
     @override
@@ -303,48 +306,18 @@ class MoADrafter(KVEncoder, Drafter):
         x = self.self_attention.attend_cached(x, fed.rotation, state.slots[0].append, fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
+    @override
     def append_encoded(
         self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None
     ) -> None:
-        """Append the encoded KV [B, n, E] of the next positions of each row.
-
-        Only the first ``counts[row]`` positions of a row are real; None if all positions are real.
-        """
         rotation = self.rotary(
             positions_from(state.encoded.lengths, encoded.shape[1], encoded.device)
         )
         state.encoded.append(*self.cross_attention.keys_values(encoded, rotation), counts)
 
     @override
-    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        assert kv is not None
-        encoded = self.encode_to_send(kv, positions)
-        n_layers = self.config.target_layer_inference
-        layers = kv[:, kv.shape[1] - n_layers :].flatten(1)  # [n, N * D]
-        return torch.cat((encoded, layers.to(encoded.dtype)), dim=1)
-
-    @override
-    def _take_context(self, state: MoADraftState, cache: ContextCache, context: Tensor) -> None:
-        state.forget_drafts()
-        kv_width = self.config.kv_width
-        n_layers = self.config.target_layer_inference
-        layers = context[:, self.sent_width :]
-        self.append_encoded(state, self.encoded_of(context[None, :, : self.sent_width]))
-        n_kv_heads = kv_width // (2 * self.config.head_dim)
-        cache.extend(
-            len(context),
-            layers.unflatten(1, (n_layers, kv_width)) if n_layers else None,
-            n_kv_heads,
-        )
-
-    @override
-    def reuse_context(
-        self, state: MoADraftState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
-    ) -> None:
-        state.forget_drafts()
-        fitting = fitting_counts(state.encoded.lengths, starts, counts)
-        if any(fitting):
-            self.append_encoded(state, self.encoded_of(contexts[..., : self.sent_width]), fitting)
+    def encoded_lengths(self, state: MoADraftState) -> list[int]:
+        return state.encoded.lengths
 
     def _attend_to_target(
         self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource
