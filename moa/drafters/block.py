@@ -498,7 +498,6 @@ class BlockDrafter(KVEncoder, Drafter):
         code = None if head is None else head.code(markov, own_hidden)
         matrix = None if head is None else head.markov_w2.weight
         labels = inputs.tokens[rows, positions + 1]
-        n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
         scale = step.scale(share.sum())
         if weights.d_pace is not None:
             wrong = losses.chunked_cross_entropy(
@@ -522,13 +521,13 @@ class BlockDrafter(KVEncoder, Drafter):
         )
         terms = terms[:, 0]  # [P, 3]: divergence, L1 distance, cross-entropy
         sums = (terms * share[:, None]).sum(dim=0) * scale
-        parts = {"cross_entropy": sums[2], "l1": sums[1]}
+        named = {"forward_kl": sums[0], "cross_entropy_loss": sums[2], "l1_loss": sums[1]}
         if (guess := self.confidence_logits(features)) is not None:
             accepted = (1 - 0.5 * terms[:, 1]).clamp(0, 1)
             error = F.binary_cross_entropy_with_logits(guess.float(), accepted, reduction="none")
-            parts["confidence"] = (error * share).sum() * scale
-            total = total + weights.confidence * parts["confidence"]
-        return LossTerms(total, sums[0], None, n_positions, parts=parts)
+            named["confidence_loss"] = (error * share).sum() * scale
+            total = total + weights.confidence * named["confidence_loss"]
+        return {"loss": total, **named}
 
     @override
     def drafted_features(

@@ -302,9 +302,8 @@ class EagleDrafter(FeatureDrafter):
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), weights.divergence
         )
-        return LossTerms(
-            weights.forward_kl * kl + weights.feature * feature, kl, feature, len(features)
-        )
+        total = weights.forward_kl * kl + weights.feature * feature
+        return {"loss": total, "forward_kl": kl, "feature_loss": feature}
 
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:

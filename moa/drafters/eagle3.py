@@ -298,7 +298,6 @@ class Eagle3Drafter(FeatureDrafter):
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         indices = true_indices(valid)
-        n_positions = len(indices[0])
         outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])  # [P, J, E]
         reached = reached.permute(1, 2, 0)[indices]  # [P, J]
         if step.weights.d_pace is None:
@@ -317,12 +316,13 @@ class Eagle3Drafter(FeatureDrafter):
             divergence=step.weights.divergence,
             cap=frozen.logit_cap,
         )
-        scale = step.scale(n_positions)
+        scale = step.scale(len(outputs))
         # Report the unweighted loss of the first draft step, because other drafters report only one
         # step.
-        return LossTerms(
-            step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions
-        )
+        return {
+            "loss": step.weights.forward_kl * scale * total,
+            "forward_kl": scale * by_step[:, 0].sum(),
+        }
 
     def paced(
         self,

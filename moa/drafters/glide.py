@@ -147,7 +147,7 @@ class GlideDrafter(Drafter):
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), step.weights.divergence
         )
-        return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), len(features))
+        return {"loss": step.weights.forward_kl * kl, "forward_kl": kl, "feature_loss": feature}
 
     @override
     def drafted_features(

@@ -128,7 +128,7 @@ class IndependentDrafter(Drafter):
             cap=frozen.logit_cap,
         )  # fmt: skip
         mean = total * step.scale(len(features))
-        return LossTerms(step.weights.forward_kl * mean, mean, None, len(features))
+        return {"loss": step.weights.forward_kl * mean, "forward_kl": mean}
 
     @override
     def drafted_features(

@@ -136,7 +136,6 @@ class MedusaDrafter(Drafter):
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()
-        n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
         indices, rows, positions = true_indices(every)  # [P] for the loss positions of all heads
@@ -151,8 +150,8 @@ class MedusaDrafter(Drafter):
             divergence=step.weights.divergence,
             cap=frozen.logit_cap,
         )
-        mean = kl * step.scale(n_positions)
-        return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
+        mean = kl * step.scale(counts[0])
+        return {"loss": step.weights.forward_kl * mean, "forward_kl": mean}
 
     @override
     def drafted_features(

@@ -230,7 +230,6 @@ class MoADrafter(KVEncoder, Drafter):
     ) -> LossTerms:
         """Compute the losses of the outputs of :meth:`forward` at the loss positions."""
         inputs = step.inputs
-        n_layers = self.config.target_layer_inference
         indices = true_indices(rounds.weights > 0)
         weights = rounds.weights[indices]  # [P]
         scale = step.scale(weights.sum())
@@ -252,17 +251,19 @@ class MoADrafter(KVEncoder, Drafter):
         kl, feature = distillation(
             frozen, features, hidden, scale, step.weights.divergence, weights, teachers
         )
-        before = None
+        terms = {"forward_kl": kl, "feature_loss": feature}
         feature_term = feature
-        if n_layers:
+        if self.config.target_layer_inference:
             # Batches have these states if N > 0, because ``reads`` requests them.
             assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
-            before = (losses.feature_loss(entering[indices], goal) * weights).sum() * scale
+            terms["entering_feature_loss"] = (
+                losses.feature_loss(entering[indices], goal) * weights
+            ).sum() * scale
             # The losses before and after the last N layers have the same weight.
-            feature_term = 0.5 * feature + 0.5 * before
+            feature_term = 0.5 * feature + 0.5 * terms["entering_feature_loss"]
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
-        return LossTerms(total, kl, feature, len(features), before)
+        return {"loss": total, **terms}
 
     @override
     def drafted_features(

@@ -39,8 +39,7 @@ drafts of a block contribute to the loss until the response ends, so no block re
 response.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -408,23 +407,12 @@ class TrainingStep:
         )
 
 
-@dataclass
-class LossTerms:
-    """Scalar losses of one mini-batch.
+LossTerms = dict[str, Tensor]
+"""Scalar losses of one mini-batch by name. ``loss`` is trained, and all of them are logged.
 
-    Each loss is a sum over loss positions, divided by the denominator.
-    """
-
-    total: Tensor
-    forward_kl: Tensor  # the forward KL, or the divergence that is trained instead
-    # The feature loss. None if the drafter's features are not compared with the target's hidden
-    # states.
-    feature: Tensor | None
-    n_positions: int
-    # The feature loss before the target's last N layers. None if the drafter does not use these
-    # layers.
-    entering_feature: Tensor | None = None
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # further terms by name, for logs
+Each loss is a sum over loss positions, divided by the denominator. ``forward_kl`` is the forward
+KL, or the divergence that is trained instead.
+"""
 
 
 def distillation(

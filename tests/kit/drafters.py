@@ -1,6 +1,7 @@
 """Builds drafters with random or briefly trained weights, and the activations to train them on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -144,13 +145,20 @@ def assert_loss(
 ) -> LossTerms:
     """Compare a loss and its gradients with a plain reference, and return its terms."""
     terms, weights = drafter.objective(frozen, step), dict(drafter.named_parameters())
-    torch.testing.assert_close(terms.total, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms["loss"], expected, rtol=1e-5, atol=1e-6)
     goals = torch.autograd.grad(expected, list(weights.values()), materialize_grads=True)
     for name, got, goal in zip(
-        weights, torch.autograd.grad(terms.total, list(weights.values())), goals, strict=True
+        weights, torch.autograd.grad(terms["loss"], list(weights.values())), goals, strict=True
     ):
         torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=f"{name}: {{}}".format)
     return terms
+
+
+def weight_of_positions(drafter: Drafter, frozen: FrozenTarget, step: TrainingStep) -> float:
+    """Return the sum of the weights of loss positions, by which the loss is divided by default."""
+    summed = drafter.objective(frozen, replace(step, denominator=1.0))["loss"]
+    mean = drafter.objective(frozen, replace(step, denominator=None))["loss"]
+    return float(summed / mean)
 
 
 @torch.inference_mode()
@@ -205,6 +213,6 @@ def teach(
         draws = Draws(
             torch.full((rows,), 5), torch.zeros(rows, dtype=torch.bool), torch.full((rows,), step)
         )
-        drafter.objective(frozen, TrainingStep(inputs, draws)).total.backward()
+        drafter.objective(frozen, TrainingStep(inputs, draws))["loss"].backward()
         optimizer.step()
     return drafter.eval()

@@ -120,4 +120,4 @@ def glide_objective(frozen: FrozenTarget, inputs: TrainingInputs, features: Tens
     kl, feature = distillation(
         frozen, features[response], inputs.hidden[response], 1 / (n_positions + 1e-5)
     )
-    return LossTerms(0.1 * kl, kl, feature.detach(), n_positions)
+    return {"loss": 0.1 * kl, "forward_kl": kl, "feature_loss": feature}
