@@ -41,7 +41,7 @@ from ..nn.packed import pack, rows_of, state_of
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
-from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 from .vocabulary import most_frequent
 
 CommittedTokens = Sequence[list[int]]
@@ -84,7 +84,7 @@ class Drafter(nn.Module, ABC):
     by_graph = False
     # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
     # last hidden state.
-    observed_layers: tuple[int, ...] = ()
+    observed_layers: tuple[int, ...]
     # True if the drafter can run on another machine than its target.
     drafts_remotely = False
     # W, the number of values in the context of a position; 0 if the drafter needs no context. None
@@ -99,6 +99,7 @@ class Drafter(nn.Module, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self.observed_layers = config.reads.outputs
         # Cached rows of LM heads for the draft vocabulary. ``_target_rows`` has rows of the
         # target's LM head for one state of that head. ``_own_rows`` has rows of the drafter's own
         # head. PyTorch does not register layers in a dict or a list as submodules.
@@ -158,20 +159,6 @@ class Drafter(nn.Module, ABC):
 
     def check_weights(self) -> None:
         """Check that the loaded weights are consistent; raise DrafterError if they are not."""
-
-    @classmethod
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        """Return the activations that training reads in addition to those that it always reads.
-
-        Tokens, response masks and the last hidden state are always read. By default nothing else is
-        read.
-
-        Args:
-            n_layers: L, the number of target layers.
-            settings: the drafter settings of the training run, or the drafter's sizes. The names
-                are the same.
-        """
-        return Reads()
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:

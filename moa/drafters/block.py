@@ -58,7 +58,7 @@ from ..targets.facts import TargetFacts
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, concatenated, padded, write_after
-from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
+from .kv_encoder import KVEncoder, KVEncoderSizes
 from .sizes import (
     Flag,
     Indices,
@@ -101,9 +101,18 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        if self.context == "memory":
+        if self.context not in CONTEXTS:
+            yield f"the context is {self.context!r}, expected one of {', '.join(CONTEXTS)}"
+        elif self.context == "memory":
+            if self.fused_layers:
+                yield (
+                    "the context memory encodes all layers of the target: remove fused_layers, or "
+                    "set context to hidden or kv"
+                )
             yield from self.encoder_problems()
+        else:
+            n_layers = self.n_layers or 1 + max(self.fused_layers, default=0)
+            check_target_layers(self.fused_layers, n_layers, embedding=True)
         if self.context == "kv":
             yield from self._kv_problems()
         if self.n_drafts < 1:
@@ -118,6 +127,12 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             )
 
     def _kv_problems(self) -> Iterator[str]:
+        if len(self.fused_layers) % self.block_layers or self.fused_layers[0] == -1:
+            yield (
+                f"with the context kv, the drafter's {self.block_layers} layers divide "
+                "fused_layers evenly among themselves: give a number of target layers that is a "
+                f"multiple of {self.block_layers}, without the embedding (-1)"
+            )
         n_kv_heads = self.kv_width // (2 * self.head_dim)
         if self.self_attention_kv_heads != n_kv_heads:
             yield (
@@ -131,6 +146,13 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
                 f"with {n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
                 "divided evenly among all these KV heads: give another number of fused_layers"
             )
+
+    @property
+    @override
+    def reads(self) -> Reads:
+        if self.context == "hidden":
+            return Reads(outputs=tuple(layer for layer in self.fused_layers if layer >= 0))
+        return Reads(True, self.fused_layers if self.context == "kv" else self.read_kv_layers)
 
     @property
     def n_seen_layers(self) -> int:
@@ -170,19 +192,6 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
         return values
 
 
-def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
-    """Return the target layers that a drafter reads, given the drafter's settings or sizes.
-
-    Layer -1 is the embedding.
-    """
-    if settings.fused_layers is None and settings.context != "memory":
-        return default_read_layers(
-            n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS
-        )
-    check_context(settings, n_layers)
-    return tuple(settings.fused_layers or ())
-
-
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
     """Return the default target layers to read, evenly spaced from 1 to L - 3.
 
@@ -193,37 +202,6 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
     layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
     check_default_layers(layers, n_layers)
     return layers
-
-
-def check_context(settings: Any, n_layers: int) -> None:
-    """Check that ``context`` and ``fused_layers`` are valid; raise DrafterError if not."""
-    context = settings.context
-    layers = tuple(settings.fused_layers or ())
-    if context not in CONTEXTS:
-        raise DrafterError(
-            f"the drafter's context is {context!r}, expected one of {', '.join(CONTEXTS)}."
-        )
-    if context == "memory":
-        if layers:
-            raise DrafterError(
-                "the context 'memory' encodes all layers of the target; remove fused_layers, or "
-                "set context to 'hidden' or 'kv'."
-            )
-        return
-    check_target_layers(layers, n_layers, embedding=True)
-    if context == "kv" and (len(layers) % settings.block_layers or layers[0] == -1):
-        layer_names = ",".join(map(str, layers))
-        raise DrafterError(
-            f"fused_layers is {layer_names}. With the context 'kv', the drafter's "
-            f"{settings.block_layers} layers divide these target layers evenly among themselves, "
-            f"so give a number of layers that is a multiple of {settings.block_layers}, without "
-            "the embedding (-1)."
-        )
-
-
-def _without_embedding(layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers of the target without layer -1, the embedding."""
-    return tuple(layer for layer in layers if layer >= 0)
 
 
 class BlockState(LayerState):
@@ -275,7 +253,6 @@ class BlockDrafter(KVEncoder, Drafter):
         self.context_needs_kv = config.context != "hidden"
         self.context_width = width = config.hidden_size
         if config.context == "hidden":
-            self.observed_layers = _without_embedding(config.fused_layers)
             self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.context == "memory":
             self.build_encoder()
@@ -291,16 +268,6 @@ class BlockDrafter(KVEncoder, Drafter):
         self.rotary = config.rotary()
         if config.reduced_vocabulary:
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
-
-    @classmethod
-    @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        layers = read_layers(settings, n_layers)
-        if settings.context == "hidden":
-            return Reads(outputs=_without_embedding(layers))
-        if settings.context == "kv":
-            return Reads(kv=True, kv_layers=layers)
-        return Reads(kv=True, kv_layers=read_kv_layers(settings, n_layers))
 
     @classmethod
     @override

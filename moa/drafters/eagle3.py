@@ -108,6 +108,11 @@ class Eagle3Sizes(LayerSizes):
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
 
+    @property
+    @override
+    def reads(self) -> Reads:
+        return Reads(outputs=self.fused_layers)
+
     @classmethod
     @override
     def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +176,6 @@ class Eagle3Drafter(FeatureDrafter):
 
     def __init__(self, config: Eagle3Sizes) -> None:
         super().__init__(config)
-        self.observed_layers = config.fused_layers
         width = config.hidden_size
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.norm_before_fc:
@@ -206,17 +210,6 @@ class Eagle3Drafter(FeatureDrafter):
 
     def _mapped_tokens(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    @classmethod
-    @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        layers = (
-            default_fused_layers(n_layers)
-            if settings.fused_layers is None
-            else settings.fused_layers
-        )
-        check_target_layers(layers, n_layers)
-        return Reads(outputs=layers)
 
     @override
     @torch.no_grad()

@@ -68,6 +68,11 @@ class GlideSizes(LayerSizes):
     target_latents: Flag = False
     block_size: Size = 5  # number of tokens of a block in training
 
+    @property
+    @override
+    def reads(self) -> Reads:
+        return Reads(kv=True, kv_layers=(-1,))
+
     @classmethod
     @override
     def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +133,6 @@ class GlideDrafter(Drafter):
                 config.n_heads * value_width, config.hidden_size, bias=False
             )
         self.rotary = config.rotary()
-
-    @classmethod
-    @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        return Reads(kv=True, kv_layers=(-1,))
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:

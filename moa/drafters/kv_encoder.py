@@ -81,6 +81,13 @@ class KVEncoderSizes(DrafterSizes):
         layers = strided_layers(self.n_kv_layers, self.layer_stride)
         return layers if self.layer_attention else layers[-1:]
 
+    @property
+    def read_kv_layers(self) -> tuple[int, ...] | None:
+        """The layers whose KV training reads, among the L layers with KV; None for all of them."""
+        if not self.layer_attention:
+            return (-1,)
+        return None if self.layer_stride == 1 else self.encoded_layers
+
     def encoder_problems(self) -> Iterator[str]:
         """Yield descriptions of sizes of the KV encoder that do not fit together."""
         heads = self.layer_attention_heads
@@ -158,13 +165,6 @@ class KVEncoderSizes(DrafterSizes):
 def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
     """Return the last of ``n_layers`` layers and every ``stride``-th layer below it, ascending."""
     return tuple(range((n_layers - 1) % stride, n_layers, stride))
-
-
-def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
-    """Return the layers whose KV training reads with these settings; None for all layers."""
-    if not settings.layer_attention:
-        return (-1,)
-    return None if settings.layer_stride == 1 else strided_layers(n_layers, settings.layer_stride)
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:

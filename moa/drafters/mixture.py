@@ -47,7 +47,7 @@ from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import Fed, LayerState, concatenated, lengths_mask, write_after
-from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
+from .kv_encoder import KVEncoder, KVEncoderSizes
 from .sizes import Flag, Size, SizeOrZero, largest_divisor, multiple_of_32
 from .training import (
     Draws,
@@ -89,6 +89,17 @@ class MoASizes(KVEncoderSizes):
                 f"target_layer_inference ({n_last}) must be from 0 to the target's number of "
                 f"layers ({n_layers})"
             )
+
+    @property
+    @override
+    def reads(self) -> Reads:
+        n_last = self.target_layer_inference
+        layers = self.read_kv_layers
+        # The last N target layers attend to their own KV. So reading only the last layer's KV is
+        # not enough if N is more than 1.
+        if n_last > 1 and layers is not None:
+            layers = None if self.layer_attention else tuple(range(-n_last, 0))
+        return Reads(True, layers, self.n_layers - n_last - 1 if n_last else None)
 
     @classmethod
     @override
@@ -146,17 +157,6 @@ class MoADrafter(KVEncoder, Drafter):
             range(config.n_layers - config.target_layer_inference, config.n_layers)
         )
         self.context_width = self.sent_width + len(self.context_layers) * config.kv_width
-
-    @classmethod
-    @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        n_last = settings.target_layer_inference
-        layers = read_kv_layers(settings, n_layers)
-        # The last N target layers attend to their own KV. So reading only the last layer's KV is
-        # not enough if N is more than 1.
-        if n_last > 1 and layers is not None:
-            layers = None if settings.layer_attention else tuple(range(-n_last, 0))
-        return Reads(True, layers, n_layers - n_last - 1 if n_last else None)
 
     @classmethod
     @override

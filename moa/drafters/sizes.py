@@ -10,6 +10,7 @@ from typing_extensions import override
 from ...errors import DrafterError, TargetError
 from ..nn.layers import DecoderBlockSizes, Rotary
 from ..targets.facts import TargetFacts
+from .training import Reads
 
 _MAX_SIZE = 1 << 26
 # The types of fields of sizes. Values of other types are not converted to them.
@@ -88,6 +89,15 @@ class DrafterSizes:
         Each size by itself has been checked before.
         """
         yield from ()
+
+    @property
+    def reads(self) -> Reads:
+        """The activations that training reads in addition to those that it always reads.
+
+        Tokens, response masks and the last hidden state are always read. By default nothing else is
+        read.
+        """
+        return Reads()
 
     @property
     def target_layer_inference(self) -> int:

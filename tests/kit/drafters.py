@@ -101,9 +101,9 @@ def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
 @torch.no_grad()
 def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
     """Return exactly the activations of a batch that a store would provide to this drafter."""
-    facts, drafters = TargetFacts.of_model(model), type(drafter)
+    facts = TargetFacts.of_model(model)
     n_layers = facts.n_layers
-    reads, every = drafters.reads(n_layers, drafter.config), range(n_layers)
+    reads, every = drafter.config.reads, range(n_layers)
     cache = new_cache([shape is None for shape in facts.kv_shapes]) if reads.kv else None
     with layer_outputs(model, every) as outputs:
         hidden = text_model(model)(
@@ -118,8 +118,7 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
         made = [pack_kv(*cache_layers(cache, [layer])) for layer in layers]  # [B, T, 1, width]
         widest = max(one.shape[3] for one in made)
         kv = torch.cat([pad(one, (0, widest - one.shape[3])) for one in made], dim=2)
-        chosen = drafters.reads(len(layers), drafter.config).kv_layers
-        found["kv"] = kv if chosen is None else kv[:, :, list(chosen)]
+        found["kv"] = kv if reads.kv_layers is None else kv[:, :, list(reads.kv_layers)]
     found["layer_outputs"] = tuple(outputs[layer] for layer in reads.outputs)
     found = {"kv": None, "hidden": torch.full_like(hidden, torch.nan)} | found
     return TrainingInputs(tokens, response, **found)
