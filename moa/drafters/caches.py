@@ -18,7 +18,7 @@ from typing_extensions import override
 from ..nn import masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_from, slots_after, write_slots
-from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation
+from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation, no_cache
 from ..nn.masks import added, are_alike, to_device
 from .base import CommittedTokens, DraftLevel
 from .training import at_queries
@@ -169,7 +169,7 @@ def causal_features(
     causal = masks.Mask.up_to(slots[None], len(slots))
     *before, last = blocks
     for block in before:
-        x = block.attend_self(x, rotation, causal)
+        x = block.attend_cached(x, rotation, no_cache, causal)
     keys, values = last.keys_values(x, rotation)
     seen = masks.Mask.up_to(queries, len(slots))
     features: Tensor = last(at_queries(x, queries), rotary(queries), keys, values, seen)

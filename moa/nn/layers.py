@@ -38,6 +38,11 @@ The function returns the keys and values of all tokens in the cache, each [B, H_
 """
 
 
+def no_cache(keys: Tensor, values: Tensor) -> KeysValues:
+    """Return keys and values unchanged, as :data:`AppendKV` does for an empty cache."""
+    return keys, values
+
+
 @dataclass(frozen=True)
 class DecoderBlockSizes:
     """Sizes of one decoder block."""
@@ -466,27 +471,29 @@ class DecoderBlock(nn.Module):
         """Return the state without the fused products, because they cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "fused"}
 
-    def attend_self(self, x: Tensor, rotation: Rotation, mask: AnyMask) -> Tensor:
-        """Let x [B, T, E] attend to itself.
-
-        The result equals that of :meth:`forward` with the keys and values of x. This method
-        normalises x once, whereas separate calls of :meth:`queries` and :meth:`keys_values` would
-        normalise it twice.
-        """
-        return self.finish(x, self._self_attention(x, rotation, mask))
-
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Average the result of :meth:`attend_self` over each of G groups of consecutive tokens.
+        """Let x [B, T, E] attend to itself, and average each of G groups of consecutive tokens.
 
-        x [B, T, E] becomes [B, G, E]. No mask is used.
+        The result [B, G, E] consists of means of the result of :meth:`attend_cached`, without a
+        mask and with :func:`no_cache`.
         """
         if (fused := self._current(x)) is not None:
-            return self._attend_fused(
-                fused, x, rotation, lambda keys, values: (keys, values), None, n_groups
-            )
+            return self._attend_fused(fused, x, rotation, no_cache, None, n_groups)
+        norm: Any = self.input_layernorm
+        has_own_norms = type(self).normed is not DecoderBlock.normed
+        if has_own_norms or x.requires_grad or not torch.is_grad_enabled():
+            normed = self.normed(x)
+            scale = None
+        else:
+            # The input x is read from a store, so it needs no gradient. If the norm's weight is
+            # folded into the projections, the normalised x needs no gradient either.
+            normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
+            scale = norm.weight
+        keys, values = self.self_attn.keys_values(normed, rotation, scale)
+        queries = self.self_attn.queries(normed, rotation, scale)
         # The down projection and the residual sums are linear. So they are applied to the mean of
         # each group instead of to each token.
-        x = self.residual(x) + self._self_attention(x, rotation, mask=None)
+        x = self.residual(x) + self.self_attn(queries, keys, values, None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
         return out
@@ -500,25 +507,4 @@ class DecoderBlock(nn.Module):
         """
         x = self.residual(x) + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-    def _self_attention(self, x: Tensor, rotation: Rotation, mask: AnyMask) -> Tensor:
-        norm = self.input_layernorm
-        scale = None
-        reads_data = (
-            torch.is_grad_enabled()
-            and not x.requires_grad
-            and type(self).normed is DecoderBlock.normed
-        )
-        if isinstance(norm, RMSNorm) and reads_data:
-            # The input x is read from a store, so it needs no gradient. If the norm's weight is
-            # folded into the projections, the normalised x needs no gradient either.
-            normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
-            scale = norm.weight
-        else:
-            normed = self.normed(x)
-        keys, values = self.self_attn.keys_values(normed, rotation, scale)
-        out: Tensor = self.self_attn(
-            self.self_attn.queries(normed, rotation, scale), keys, values, mask
-        )
         return out

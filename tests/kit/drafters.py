@@ -15,6 +15,7 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.training import Draws, LossTerms, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
+from moa_data.moa.nn.layers import no_cache
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.facts import TargetFacts
 from moa_data.moa.targets.families import text_model
@@ -88,7 +89,7 @@ def encode_layers(drafter: MoADrafter, kv: Tensor) -> Tensor:
     L counts all layers of the target's keys and values.
     """
     rotation = drafter.layer_rotary(torch.arange(kv.shape[2])[None])
-    out = drafter.layer_self_attention.attend_self(kv.flatten(0, 1), rotation, mask=None)
+    out = drafter.layer_self_attention.attend_cached(kv.flatten(0, 1), rotation, no_cache, None)
     encoded: Tensor = out.unflatten(0, kv.shape[:2])
     return encoded
 
