@@ -286,16 +286,15 @@ def check_target_fits(
             wrong.append(f"its {name} is {size}, but this target has {sizes[name]}")
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
         wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")
-    if wrong:
-        raise TargetError(
-            f"the drafter was trained for another target: {wrong[0]}. Pass the target that the "
-            "drafter's store was extracted from."
-        )
     expected = config.target.get("weights_sha256")
     got = identity.get("weights_sha256")
     if expected and got and expected != got:
+        wrong.append(
+            f"the weights of that target have the hash {expected[:12]}, but the weights of this "
+            f"target have the hash {got[:12]}"
+        )
+    if wrong:
         raise TargetError(
-            f"the drafter was trained for a target whose weights have the hash {expected[:12]}, "
-            f"but the weights of this target have the hash {got[:12]}. Pass the target that the "
+            f"the drafter was trained for another target: {wrong[0]}. Pass the target that the "
             "drafter's store was extracted from."
         )

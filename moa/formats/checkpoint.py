@@ -50,7 +50,6 @@ _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-_PICKLE_INDEX = "pytorch_model.bin.index.json"
 # Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
 # some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
@@ -426,17 +425,18 @@ def _read_weight_file(folder: Path) -> Weights:
 
     The first of these that exists is read.
     """
-    has_single_file = (folder / _LAYOUT_WEIGHTS).is_file()
-    if not has_single_file and (folder / _LAYOUT_INDEX).is_file():
+    if (folder / _LAYOUT_WEIGHTS).is_file():
+        return _read_safetensors(folder / _LAYOUT_WEIGHTS)
+    if (folder / _LAYOUT_INDEX).is_file():
         return _read_shards(folder / _LAYOUT_INDEX)
     file = folder / _LAYOUT_PICKLE
-    if not has_single_file and not file.is_file() and (folder / _PICKLE_INDEX).is_file():
+    if not file.is_file():
         raise DrafterError(
-            f"{folder} has its weights in several pickled files ({_PICKLE_INDEX}), which are not "
-            f"read. Convert the weights to {_LAYOUT_WEIGHTS}."
+            f"{folder / _LAYOUT_WEIGHTS} does not exist, and the folder has neither "
+            f"{_LAYOUT_INDEX} nor {_LAYOUT_PICKLE}. Download the folder again. Weights in several "
+            f"pickled files (pytorch_model.bin.index.json) are not read: convert them to "
+            f"{_LAYOUT_WEIGHTS}."
         )
-    if has_single_file or not file.is_file():
-        return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     with parsing(f"cannot read {file}", DrafterError):
         weights = load_pickled_tensors(file)
         for name, value in weights.items():
