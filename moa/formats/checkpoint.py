@@ -304,14 +304,6 @@ def _layout_weights(
     return converted
 
 
-def _recognise(tensors: Weights, config: ForeignConfig) -> Layout | None:
-    """Return the first layout that recognises the files of another program."""
-    for layout in LAYOUTS.values():
-        if layout.recognises(set(tensors), config):
-            return layout
-    return None
-
-
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], str]]:
     """Read a drafter of another program's layout.
 
@@ -323,7 +315,9 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], s
     tensors = _renamed(_read_weight_file(folder), lambda name: name.removeprefix("model."), folder)
     record = config.get(_OWN_KEY)
     if record is None:
-        layout = _recognise(tensors, config)
+        names = set(tensors)
+        recognised = (known for known in LAYOUTS.values() if known.recognises(names, config))
+        layout = next(recognised, None)
     else:
         layout = LAYOUTS.get(str(record.get("format"))) if isinstance(record, dict) else None
     if layout is None:
