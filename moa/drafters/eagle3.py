@@ -403,39 +403,30 @@ def attend_with_own_steps(
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
-    flat = list(chain.from_iterable(own))
+    # [B, ..., Q, ...], the inputs that belong to queries
+    of_queries = (q, seen[:, None], *chain.from_iterable(own))
     if q.shape[0] * q.shape[2] <= n_queries:
-        return _attend(q, keys, values, seen, *flat)
+        return _attend(keys, values, *of_queries)
     # Recompute the scores in the backward pass, so that only a part of the scores is in memory at a
     # time.
-    attended = []
-    by_rows = [tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)]
-    for rows in zip(*by_rows, strict=True):
-        row_q, row_keys, row_values, row_seen, *row_own = rows
-        of_queries = (row_q, row_seen[:, None], *row_own)
-        by_queries = [tensor.split(n_queries, dim=2) for tensor in of_queries]
+    attended: list[Tensor] = []
+    for first_row in range(0, q.shape[0], n_rows):
+        rows = slice(first_row, first_row + n_rows)
         parts: list[Tensor] = []
-        for part_q, part_seen, *part_own in zip(*by_queries, strict=True):
-            part = checkpoint(
-                _attend,
-                part_q,
-                row_keys,
-                row_values,
-                part_seen[:, 0],
-                *part_own,
-                use_reentrant=False,
-            )
+        for first in range(0, q.shape[2], n_queries):
+            chosen = [tensor[rows, :, first : first + n_queries] for tensor in of_queries]
+            part = checkpoint(_attend, keys[rows], values[rows], *chosen, use_reentrant=False)
             parts.append(part)
         attended.append(torch.cat(parts, dim=2))
     return torch.cat(attended)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
+def _attend(keys: Tensor, values: Tensor, q: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
     n_kv_heads = keys.shape[1]
     n_slots = keys.shape[2]
     rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5  # [B, H_kv, group, Q, d]
     shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, group, Q, S]
-    scores = [shared.masked_fill(~seen[:, None, None], -torch.inf)]
+    scores = [shared.masked_fill(~seen[:, :, None], -torch.inf)]
     for own_keys in own[::2]:
         scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
     # [B, H_kv, group, Q, S + steps]
