@@ -201,7 +201,7 @@ def self_attention_mask(
 def round_mask(
     queries: Tensor,
     last_context_of_query: Tensor,
-    pass_index: Tensor,
+    pass_index: Tensor | None,
     n_keys: int,
     window: int | None = None,
 ) -> Mask:
@@ -213,6 +213,7 @@ def round_mask(
         queries: [B, Q] int64, position of each query.
         last_context_of_query: [B, Q] int64, last context position s(i) of each query.
         pass_index: [Q] int64. Queries of different passes over the batch do not see each other.
+            None for a single pass.
         n_keys: T, the number of verified keys.
         window: Number of positions that a sliding-window layer sees, including the query's own
             position, or a :class:`Chunk`. None for no limit.
@@ -233,8 +234,9 @@ def round_mask(
             (context[row, query] == context[row, key])
             & (other <= position)
             & (other > context[row, key])
-            & (pass_index[query] == pass_index[key])
         )
+        if pass_index is not None:
+            seen = seen & (pass_index[query] == pass_index[key])
         # Padding queries see themselves too, because the softmax over no keys would be NaN.
         seen = seen | (query == key)
         return seen if window is None else seen & _reaches(position, other, window)
@@ -270,14 +272,31 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
     n_pending = seen.shape[2]
     device = seen.device
     n_slots = max(lengths) + n_pending
-    if are_alike(lengths):
-        committed = torch.ones(*seen.shape[:2], lengths[0], dtype=torch.bool, device=device)
-        mask = torch.cat((committed, seen), dim=2)
-    else:
-        index = torch.arange(n_slots, device=device) - to_device(lengths, device)[:, None]  # [B, S]
-        inside = (index >= 0) & (index < n_pending)
-        pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
-        mask = (index < 0)[:, None, :] | (inside[:, None, :] & seen.gather(2, pending))
+    if not are_alike(lengths):
+        return tree_mask_after(to_device(lengths, device)[:, None], seen, n_slots, window)
+    committed = torch.ones(*seen.shape[:2], lengths[0], dtype=torch.bool, device=device)
+    return _within(window, torch.cat((committed, seen), dim=2))
+
+
+def tree_mask_after(
+    lengths: Tensor, seen: Tensor, n_slots: int, window: int | None = None
+) -> Tensor:
+    """Compute :func:`tree_mask`, [B, Q, n_slots] bool, for lengths that are on the device.
+
+    Args:
+        lengths: [B, 1] int64, number of committed slots of each row.
+        seen: [B, Q, P] bool, the pending tokens that each query sees, as in :func:`tree_mask`.
+        n_slots: Number of slots of the mask.
+        window: Sliding window or :class:`Chunk`, as in :func:`tree_mask`.
+    """
+    n_pending = seen.shape[2]
+    index = torch.arange(n_slots, device=seen.device) - lengths  # [B, S]
+    inside = (index >= 0) & (index < n_pending)
+    pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
+    return _within(window, (index < 0)[:, None, :] | (inside[:, None, :] & seen.gather(2, pending)))
+
+
+def _within(window: int | None, mask: Tensor) -> Tensor:
     if window is None:
         return mask
     # The position of a token is the number of other tokens that the mask lets it see.

@@ -32,7 +32,7 @@ def test_no_row_is_ever_empty() -> None:
     for mask in (
         masks.Mask.up_to(context, 40).dense,
         masks.self_attention_mask(queries, context, stairs[:, None], 40).dense,
-        masks.round_mask(queries, context, torch.zeros_like(queries[0]), 40).dense[..., 40:],
+        masks.round_mask(queries, context, None, 40).dense[..., 40:],
     ):
         assert mask.any(dim=-1).all()
         assert not (mask & (torch.arange(40) > torch.arange(40)[:, None])).any(), (
