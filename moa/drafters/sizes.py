@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import override
@@ -64,7 +64,7 @@ class DrafterSizes:
         for item in fields(self):
             value = getattr(self, item.name)
             try:
-                value = TypeAdapter[Any](item.type).validate_python(value)
+                value = TypeAdapter[Any](cast(Any, item.type)).validate_python(value)
             except ValidationError as error:
                 raise DrafterError(
                     f"the drafter has {item.name} {str(value)[:60]!r}, which is not a valid "

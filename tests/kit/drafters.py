@@ -158,7 +158,7 @@ def weight_of_positions(drafter: Drafter, frozen: FrozenTarget, step: TrainingSt
     """Return the sum of the weights of loss positions, by which the loss is divided by default."""
     summed = drafter.objective(frozen, replace(step, denominator=1.0))["loss"]
     mean = drafter.objective(frozen, replace(step, denominator=None))["loss"]
-    return float(summed / mean)
+    return float((summed / mean).detach())
 
 
 @torch.inference_mode()

@@ -36,7 +36,6 @@ from moa_data.moa.drafters.training import (
 )
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.nn import losses, masks, packed
-from moa_data.moa.nn.layers import DecoderBlock
 from moa_data.moa.targets.live import Target
 from moa_data.tests.kit.drafters import (
     answers_once,
@@ -464,7 +463,7 @@ class DrafterContract:
 
         plain = drafts()
         drafter.prepare()
-        blocks = [module for module in drafter.modules() if isinstance(module, DecoderBlock)]
+        blocks = drafter.blocks
         are_alike = [
             not hasattr(block.self_attn, "q_norm") and block.input_layernorm._parameters
             for block in blocks
@@ -680,8 +679,8 @@ class DrafterContract:
         terms = case.terms()
         positions = case.drafter.loss_positions(case.inputs.response_mask, ROUNDS["bounded"])
         step = TrainingStep(case.inputs, ROUNDS["bounded"])
-        weight = weight_of_positions(case.drafter, case.frozen, step)
-        assert weight == pytest.approx(float(positions.sum()), rel=1e-4)
+        total_weight = weight_of_positions(case.drafter, case.frozen, step)
+        assert total_weight == pytest.approx(float(positions.sum()), rel=1e-4)
         assert int((positions > 0).sum()) > 20
         assert terms["loss"] > 0
         assert terms["forward_kl"] > 0
