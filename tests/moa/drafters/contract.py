@@ -28,6 +28,7 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import (
+    BlockDraws,
     Draws,
     LossTerms,
     LossWeights,
@@ -677,8 +678,11 @@ class DrafterContract:
 
     def test_loss_and_gradients_are_finite(self, case: Case) -> None:
         terms = case.terms()
-        positions = case.drafter.loss_positions(case.inputs.response_mask, ROUNDS["bounded"])
-        step = TrainingStep(case.inputs, ROUNDS["bounded"])
+        # Training draws blocks of the drafter's size.
+        blocks = BlockDraws(getattr(case.drafter.config, "n_drafts", 1))
+        draws = replace(ROUNDS["bounded"], blocks=blocks)
+        positions = case.drafter.loss_positions(case.inputs.response_mask, draws)
+        step = TrainingStep(case.inputs, draws)
         total_weight = weight_of_positions(case.drafter, case.frozen, step)
         assert total_weight == pytest.approx(float(positions.sum()), rel=1e-4)
         assert int((positions > 0).sum()) > 20
