@@ -126,8 +126,11 @@ class Drafter(nn.Module, ABC):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers in order. By default they are in the attribute ``layers``."""
-        layers: Any = self.layers
+        """The layers that :meth:`.DecoderBlock.attend_cached` runs, in order.
+
+        By default they are in the attribute ``layers``, if there is one.
+        """
+        layers: Any = getattr(self, "layers", ())
         return list(layers)
 
     # Training
@@ -194,9 +197,8 @@ class Drafter(nn.Module, ABC):
         This may change the drafts slightly.
         """
         pack(self, is_exact=False)
-        for module in self.modules():
-            if isinstance(module, DecoderBlock):
-                module.fuse()
+        for block in self.blocks:
+            block.fuse()
         if self.config.draft_tokens and self.own_head is not None:
             self._own_rows = [rows_of(self.own_head, self.draft_ids, is_packed=True)]
 

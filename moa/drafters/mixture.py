@@ -158,6 +158,11 @@ class MoADrafter(KVEncoder, Drafter):
         )
         self.context_width = self.sent_width + len(self.context_layers) * config.kv_width
 
+    @property
+    @override
+    def blocks(self) -> list[DecoderBlock]:
+        return [self.self_attention, self.cross_attention]
+
     @classmethod
     @override
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ...errors import DrafterError
 from ...files import parsing
 from .attention import attend
-from .fused import FusedWeights, fuse_weights, group_means
+from .fused import FusedWeights, fuse_weights
 from .masks import AnyMask
 
 Rotation = tuple[Tensor, Tensor]
@@ -402,10 +402,17 @@ class DecoderBlock(nn.Module):
         ``append`` adds the keys and values of x to the cache, and returns the keys and values of
         all tokens.
         """
-        if (fused := self._current(x)) is not None:
-            return self._attend_fused(fused, x, rotation, append, mask)
-        queries, keys, values = self.self_attn.project(self.normed(x), rotation)
-        return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
+        if (fused := self._current(x)) is None:
+            queries, keys, values = self.self_attn.project(self.normed(x), rotation)
+            return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
+        has_own_norms = type(self).normed is not DecoderBlock.normed
+        block_input = self.normed(x) if has_own_norms else x
+        cosines, sines = rotation
+        queries, keys, values = fused.project(
+            block_input, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
+        )
+        attended = attend(queries, *append(keys, values), mask).transpose(1, 2).flatten(2)
+        return fused.finish(attended, self.residual(x))
 
     def fuse(self) -> None:
         """Use fused products (:mod:`.fused`) for drafting if the weights are packed.
@@ -429,24 +436,6 @@ class DecoderBlock(nn.Module):
             return None
         return fused
 
-    def _attend_fused(
-        self,
-        fused: FusedWeights,
-        x: Tensor,
-        rotation: Rotation,
-        append: AppendKV,
-        mask: AnyMask,
-        n_groups: int = 0,
-    ) -> Tensor:
-        has_own_norms = type(self).normed is not DecoderBlock.normed
-        block_input = self.normed(x) if has_own_norms else x
-        cosines, sines = rotation
-        queries, keys, values = fused.project(
-            block_input, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
-        )
-        attended = attend(queries, *append(keys, values), mask).transpose(1, 2).flatten(2)
-        return fused.finish(attended, self.residual(x), n_groups)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the fused products, because they cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "fused"}
@@ -457,8 +446,6 @@ class DecoderBlock(nn.Module):
         The result [B, G, E] consists of means of the result of :meth:`attend_cached`, without a
         mask and with :func:`no_cache`.
         """
-        if (fused := self._current(x)) is not None:
-            return self._attend_fused(fused, x, rotation, no_cache, None, n_groups)
         norm: Any = self.input_layernorm
         has_own_norms = type(self).normed is not DecoderBlock.normed
         if has_own_norms or x.requires_grad or not torch.is_grad_enabled():
@@ -488,3 +475,11 @@ class DecoderBlock(nn.Module):
         x = self.residual(x) + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+
+def group_means(x: Tensor, n_groups: int) -> Tensor:
+    """Average groups of consecutive tokens: [B, T, E] becomes [B, n_groups, E].
+
+    If T is not a multiple of ``n_groups``, the first groups are one token longer.
+    """
+    return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)
