@@ -155,10 +155,13 @@ def assert_loss(
 
 
 def weight_of_positions(drafter: Drafter, frozen: FrozenTarget, step: TrainingStep) -> float:
-    """Return the sum of the weights of loss positions, by which the loss is divided by default."""
+    """Return the sum of the weights of loss positions.
+
+    By default, the loss is divided by this sum plus 1e-5.
+    """
     summed = drafter.objective(frozen, replace(step, denominator=1.0))["loss"]
     mean = drafter.objective(frozen, replace(step, denominator=None))["loss"]
-    return float((summed / mean).detach())
+    return float((summed / mean).detach()) - 1e-5
 
 
 @torch.inference_mode()
