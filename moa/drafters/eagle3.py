@@ -328,7 +328,7 @@ class Eagle3Drafter(FeatureDrafter):
             reached: [P, J] bool, the second result of :meth:`test_time_features`.
             smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
         """
-        rows, places = at
+        rows, columns = at
         n_steps = own.shape[1]
         labels = tokens[rows, (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
         # The drafter gives no probability to a token outside the draft vocabulary.
@@ -342,7 +342,7 @@ class Eagle3Drafter(FeatureDrafter):
         # In step j, a query belongs to the round that starts j queries further left; see
         # test_time_features.
         steps = torch.arange(n_steps, device=labels.device)
-        rounds = (places[:, None] - steps) % queries.shape[1]
+        rounds = (columns[:, None] - steps) % queries.shape[1]
         return losses.d_pace_at(
             (rows[:, None], rounds, steps), (*queries.shape, n_steps), wrong, reached, smoothing
         )
