@@ -14,7 +14,7 @@ width, E target width.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from torch import Tensor
 from ..errors import SelectionInvalid, TrainingError
 from ..machine import usable_cores
 from ..moa.drafters.registry import drafter_class
+from ..moa.drafters.sizes import DrafterSizes
 from ..moa.drafters.training import Draws, TrainingInputs
-from ..moa.targets.facts import load_facts
+from ..moa.targets.facts import TargetFacts, load_facts
 from ..storage.codecs.field import FieldCodec
 from ..storage.read.store import (
     ActivationStore,
@@ -35,7 +36,7 @@ from ..storage.read.store import (
 )
 from ..storage.schema import KV, TOKENS
 from ..text import add_command
-from .config import TrainConfig
+from .config import AnyDrafter, TrainConfig
 
 _LAYER_OUTPUTS = "layer_outputs"
 _RESPONSE_MASK = "response_mask"
@@ -90,6 +91,22 @@ class FieldRead:
         return values
 
 
+def drafter_sizes(
+    facts: TargetFacts, settings: AnyDrafter, target: dict[str, str] | None = None
+) -> DrafterSizes:
+    """Return the sizes of a drafter with these settings.
+
+    Args:
+        facts: the facts about the drafter's target.
+        settings: settings of the drafter. Those that are also fields of the sizes are used.
+        target: hashes that identify the target.
+    """
+    config_class = drafter_class(settings.kind).config_class
+    names = {item.name for item in fields(config_class)}
+    sizes = {name: value for name, value in settings if name in names}
+    return config_class.from_target(facts, target, **sizes)
+
+
 def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     """List the fields that the drafter of a run reads, besides tokens and response masks.
 
@@ -108,8 +125,8 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     if n_last:
         # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
         load_facts(store.target_path).layer_sizes()
-    reads = drafter_class(config.drafter.kind).reads(n_layers, config.drafter)
-    kv_layers = _kv_layers_read(store, config) if reads.kv else {}
+    reads = drafter_sizes(load_facts(store.target_path), config.drafter).reads
+    kv_layers = _kv_layers_read(store, reads.kv_layers) if reads.kv else {}
     wanted = [(KV, name) for name in kv_layers]
     for attribute, name in reads.fields.items():
         if attribute != KV or not kv_layers:
@@ -137,7 +154,9 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     return fields_of_drafter
 
 
-def _kv_layers_read(store: ActivationStore, config: TrainConfig) -> dict[str, dict[int, int]]:
+def _kv_layers_read(
+    store: ActivationStore, chosen: Sequence[int] | None
+) -> dict[str, dict[int, int]]:
     """Map each KV field that is read to its layers that are read.
 
     The layers are a dict from the position of a layer on axis L to its index along the field's
@@ -151,9 +170,8 @@ def _kv_layers_read(store: ActivationStore, config: TrainConfig) -> dict[str, di
     if not stored:
         return {}
     stored.sort()
-    # In some targets, only some layers have KV of their own. ``kv_layers`` are indices among these
+    # In some targets, only some layers have KV of their own. ``chosen`` are indices among these
     # layers, not among all layers.
-    chosen = drafter_class(config.drafter.kind).reads(len(stored), config.drafter).kv_layers
     read = stored if chosen is None else [stored[layer] for layer in chosen]
     layers: dict[str, dict[int, int]] = {}
     for position, (_, name, index) in enumerate(read):

@@ -164,18 +164,7 @@ class DrafterModule(L.LightningModule):
         The loss terms of a step are logged at the step's last micro-batch.
         """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
-        terms_by_name: dict[str, Tensor | None] = {
-            "loss": terms.total,
-            "forward_kl": terms.forward_kl,
-            "feature_loss": terms.feature,
-            "entering_feature_loss": terms.entering_feature,
-        }
-        for name, part in terms.parts.items():
-            terms_by_name[f"{name}_loss"] = part
-        values: dict[str, Tensor] = {}
-        for name, term in terms_by_name.items():
-            if term is not None:
-                values[f"train/{name}"] = term.detach()
+        values = {f"train/{name}": term.detach() for name, term in terms.items()}
         # Each micro-batch's loss is divided by an equal share of the step's loss positions, so the
         # mean over micro-batches is the loss of the step.
         if batch.index:
@@ -192,7 +181,7 @@ class DrafterModule(L.LightningModule):
                 batch_size=1,
                 sync_dist=True,
             )
-        return terms.total
+        return terms["loss"]
 
     def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
         """Compute the terms of the loss, as sums over positions divided by ``denominator``."""
@@ -426,7 +415,7 @@ class Trial:
             reserved: Tensor | None = torch.empty(
                 reserved_bytes, dtype=torch.uint8, device=self.device
             )
-            self._terms(size).total.backward()
+            self._terms(size)["loss"].backward()
             has_run = True
         except torch.OutOfMemoryError:
             has_run = False

@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from typing_extensions import override
 
 from ...errors import DrafterError
-from ..nn.kv import KVBuffer, slots_after, unpack_kv, write_slots
+from ..nn.kv import KVBuffer, slots_after, write_slots
 from ..nn.masks import DeviceLengths, added, to_device
 from .facts import KVGroup, KVShape
 
@@ -371,15 +371,16 @@ class ContextCache(KVBuffer):
         super().__init__(n_layers=len(layers))
         self._kept = list(layers)
 
-    def extend(self, n_tokens: int, packed: Tensor | None, n_kv_heads: int) -> None:
-        """Add the next n positions, with packed KV [n, N, D] of N stored layers; None if N is 0."""
+    def extend(self, packed: Tensor, head_dim: int) -> None:
+        """Add the next n positions, with the packed KV [n, N * D] of the N stored layers."""
         start = self.lengths[0]
-        if packed is not None:
-            keys, values = unpack_kv(packed.transpose(0, 1), n_kv_heads)  # [N, H_kv, n, d]
-            self.reserve(start + n_tokens, keys)
-            self.buffer[0, :, 0, :, start : start + n_tokens] = keys
-            self.buffer[1, :, 0, :, start : start + n_tokens] = values
-        self.lengths = [start + n_tokens]
+        stop = start + len(packed)
+        if self._kept:
+            per_layer = packed.unflatten(1, (len(self._kept), -1, 2, head_dim))
+            keys_values = per_layer.permute(3, 1, 2, 0, 4)  # [2, N, H_kv, n, d]
+            self.reserve(stop, keys_values[0])
+            self.buffer[:, :, 0, :, start:stop] = keys_values
+        self.lengths = [stop]
 
     @override
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
