@@ -270,7 +270,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         put_stranger,
         {
             "generate --model model --drafter strange --prompt Hi":
-                ("weights have the hash 0",),
+                ("have the hash 0",),
         },
     ),
     "a link in the store": (link_parts, dict.fromkeys(
