@@ -164,16 +164,19 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+def walk(folder: Path, follows_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (folder, names of its folders, names of its files) for each folder of a tree, top down.
 
     If a folder cannot be listed, this raises an error. ``os.walk`` would skip the folder.
+
+    Args:
+        follows_links: whether to enter folders that are symbolic links.
     """
 
     def refuse(error: OSError) -> None:
         raise error
 
-    for root, folders, names in os.walk(folder, onerror=refuse):
+    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=follows_links):
         yield Path(root), folders, names
 
 
@@ -509,19 +512,6 @@ def whole_number(value: object, name: str, low: int = 0) -> int:
             f"{name} is {_shown(value)}, expected a whole number from {low} to {MAX_WHOLE_NUMBER}"
         )
     return value
-
-
-def whole_numbers(value: object, name: str) -> tuple[int, ...]:
-    """Return a value of a JSON document if it is a list of at most 16 positive integers.
-
-    Raises:
-        ValueError: the value is anything else. The message contains ``name``.
-    """
-    if not isinstance(value, list) or len(value) > 16:
-        raise ValueError(
-            f"{name} is {_shown(value)}, expected a list of at most 16 whole numbers of 1 or more"
-        )
-    return tuple(whole_number(item, name, 1) for item in value)
 
 
 def relative_name(name: object) -> str:

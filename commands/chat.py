@@ -315,18 +315,10 @@ class TerminalView:
         self._mode = "connecting"
         self._stats: Stats | None = None
         self._status = ""
-        self._has_status = False
 
     def note(self, event: "Event") -> None:
         """Update the shown answer or the status line after an event of the client."""
-        from ..serving.client.session import (
-            LinkChanged,
-            ModeChanged,
-            RolledBack,
-            Stats,
-            Tokens,
-            Verified,
-        )
+        from ..serving.client.session import ModeChanged, RolledBack, Stats, Tokens, Verified
 
         if isinstance(event, Tokens):
             self._texts += event.texts
@@ -339,21 +331,18 @@ class TerminalView:
         elif isinstance(event, RolledBack):
             del self._texts[event.stop :], self._kinds[event.stop :]
             self._rewrite(event.stop)
-        elif isinstance(event, Stats | ModeChanged | LinkChanged):
-            if isinstance(event, Stats):
-                self._stats = event
-            elif isinstance(event, ModeChanged):
-                self._mode = (
-                    f"offline, {event.reason.rstrip('.')}"
-                    if event.mode == "offline"
-                    else event.mode
-                )
+        elif isinstance(event, Stats):
+            self._stats = event
+            self._show_status()
+        elif isinstance(event, ModeChanged):
+            self._mode = event.mode
+            if event.mode == "offline":
+                self._mode += f", {event.reason.rstrip('.')}"
             self._show_status()
 
     def end(self) -> None:
         """Keep the answer and the status line, and move the cursor below them."""
-        self._clear_status()
-        self._write(f"\r\n{self._status}\r\n")
+        self._write(f"{_ERASE_BELOW}\r\n{self._status}\r\n")
 
     def _rewrite(self, first: int) -> None:
         _, height = self._size()
@@ -364,7 +353,6 @@ class TerminalView:
         while first < len(self._texts) and self._starts[first][0] < top:
             first += 1
         start = max(self._starts[first], (top, 0))
-        self._clear_status()
         parts = [self._move(end, start), _ERASE_BELOW]
         self._starts[first:] = [start]
         for text, kind in zip(self._texts[first:], self._kinds[first:], strict=True):
@@ -407,7 +395,6 @@ class TerminalView:
 
     def _show_status(self) -> None:
         """Write the status line two rows below the text, and move the cursor back to its end."""
-        self._clear_status()
         parts = [self._mode]
         if (stats := self._stats) is not None and stats.n_tokens:
             parts += _figures(stats)
@@ -417,13 +404,8 @@ class TerminalView:
         status = printable(" | ".join(parts))[: width - 1].rstrip()
         self._status = f"{_STYLES['unverified']}{status}{_RESET}"
         row, column = self._starts[-1]
-        self._write(f"\r\n\r\n{self._status}{self._move((row + 2, 0), (row, column))}")
-        self._has_status = True
-
-    def _clear_status(self) -> None:
-        if self._has_status:
-            self._write(_ERASE_BELOW)
-            self._has_status = False
+        back = self._move((row + 2, 0), (row, column))
+        self._write(f"{_ERASE_BELOW}\r\n\r\n{self._status}{back}")
 
 
 def _terminal_size() -> tuple[int, int]:

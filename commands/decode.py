@@ -68,23 +68,18 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
           --temperature 0.8 --tree 6x8x62
     """
     texts = [_read_prompt(text) for text in prompts]
-    import torch
-
     from ..moa.decoding.loop import generate_batch
     from ..moa.decoding.policy import AutoPolicy
     from ..moa.decoding.proposer import DrafterProposer
     from ..moa.decoding.sampling import SamplingConfig
     from ..moa.decoding.tree import TreeShape
-    from ..moa.formats.checkpoint import ready_drafters
+    from ..moa.formats.checkpoint import load_target_and_drafters
     from ..moa.targets.chat_tokens import prompt_tokens
-    from ..moa.targets.live import Target
     from .views import decoding_view
 
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
+    target, drafters = load_target_and_drafters(config, [config.drafter])
     target.prepare(config.cuda_graphs)
-    (drafter,) = ready_drafters(
-        target, [config.drafter], config.template_kwargs, config.model
-    ).values()
+    (drafter,) = drafters.values()
     rows = [prompt_tokens(target.template, [{"role": "user", "content": text}]) for text in texts]
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer = DrafterProposer(target, drafter, sampling)

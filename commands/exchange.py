@@ -6,7 +6,7 @@ import click
 
 from ..pipeline.exchange.config import ExportConfig, ImportConfig
 from ..trainer.config import DrafterExportConfig
-from .console import ProgressLine, collect_provenance, out, run_stage
+from .console import collect_provenance, out, run_stage
 from .options import stage_command
 
 
@@ -113,6 +113,4 @@ def pull(repo: str, path: Path, revision: str | None) -> None:
     """
     from ..pipeline.hub import pull as run_pull
 
-    with ProgressLine() as progress:
-        report = run_pull(repo, path, revision, progress)
-    out.print(report)
+    run_stage(run_pull, repo, path, revision)

@@ -5,19 +5,14 @@ They are regenerate, plan, extract, add, recode, compare, repair and audit.
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
 from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage
-from .options import StoreArgument, stage_command, store_argument
+from .options import stage_command
 from .signals import end_with_input
 from .store import check_store
-
-if TYPE_CHECKING:
-    from ..storage.paths import StorePath
-
 
 _seed_option = click.option(
     "--seed",
@@ -185,7 +180,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
 
 
 @click.command()
-@store_argument
+@click.argument("store")
 @click.option(
     "--codec",
     required=True,
@@ -197,7 +192,6 @@ def add(config: AddConfig, dry_run: bool) -> None:
     "--out",
     "folder",
     required=True,
-    type=StoreArgument(),
     help="Folder of the new store, or its URL in a bucket.",
 )
 @click.option(
@@ -206,7 +200,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
     help="A drafter that was trained from STORE. Keys and values get more bits where errors would "
     "change its drafts. Only with a transform codec.",
 )
-def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | None) -> None:
+def recode(store: str, codec: str, folder: str, drafter: str | None) -> None:
     """Write a lossless store again with another codec, without the target.
 
     The new store is the one that `extract --codec` would have written; with a transform codec it
@@ -239,8 +233,8 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 
 
 @click.command()
-@click.argument("reference", type=StoreArgument())
-@store_argument
+@click.argument("reference")
+@click.argument("store")
 @click.option(
     "--model",
     help="The target of the stores. With it, the command also measures how the target continues "
@@ -257,8 +251,8 @@ def recode(store: "StorePath", codec: str, folder: "StorePath", drafter: str | N
 @_seed_option
 @_device_option
 def compare(
-    reference: "StorePath",
-    store: "StorePath",
+    reference: str,
+    store: str,
     model: str | None,
     samples: int,
     seed: int,
@@ -293,7 +287,7 @@ def compare(
 
 
 @click.command()
-@store_argument
+@click.argument("store")
 @click.option(
     "--model",
     help="The target of the store. With it, damaged and missing parts are extracted again.",
@@ -311,7 +305,7 @@ def compare(
     help="Delete the damaged parts instead of extracting them again. The other parts are kept.",
 )
 def repair(
-    store: "StorePath", model: str | None, dataset: str | None, device: str | None, drop: bool
+    store: str, model: str | None, dataset: str | None, device: str | None, drop: bool
 ) -> None:
     """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
 
@@ -348,7 +342,7 @@ def repair(
 
 
 @click.command()
-@store_argument
+@click.argument("store")
 @click.option(
     "--model",
     required=True,
@@ -364,7 +358,7 @@ def repair(
 )
 @_seed_option
 @_device_option
-def audit(store: "StorePath", model: str, samples: int, seed: int, device: str) -> None:
+def audit(store: str, model: str, samples: int, seed: int, device: str) -> None:
     """Run the target on random sequences of a store, and compare its activations with the store.
 
     Tokens, masks, keys and values, hidden states and the target's logits are compared. The exit

@@ -6,15 +6,12 @@ or in a YAML file. ``--help`` shows the common settings, and ``--help-all`` show
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ..config import Config, Earlier, Presets, Setting, option_name, plain_types, resolve
 from ..errors import OptionInvalid
-
-if TYPE_CHECKING:
-    from ..storage.paths import StorePath
 
 
 class StageCommand(click.Command):
@@ -63,24 +60,6 @@ class StageCommand(click.Command):
 
 
 _ALL = "moa_data.all_options"
-
-
-# ``ParamType`` is generic only in later releases of click.
-class StoreArgument(click.ParamType):  # type: ignore[type-arg]
-    """The type of an argument that names a store: a folder, or a URL."""
-
-    name = "store"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> "StorePath":
-        """Turn the argument into the path of a store."""
-        from ..storage.backend import open_path
-
-        return open_path(value)
-
-
-store_argument = click.argument("store", type=StoreArgument())
 
 
 def stage_command(

@@ -37,10 +37,7 @@ def serve(config: ServeConfig) -> None:
     """
     import asyncio
 
-    import torch
-
-    from ..moa.formats.checkpoint import ready_drafters
-    from ..moa.targets.live import Target
+    from ..moa.formats.checkpoint import load_target_and_drafters
     from ..serving.access import BearerTokens, read_tokens
     from ..serving.engine.engine import Engine
     from ..serving.grpc import Identities
@@ -53,8 +50,7 @@ def serve(config: ServeConfig) -> None:
         check_tls(*config.tls)  # Check the certificate before a model is loaded.
     tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
     identities = None
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    drafters = ready_drafters(target, config.drafter, config.template_kwargs, config.model)
+    target, drafters = load_target_and_drafters(config, config.drafter)
     engine = Engine(target, drafters, config.engine)
     service = Service(engine, config, tokens)
     if config.grpc_port is not None:

@@ -2,27 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ..text import counted
 from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, out, tell
-from .options import store_argument
-
-if TYPE_CHECKING:
-    from ..storage.paths import StorePath
 
 
 @click.command()
-@store_argument
+@click.argument("store")
 @click.option(
     "--sequence",
     type=int,
     metavar="I",
     help="Show the text of sequence I, counted from 0, with the response in colour.",
 )
-def inspect(store: "StorePath", sequence: int | None) -> None:
+def inspect(store: str, sequence: int | None) -> None:
     """Show the contents of a store: identities, conventions, activations, sizes, lengths.
 
     \b
@@ -68,13 +63,13 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 
 
 @click.command()
-@store_argument
+@click.argument("store")
 @click.option(
     "--checksums-only",
     is_flag=True,
     help="Only compare the checksums of all files, without decoding their values. This is faster.",
 )
-def verify(store: "StorePath", checksums_only: bool) -> None:
+def verify(store: str, checksums_only: bool) -> None:
     """Check every byte of a store: sizes, checksums, counts, finite values.
 
     The exit code is 0 if the store is complete and undamaged, 1 if parts are damaged, 2 if files
@@ -90,7 +85,7 @@ def verify(store: "StorePath", checksums_only: bool) -> None:
     check_store(store, values=not checksums_only)
 
 
-def check_store(store: "StorePath", values: bool = True) -> None:
+def check_store(store: str, values: bool = True) -> None:
     """Check a store and print the result.
 
     Raises:

@@ -271,28 +271,31 @@ def decoding_view(
         shape: shape of the draft tree.
         sampled: whether the answers were sampled, so that they may differ by chance.
     """
+    from ..moa.decoding.loop import sum_stats
+
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     for name in ("", "tokens", "target calls", "tokens/call", "tokens/s", "draft ms", "verify ms"):
         table.add_column(name, justify="left" if not name else "right")
+    speeds: list[float] = []
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
-        stats = [generation.stats for generation in generations]
-        n_tokens = sum(answer.n_tokens for answer in stats)
-        n_calls = sum(answer.n_target_calls for answer in stats)
-        n_committed = sum(sum(answer.committed_per_call) for answer in stats)
-        draft_s = sum(answer.draft_s for answer in stats)
-        verify_s = sum(answer.verify_s for answer in stats)
+        total = sum_stats(generation.stats for generation in generations)
+        # Count the time of prefill, drafts and forwards of the target, but not of printing the
+        # answer.
+        seconds = total.prefill_s + total.draft_s + total.verify_s
+        speeds.append(total.n_tokens / max(seconds, 1e-9))
+        n_calls = max(1, total.n_target_calls)
         table.add_row(
             name,
-            f"{n_tokens:,}",
-            f"{n_calls:,}",
-            f"{n_committed / max(1, n_calls):.2f}",
-            f"{_tokens_per_s(generations):.1f}",
-            f"{1e3 * draft_s / max(1, n_calls):.1f}",
-            f"{1e3 * verify_s / max(1, n_calls):.1f}",
+            f"{total.n_tokens:,}",
+            f"{total.n_target_calls:,}",
+            f"{sum(total.committed_per_call) / n_calls:.2f}",
+            f"{speeds[-1]:.1f}",
+            f"{1e3 * total.draft_s / n_calls:.1f}",
+            f"{1e3 * total.verify_s / n_calls:.1f}",
         )
     lines: list[RenderableType] = [table]
     if plain:
-        ratio = _tokens_per_s(drafted) / _tokens_per_s(plain)
+        ratio = speeds[0] / speeds[1]
         plain_tokens = [answer.tokens for answer in plain]
         is_equal = plain_tokens == [answer.tokens for answer in drafted]
         same = "the same tokens" if is_equal else "OTHER tokens than plain decoding"
@@ -308,12 +311,3 @@ def decoding_view(
         )
     )
     return Group(*lines)
-
-
-def _tokens_per_s(generations: "Sequence[Generation]") -> float:
-    # Count the time of prefill, drafts and forwards of the target, but not of printing the answer.
-    stats = [answer.stats for answer in generations]
-    seconds = sum(
-        max(answer.prefill_s + answer.draft_s + answer.verify_s, 1e-9) for answer in stats
-    )
-    return sum(answer.n_tokens for answer in stats) / seconds

@@ -191,10 +191,15 @@ def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:
 
 
 def _at_depth(pick: Callable[[int], int]) -> Choice:
-    def draft_level(plain: Any, state: Any, frozen: Any, level: Any, cache: Any) -> Any:
-        return plain(state, frozen, replace(level, depth=pick(level.depth)), cache)
-
-    return _put("draft_level", lambda own, plain: partial(draft_level, plain))
+    """Return the wrong choice in which the drafts of a level have the depth ``pick(depth)``."""
+    return _put(
+        "draft_level",
+        lambda own, plain: (
+            lambda state, frozen, level, cache: plain(
+                state, frozen, replace(level, depth=pick(level.depth)), cache
+            )
+        ),
+    )
 
 
 def _code_after(own: Any, plain: Any) -> Callable[[Tensor, Tensor], Any]:

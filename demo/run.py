@@ -9,7 +9,6 @@ phases. An interrupted phase is resumed by its own stage: ``regenerate``, ``extr
 import importlib
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,11 @@ from ..storage.read.verify import summarize_store
 from ..text import SILENT, Progress, format_hours
 from ..trainer.config import LAST, PRESETS, TrainConfig
 from .config import DemoConfig
-from .corpus import generate_corpus, opening, write_jsonl
+from .corpus import Corpus, generate_corpus, opening, write_jsonl
 from .model import SMOLLM2, find_model
+
+# The results of a finished phase: a name -> a value that JSON can hold.
+Facts = dict[str, Any]
 
 STATE_FILE = "demo.json"
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
@@ -46,7 +48,7 @@ class DemoReport:
     """The results of a finished demo, by phase."""
 
     folder: Path
-    phases: dict[str, dict[str, Any]]
+    phases: dict[str, Facts]
     reused: tuple[str, ...] = ()
 
     def describe(self) -> str:
@@ -106,11 +108,13 @@ def run_demo(
         OutputOccupied: the folder holds other files, or a demo with other settings.
     """
     folder = Path(config.out)
-    phases = {"corpus": _corpus, "target": _target}
+    phases = {
+        "corpus": _corpus, "target": _target, "extract": _extract, "train": _train,
+        "eval": _evaluate, "serve": _serve,
+    }  # fmt: skip
     if config.model is not None:
         find_model(config.model)  # Raise before anything is written if the model is missing.
-        phases = {"corpus": _own_corpus}
-    phases |= {"extract": _extract, "train": _train, "eval": _evaluate, "serve": _serve}
+        del phases["target"]
     finished = _open(config, folder)
     reused = tuple(finished)
     for name, phase in phases.items():
@@ -133,11 +137,12 @@ def run_demo(
 
 
 def _with_estimate(
-    progress: Progress, name: str, model: str, finished: Mapping[str, dict[str, Any]]
+    progress: Progress, name: str, model: str, finished: dict[str, Facts]
 ) -> Progress:
     """Return a progress that adds the estimated time of later phases to each note.
 
-    The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases.
+    The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases. Before the first
+    phase of another model than smollm2, it is not known.
 
     Args:
         progress: shows the notes.
@@ -148,11 +153,11 @@ def _with_estimate(
     names = list(MODEL_SECONDS)
     number = names.index(name) + 1
     note = f"phase {number} of {len(names)}"
-    if not finished and model == SMOLLM2:
-        note += f", in all about {format_hours(sum(MODEL_SECONDS.values()))} on two idle cores"
-    elif finished and number < len(names):
+    slowness = 1.0
+    if finished:
         finished_s = sum(facts["seconds"] for facts in finished.values())
         slowness = finished_s / sum(MODEL_SECONDS[done] for done in finished)
+    if number < len(names) and (finished or model == SMOLLM2):
         rest_s = slowness * sum(list(MODEL_SECONDS.values())[number:])
         note += f", then about {format_hours(rest_s)} more"
 
@@ -163,12 +168,12 @@ def _with_estimate(
     return Progress(show)
 
 
-def _save(config: DemoConfig, folder: Path, finished: dict[str, dict[str, Any]]) -> None:
+def _save(config: DemoConfig, folder: Path, finished: dict[str, Facts]) -> None:
     state = {"settings": config.model_dump(mode="json", exclude={"out"}), "phases": finished}
     write_atomic(folder / STATE_FILE, (json.dumps(state, indent=1) + "\n").encode())
 
 
-def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
+def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
     """Create the folder of a demo, or open the folder of an earlier run.
 
     Returns:
@@ -200,28 +205,34 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, dict[str, Any]]:
 
 def _corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
-) -> dict[str, Any]:
+) -> Facts:
     # Import all packages that the demo needs now, so that a missing package is found before
     # anything is written.
     for stage in ("target", "serving"):
         importlib.import_module(f"{__package__}.{stage}")
-    corpus = generate_corpus(config.n_chats, config.n_held_out, config.seed)
     (folder / "corpus").mkdir(exist_ok=True)
+    facts: Facts = {}
+    if config.model is None:
+        corpus = generate_corpus(config.n_chats, config.n_held_out, config.seed)
+        progress.of("corpus", "chat")(config.n_chats, config.n_chats)
+    else:
+        corpus, n_answer_tokens = _own_corpus(config, folder, progress)
+        facts = {
+            "n_chats": len(corpus.train),
+            "n_held_out": len(corpus.held_out),
+            "n_answer_tokens": n_answer_tokens,
+        }
     write_jsonl(corpus.held_out, _held_out(folder))
     write_jsonl(corpus.train, folder / "corpus" / "train.jsonl")
-    progress.of("corpus", "chat")(config.n_chats, config.n_chats)
-    return {}
+    return facts
 
 
-def _own_corpus(
-    config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
-) -> dict[str, Any]:
+def _own_corpus(config: DemoConfig, folder: Path, progress: Progress) -> tuple[Corpus, int]:
     """Let the pretrained model write questions and answer them. Hold out the first chats.
 
     Returns:
-        The results of the phase ``corpus``.
+        The chats, and the number of tokens of all answers.
     """
-    importlib.import_module(f"{__package__}.serving")
     from ..pipeline.regenerate import regenerate
 
     settings = RegenerateConfig(
@@ -241,13 +252,7 @@ def _own_corpus(
     for row in rows[len(held_out) :]:
         if opening(row["messages"]).casefold() not in questions:
             train.append(row)
-    write_jsonl(held_out, _held_out(folder))
-    write_jsonl(train, folder / "corpus" / "train.jsonl")
-    return {
-        "n_chats": len(train),
-        "n_held_out": len(held_out),
-        "n_answer_tokens": chat_file.counts.n_tokens,
-    }
+    return Corpus(train, held_out), chat_file.counts.n_tokens
 
 
 def _target_name(config: DemoConfig, folder: Path) -> str:
@@ -260,7 +265,7 @@ def _held_out(folder: Path) -> Path:
 
 def _target(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
-) -> dict[str, Any]:
+) -> Facts:
     # Import a phase's module only when the phase runs, because importing torch and transformers
     # takes seconds.
     from .target import train_target
@@ -272,7 +277,7 @@ def _target(
 
 def _extract(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
-) -> dict[str, Any]:
+) -> Facts:
     from ..pipeline.extract import extract
 
     settings = ExtractConfig(
@@ -294,7 +299,7 @@ def _extract(
 
 def _train(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
-) -> dict[str, Any]:
+) -> Facts:
     from ..trainer.fit import train
 
     out = folder / "drafter"
@@ -319,7 +324,7 @@ def _train(
 
 def _evaluate(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
-) -> dict[str, Any]:
+) -> Facts:
     from ..evaluation.config import EvalConfig
     from ..evaluation.run import evaluate
     from ..evaluation.views import break_even_lines
@@ -338,7 +343,7 @@ def _evaluate(
     )
     report = evaluate(settings, progress=progress, provenance=provenance)
     chain = report.method("chain")
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "acceptance_length": chain.acceptance_length or 0.0,
         "ratio": chain.ratio,
         "calls_saved": chain.calls_saved,
@@ -352,7 +357,7 @@ def _evaluate(
 
 def _serve(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
-) -> dict[str, Any]:
+) -> Facts:
     from .serving import answer_through_a_cut
 
     # A pretrained model answers fewer prompts, because it is slow.

@@ -187,24 +187,6 @@ def _batches(
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def _build_optimizer(model: Any, config: DemoConfig) -> Muon:
-    """Build the optimizer: Muon for the matrices of the decoder layers, AdamW for all others."""
-    in_layers = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
-    matrices: list[Tensor] = []
-    others: list[Tensor] = []  # Embeddings, norms and the LM head.
-    for parameter in model.parameters():
-        if id(parameter) in in_layers:
-            matrices.append(parameter)
-        else:
-            others.append(parameter)
-    return Muon(
-        matrices,
-        others,
-        lr=config.target_matrix_learning_rate,
-        others_lr=config.target_learning_rate,
-    )
-
-
 def _fit(
     model: Any, train: list[_Example], config: DemoConfig, progress: Progress
 ) -> tuple[int, float]:
@@ -215,7 +197,13 @@ def _fit(
     """
     rng = np.random.default_rng(config.seed)
     n_steps = config.target_steps
-    optimizer = _build_optimizer(model, config)
+    # Muon updates the matrices of the decoder layers. AdamW updates embeddings, norms and LM head.
+    optimizer = Muon(
+        [weight for weight in model.model.layers.parameters() if weight.dim() == 2],
+        model.parameters(),
+        lr=config.target_matrix_learning_rate,
+        others_lr=config.target_learning_rate,
+    )
     warmup = min(WARMUP_STEPS, max(1, n_steps // 5))
 
     def rate(step: int) -> float:

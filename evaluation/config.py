@@ -116,10 +116,8 @@ class EvalConfig(DecodingConfig):
                 "because it is the baseline"
             )
         if self.needs_drafters and not self.drafter:
-            user = "disconnect"
-            for method in self.method:
-                if method in DRAFTING:
-                    user = f"method {method}"
-                    break
-            problems.append(f"{user} needs a drafter: give --drafter RUN, or --method plain")
+            problems.append(
+                f"the methods {', '.join(DRAFTING)} and the setting disconnect need a drafter: "
+                "give --drafter RUN, or --method plain"
+            )
         return problems

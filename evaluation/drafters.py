@@ -1,14 +1,14 @@
 """Describes drafters, and the differences between their training runs."""
 
 import json
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..errors import OptionInvalid
+from ..files import parsing
 from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
@@ -73,38 +73,35 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     if len(drafters) < 2:
         return []
     differences: list[str] = []
-    compared: dict[str, dict[str, Any]] = {}
+    by_fact: dict[
+        str, dict[str, Any]
+    ] = {}  # Fact -> name of each drafter that recorded it -> value.
     for name, facts in drafters.items():
-        if facts["settings"]:
-            compared[name] = _compared(facts)
-        else:
+        if not facts["settings"]:
             differences.append(
                 f"{name}: its folder holds no training run, so nothing says how it was trained"
             )
-    for key in dict.fromkeys(chain.from_iterable(compared.values())):
-        # Compare only the runs that recorded the value.
-        by_run: dict[str, Any] = {}
-        for name, values in compared.items():
-            if key in values:
-                by_run[name] = values[key]
-        if len(set(map(str, by_run.values()))) > 1:
-            recorded = [f"{name} {_short(value)}" for name, value in by_run.items()]
-            differences.append(f"{key}: {', '.join(recorded)}")
+            continue
+        for fact, value in _compared(facts):
+            by_fact.setdefault(fact, {})[name] = value
+    for fact, by_drafter in by_fact.items():
+        if len(set(map(str, by_drafter.values()))) > 1:
+            recorded = [f"{name} {_short(value)}" for name, value in by_drafter.items()]
+            differences.append(f"{fact}: {', '.join(recorded)}")
     return differences
 
 
-def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a run that are compared with those of other runs.
+def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the facts of a run that are compared with those of other runs, with their values.
 
-    The keys are the first words of the line that reports a difference in this fact.
+    A fact is given as the first words of the line that reports a difference in it.
     """
     recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
     for key, value in facts["store"].items():
         recorded[f"stores differ in {key}"] = value
-    compared: dict[str, Any] = {}
-    for line_start, fact in recorded.items():
-        if fact is not None:
-            compared[line_start] = fact
+    for fact, value in recorded.items():
+        if value is not None:
+            yield fact, value
     for name, value in facts["settings"].items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
             # The other drafter settings belong to one kind of drafter, so they may differ.
@@ -112,8 +109,7 @@ def _compared(facts: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             key = name if key == "kind" else key
             if key not in _MAY_DIFFER:
-                compared[f"settings differ in {key}"] = setting
-    return compared
+                yield f"settings differ in {key}", setting
 
 
 def _short(value: Any) -> str:
@@ -123,15 +119,6 @@ def _short(value: Any) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
+    with parsing(f"cannot read {file}", OptionInvalid, "Restore the file."):
         text = file.read_text(encoding="utf-8")
-        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise OptionInvalid(
-            f"{file} cannot be read ({' '.join(str(error).split())}); restore it."
-        ) from error
-    if not isinstance(values, dict):
-        raise OptionInvalid(
-            f"{file} holds a {type(values).__name__}, expected a mapping; restore it."
-        )
-    return values
+        return dict(json.loads(text) if file.suffix == ".json" else yaml.safe_load(text))

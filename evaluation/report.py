@@ -7,6 +7,7 @@ are not independent.
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,10 +18,11 @@ import numpy as np
 
 from ..errors import OptionInvalid
 from ..files import PARTIAL_SUFFIX, write_atomic
+from ..moa.decoding.loop import sum_stats
 from ..text import printable
 from .config import DRAFTING
 from .drafters import training_differences
-from .measure import CutRow, Measurement, MethodRun, PromptRow
+from .measure import CutRow, Measurement, PromptRow
 
 KIND = "moa-data evaluation report"
 # First line of the Markdown file next to the report.
@@ -180,13 +182,10 @@ class EvaluationReport:
     @cached_property
     def categories(self) -> dict[str, list[MethodSummary]]:
         """Category -> one summary per method over the rows of the category."""
-        rows_by_category: dict[str, list[PromptRow]] = {}
+        rows_by_category = defaultdict[str, list[PromptRow]](list)
         for row in self.measurement.rows:
-            rows_by_category.setdefault(row.category, []).append(row)
-        summaries: dict[str, list[MethodSummary]] = {}
-        for category, rows in rows_by_category.items():
-            summaries[category] = summarize(rows)
-        return summaries
+            rows_by_category[row.category].append(row)
+        return {category: summarize(rows) for category, rows in rows_by_category.items()}
 
     @cached_property
     def warnings(self) -> list[str]:
@@ -234,46 +233,36 @@ def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
 
 def _summarize_method(name: str, baseline: str, rows: Sequence[PromptRow]) -> MethodSummary:
     runs = [row.runs[name] for row in rows]
-    base = [row.runs[baseline] for row in rows]
-    committed: list[int] = []
-    for run in runs:
-        committed += run.committed_per_call
+    total = sum_stats(runs)
+    base = sum_stats(row.runs[baseline] for row in rows)
+    committed = total.committed_per_call
     accepted_drafts: tuple[int, ...] = ()
     if committed:
         accepted_drafts = tuple(np.bincount(np.asarray(committed) - 1).tolist())
-    n_tokens = _total(runs, "n_tokens")
-    seconds = _total(runs, "total_s")
-    rate = n_tokens / seconds
-    base_calls = _total(base, "n_target_calls")
-    base_rate = _total(base, "n_tokens") / _total(base, "total_s")
+    rate = total.n_tokens / total.total_s
     prompt_ids = [row.prompt_id for row in rows]
     length, length_interval = ratio_with_interval(prompt_ids, [run.calls for run in runs])
     speeds = _paired_figures(rows, name, baseline, "speed")
     return MethodSummary(
         method=name,
         n_answers=len(runs),
-        n_tokens=n_tokens,
+        n_tokens=total.n_tokens,
         n_target_calls=len(committed),
-        n_drafted=_total(runs, "n_drafted"),
-        seconds=seconds,
-        prefill_s=_total(runs, "prefill_s"),
-        draft_s=_total(runs, "draft_s"),
-        verify_s=_total(runs, "verify_s"),
+        n_drafted=total.n_drafted,
+        seconds=total.total_s,
+        prefill_s=total.prefill_s,
+        draft_s=total.draft_s,
+        verify_s=total.verify_s,
         tokens_per_s=rate,
         acceptance_length=length,
         acceptance_length_interval=length_interval,
         accepted_drafts=accepted_drafts,
         accepted_by_position=accepted_by_position(committed),
         n_exact=sum(run.first_divergence is None for run in runs),
-        calls_saved=1.0 - len(committed) / base_calls if base_calls else 0.0,
-        ratio=rate / base_rate,
+        calls_saved=1.0 - len(committed) / base.n_target_calls if base.n_target_calls else 0.0,
+        ratio=rate / (base.n_tokens / base.total_s),
         ratio_interval=ratio_with_interval(prompt_ids, speeds)[1],
     )
-
-
-def _total(runs: Sequence[MethodRun], attribute: str) -> Any:
-    """Sum an attribute over runs."""
-    return sum(getattr(run, attribute) for run in runs)
 
 
 def _paired_figures(
@@ -432,19 +421,16 @@ def check_output(path: str | Path) -> Path:
     notes = path.with_suffix(".md")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not _is_report(path):
-            raise OptionInvalid(
-                f"--out {path} holds something that is not a {KIND}; choose another --out."
-            )
         # A run that was stopped before it wrote the JSON leaves only a Markdown file. So a Markdown
         # file without a JSON file may be replaced if it has the title of reports.
-        is_ours = (
-            path.exists() or not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
-        )
+        if path.exists():
+            is_ours = _is_report(path)
+        else:
+            is_ours = not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         if not is_ours:
             raise OptionInvalid(
-                f"--out {path} would replace {notes}, which does not belong to a report; move "
-                "that file, or choose another --out."
+                f"--out {path} would replace this file or {notes.name}, which do not hold a "
+                f"{KIND}; choose another --out."
             )
         probe = path.with_name(path.name + PARTIAL_SUFFIX)
         try:

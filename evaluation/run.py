@@ -15,7 +15,7 @@ from ..moa.decoding.proposer import DrafterProposer, PromptLookupProposer, Propo
 from ..moa.decoding.sampling import GREEDY, SamplingConfig
 from ..moa.decoding.tree import TreeShape
 from ..moa.drafters.base import Drafter
-from ..moa.formats.checkpoint import ready_drafters
+from ..moa.formats.checkpoint import load_target_and_drafters
 from ..moa.targets.chat_tokens import prompt_tokens
 from ..moa.targets.live import Target
 from ..moa.targets.template import ChatTemplate, choose_template_arguments
@@ -54,10 +54,9 @@ def evaluate(
         else load_scorer(disconnection_settings.scorer)
     )
     file = load_prompts(config.prompts, config.n_prompts)
-    target = Target.load(config.model, getattr(torch, config.dtype), config.device, config.revision)
-    target.prepare(config.cuda_graphs)
     folders = config.drafter if config.needs_drafters else ()
-    drafters = ready_drafters(target, folders, config.template_kwargs, config.model)
+    target, drafters = load_target_and_drafters(config, folders)
+    target.prepare(config.cuda_graphs)
     facts: dict[str, dict[str, Any]] = {}
     for folder, (name, drafter) in zip(folders, drafters.items(), strict=True):
         facts[name] = drafter_facts(folder, drafter)

@@ -6,7 +6,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ..text import counted
-from .config import DRAFTING
 from .measure import TARGET, SkippedTurn
 from .report import TITLE, Disconnection, EvaluationReport, Interval, MethodSummary, WriterSummary
 from .report import Figure as Mean
@@ -61,17 +60,14 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _skipped_lines(skipped: Sequence[SkippedTurn]) -> list[str]:
-    """Write how many turns were skipped for each of the two reasons."""
-    n_too_long = sum(turn.n_prompt_tokens > 0 for turn in skipped)
-    reasons = {
-        ", because they, or turns before them, are longer than the target's context": n_too_long,
-        ": an answer before them contains a control token of the target": len(skipped) - n_too_long,
-    }
-    lines: list[str] = []
-    for reason, n_turns in reasons.items():
-        if n_turns:
-            lines += ["", f"{n_turns} turns were skipped{reason}."]
-    return lines
+    if not skipped:
+        return []
+    return [
+        "",
+        f"{len(skipped)} turns were skipped, because they, or turns before them, are longer than "
+        "the target's context, or because an answer before them contains a control token of the "
+        "target.",
+    ]
 
 
 def _settings(report: EvaluationReport) -> str:
@@ -136,21 +132,13 @@ def _method_table(report: EvaluationReport) -> list[str]:
 def _drafter_table(report: EvaluationReport) -> list[str]:
     if not report.drafters:
         return []
-    by_name = {summary.method: summary for summary in report.methods}
-    several = len(report.drafters) > 1
-    methods = [method for method in DRAFTING if method in report.config["method"]]
     titles = ["drafter", "kind", "weights", "steps", "training tokens", "read from the store"]
-    for method in methods:
-        titles += [f"{method}: acceptance length", f"{method}: ratio"]
     rows = []
     for name, facts in report.drafters.items():
         steps = _count_text(facts["n_steps"])
         tokens = _count_text(facts["n_tokens"])
         read = "-" if facts["n_bytes_read"] is None else f"{facts['n_bytes_read'] / 1e6:,.0f} MB"
-        cells = [name, facts["kind"], f"{facts['n_parameters']:,}", steps, tokens, read]
-        for method in methods:
-            cells += _length_and_ratio(by_name[f"{method} {name}" if several else method])
-        rows.append(cells)
+        rows.append([name, facts["kind"], f"{facts['n_parameters']:,}", steps, tokens, read])
     lines = _table(titles, rows)
     if report.warnings:
         lines += [
@@ -161,7 +149,7 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
         ]
         for warning in report.warnings:
             lines.append(f"- {warning}")
-    elif several:
+    elif len(report.drafters) > 1:
         lines += ["", "All were trained alike: one store, equal steps, tokens and settings."]
     return lines
 

@@ -22,7 +22,7 @@ from ..moa.targets.live import Target, load_target_tokenizer, pick_device
 from ..storage.codecs.registry import StoreCodec
 from ..storage.commit import has_parts
 from ..storage.paths import StorePath
-from ..storage.plan import numbers, read_plan, rows_where
+from ..storage.plan import numbers, read_plan, row_numbers, rows_where
 from ..storage.read.store import ActivationStore, read_manifest
 from ..storage.schema import HIDDEN_LAST, PLAN_NAME, TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.addition import (
@@ -33,7 +33,7 @@ from ..storage.write.addition import (
     save_next_basis,
 )
 from ..storage.write.store import StoreWriter
-from ..text import SILENT, Progress, activation_name, add_command, counted, format_bytes
+from ..text import SILENT, Progress, activation_name, add_command, counted
 from .audit import stored_tolerance
 from .card import write_card
 from .config import (
@@ -46,12 +46,11 @@ from .config import (
 from .differences import Difference
 from .estimate import ForwardPlan, WritePlan, field_specs
 from .forwards.capture import capture
-from .forwards.parts import batches, run_parts, save_bundle
+from .forwards.parts import Forwards, batches, run_parts, save_bundle
 from .plan import (
     ExtractPlan,
     check_identities,
     find_same_target,
-    interruptible,
     recorded_config,
     tokenizer_identities,
 )
@@ -89,9 +88,7 @@ class AddPlan(WritePlan):
     def describe(self) -> str:
         """Return the plan as text."""
         bundle = (
-            ""
-            if self.bundle_layers is None
-            else f"; target/ keeps {self.bundle_layers} decoder layers"
+            f"; target/ keeps {self.bundle_layers} decoder layers" if self.bundle_layers else ""
         )
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in "
@@ -99,10 +96,7 @@ class AddPlan(WritePlan):
             f"adds         {self.added}{bundle}",
             f"tokens       {self.n_tokens:,} of {self.n_stored_tokens:,} to process, in "
             f"{self.n_parts:,} of {self.n_stored_parts:,} parts",
-            f"raw          {format_bytes(self.raw_bytes)} "
-            f"({self.raw_bytes / max(self.n_tokens, 1):,.0f} bytes per token)",
-            f"on disk      {self.describe_disk()} more",
-            *self.room(),
+            *self.space(),
         ]
         return "\n".join(lines)
 
@@ -119,26 +113,17 @@ def add(
 
     Raises:
         MoaDataError: the store or the target cannot be used.
-        Interrupted: the user pressed Ctrl-C.
     """
     fix_sums()
     start = time.perf_counter()
-    with interruptible("while planning; nothing was written"):
-        plan = plan_addition(config, progress)
+    plan = plan_addition(config, progress)
     plan.check_disk()
     timings = Timings()
     fields = plan.forward.spec.fields
-    added = ", ".join(fields) or "the target's layers"
     with StoreWriter.create_or_resume(
         plan.store, plan.stored, read_plan(plan.store / PLAN_NAME)
     ) as writer:
-        with (
-            interruptible(
-                f"while a part was written, which was discarded; readers see {plan.store} "
-                f"unchanged until {added} is complete"
-            ),
-            ActivationStore(plan.store) as reader,
-        ):
+        with ActivationStore(plan.store) as reader:
             agreement = _write_fields(plan, writer, reader, timings, progress)
         named: dict[str, Any] = {}
         # WorkerError means that the store has no record of its extraction. Then the dataset card is
@@ -179,7 +164,7 @@ def _write_fields(
     forward = plan.forward
     n_layers = int(plan.manifest.extraction["target_layers"])
     fields = forward.spec.fields
-    needs_bundle = not writer.has_target or held_layers(writer.target_path) < n_layers
+    needs_bundle = not writer.has_target or held_layers(reader.target_path) < n_layers
     if fields or needs_bundle:
         target = forward.load_target(progress)
     if needs_bundle:
@@ -189,19 +174,18 @@ def _write_fields(
     manifest = replace(plan.manifest, codec=plan.codec.describe()) if fields else plan.manifest
     addition = StoreAddition(writer, manifest, plan.codec)
     if pending := addition.pending_parts():
-        rows = {key: row for row, key in enumerate(reader.sequences["sequence_id"].to_pylist())}
+        rows = row_numbers(reader.sequences)
         first = next(batches(writer.part_sequences(pending[0]), forward.batch_tokens))
         first_rows = [rows[key] for key in first["sequence_id"].to_pylist()]
         agreement = _compare(plan, reader, target, first_rows)
         # Use the same batches as the extraction. With the same device, libraries and number of
         # threads, the new fields then equal, bit for bit, the fields that a single extraction of
         # all fields would store. Otherwise, their last bits may differ.
-        forwards = forward.forwards(
+        forwards = Forwards(
+            replace(forward, codec=plan.codec),
             target,
-            plan.codec,
             lambda key: (reader.read(rows[key], TOKENS), reader.read(rows[key], "response_mask")),
         )
-        timings.n_before_tokens = plan.n_stored_tokens - plan.n_tokens
         run_parts(forwards, addition, pending, timings, progress.of("add", "token"))
     addition.finish()  # Publish the manifest, so that readers see the new fields.
     return agreement
@@ -256,11 +240,9 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
             "Nothing was written, because new fields would not match the old ones. Check that "
             "transformers has the release that made the store, and run `moa-data audit`."
         )
-    if not relative:
-        return "in the first batch, the target computed exactly the stored hidden/last"
     return (
         "in the first batch, hidden/last differs from the stored values by a relative error of "
-        f"{relative:.1e}, from rounding or the codec"
+        f"{relative:.1e}"
     )
 
 
@@ -268,7 +250,9 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
     report = WriteReport.of(writer, timings)
     report.lines = [f"added        {plan.added}"]
     if plan.bundle_layers is not None:
-        report.restored = f"{TARGET_NAME}/ with {plan.bundle_layers} decoder layers"
+        report.lines.append(
+            f"bundle       wrote {TARGET_NAME}/ with {plan.bundle_layers} decoder layers"
+        )
     if agreement:
         report.lines.append(f"rounding     {agreement}")
     if n_pending := len(writer.pending_parts()):
@@ -381,13 +365,10 @@ def refuse_addition(plan: ExtractPlan) -> None:
     )
     if same != old or old.codec["name"] != new.codec["name"]:
         return
-    missing = list(lacking)
-    if n_added:
-        missing.append(f"{n_added} decoder layers in target/")
-    command = add_command(str(plan.store), lacking, n_added)
     raise OptionInvalid(
-        f"{plan.store} lacks {', '.join(missing)}, and `extract` does not process finished parts "
-        f"again. Add what is missing with {command}."
+        f"{plan.store} lacks fields or decoder layers that this command asks for, and `extract` "
+        "does not process finished parts again. Add what is missing with "
+        f"{add_command(str(plan.store), lacking, n_added)}."
     )
 
 

@@ -5,6 +5,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,30 +47,28 @@ class AuditRow:
     index: int
     sequence_id: str
     field: str  # name of the field: tokens, response_mask, kv, hidden/..., or logits
-    max_error: float  # largest absolute difference
+    max_error: float  # largest absolute difference; infinite if tokens or response_mask differ
     # `|stored - live| / |live|` in the L2 norm. For kv it is the error of the worst layer. For
-    # tokens and response_mask it is the fraction of positions that differ.
+    # tokens and response_mask it is 0 if they are equal, and infinite if they differ.
     relative_error: float
     tolerance: float  # largest allowed relative error
     detail: str = ""  # text with details of the comparison, such as the worst layer
-    # Whether the hash of the sequence's stored tokens and mask equals the sequence's id.
-    is_intact: bool = True
 
     @property
     def ok(self) -> bool:
-        """Whether the relative error is within its tolerance and the sequence is intact."""
-        return self.is_intact and self.relative_error <= self.tolerance
+        """Whether the relative error is within its tolerance."""
+        return self.relative_error <= self.tolerance
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All comparisons of an audit, with notes about comparisons that could not be made."""
+    """All comparisons of an audit, with a note if some comparisons could not be made."""
 
     store: StorePath
     model: str
     rows: tuple[AuditRow, ...]
     n_samples: int
-    notes: tuple[str, ...]
+    note: str
 
     @property
     def ok(self) -> bool:
@@ -102,8 +101,8 @@ class AuditReport:
                     f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by a "
                     f"relative error of {row.relative_error:.2e}"
                 )
-        for note in self.notes:
-            lines.append(f"note: {note}")
+        if self.note:
+            lines.append(f"note: {self.note}")
         return "\n".join(lines)
 
 
@@ -153,7 +152,7 @@ def audit(
                 *_activation_rows(stored, index, target, frozen),
             ]
             auditing(done + 1, len(indices))
-        return AuditReport(stored.path, model, tuple(rows), len(indices), (note,) if note else ())
+        return AuditReport(stored.path, model, tuple(rows), len(indices), note)
 
 
 def _tokenize_again(
@@ -186,13 +185,9 @@ def _tokenize_again(
         return {}, f"{only}, because the chats could not be tokenised again: {error}"
     recorded = extraction.get("template_time")
     if recorded != TEMPLATE_TIME.isoformat() and (recorded or template.asked_the_time):
-        made = (
-            f"for the time {recorded}"
-            if recorded
-            else "on the day of the extraction, which the store does not record"
-        )
         return {}, (
-            f"the chat template shows the current time, and the chats were rendered {made}; {only}"
+            "the chat template shows the current time, and the chats were rendered for another "
+            f"time (recorded: {recorded}); {only}"
         )
     return chats, ""
 
@@ -204,23 +199,19 @@ def _text_rows(
     sequence_id = stored.sequences["sequence_id"][index].as_py()
     source_row = stored.sequences["source_row"][index].as_py()
     is_intact = content_id(values["tokens"], values["response_mask"]) == sequence_id
-    detail = "content hash" if is_intact else "content hash differs"
     rows = []
     for name, stored_values in values.items():
-        max_error = differing = 0.0
+        is_equal = is_intact
+        detail = "content hash"
         if chats:
-            detail = f"row {source_row} tokenised again"
             live = getattr(chats.get(source_row), name, np.empty(0))
-            if len(live) != len(stored_values):
-                max_error = differing = float("inf")
-                detail += f"; the store has {len(stored_values)} tokens, now there are {len(live)}"
-            else:
-                difference = np.abs(stored_values.astype(np.int64) - live.astype(np.int64))
-                max_error = float(difference.max())
-                differing = float((difference > 0).mean())
-        rows.append(
-            AuditRow(index, sequence_id, name, max_error, differing, 0.0, detail, is_intact)
-        )
+            is_equal = is_intact and np.array_equal(stored_values, live)
+            detail = (
+                f"row {source_row} tokenised again: {len(stored_values)} tokens stored, {len(live)} "
+                "now"
+            )
+        error = 0.0 if is_equal else math.inf
+        rows.append(AuditRow(index, sequence_id, name, error, error, 0.0, detail))
     return rows
 
 

@@ -4,14 +4,14 @@ The card contains no times and no machine names, so that equal inputs give equal
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..storage.backend import backend_of
-from ..storage.paths import AnyPath, StorePath
+from ..storage.paths import StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
-from ..storage.schema import CARD_NAME, FieldSpec, below
+from ..storage.schema import CARD_NAME, FieldSpec
 
 # The Hub's size categories. Each but the first and the last covers one power of ten.
 _SIZE_CATEGORIES = (
@@ -48,7 +48,8 @@ configs:
 
 # Activations of {model} on {dataset}
 
-Activations of {model} ({architecture}: {sizes}) on {summary.n_sequences:,}
+Activations of {model} ({target[architecture]}: {target[n_layers]} layers,
+{target[n_kv_heads]} KV heads, {target[hidden_size]} wide) on {summary.n_sequences:,}
 sequences of {dataset}: {summary.n_tokens:,} tokens, {summary.n_response_tokens:,} of them in
 the assistant's messages. Use them to train drafters for speculative decoding, probes or
 autoencoders without running the target. `target/` holds the target's config, tokenizer,
@@ -114,12 +115,12 @@ the command again overwrites this card: give the licences as `--target-license` 
 
 
 def write_card(
-    store: AnyPath,
+    store: StorePath,
     model: str,
     dataset: str,
     licences: Licences = (None, None),
     command: str = "moa-data extract",
-) -> AnyPath:
+) -> None:
     """Write README.md to a store's root, or replace it.
 
     Args:
@@ -127,20 +128,14 @@ def write_card(
         dataset: path or hub id of the chats. Only the last component of a path is shown.
         licences: licences of the target and the dataset.
         command: the command that made the store, without paths.
-
-    Returns:
-        The path of the card.
     """
-    path = below(store, CARD_NAME)
     text = card_text(store, public_name(model), public_name(dataset), licences, command)
-    backend_of(path).put(text.encode())
-    return path
+    backend_of(store / CARD_NAME).put(text.encode())
 
 
 def card_text(store: StorePath, model: str, dataset: str, licences: Licences, command: str) -> str:
     """Return the text of a store's dataset card."""
     summary = summarize_store(store)
-    target = summary.manifest.target
     # The example of reading with plain Zarr needs a field that is stored uncoded, as one array with
     # the field's name. A lossy codec stores codes, in arrays with other names.
     uncoded: list[FieldSummary] = []
@@ -166,8 +161,7 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         licence=_licence(*licences),
         pretty_name=json.dumps(f"Activations of {model} on {dataset}", ensure_ascii=False),
         size=size_category(summary.n_sequences),
-        architecture=target.get("architecture", "transformer"),
-        sizes=", ".join(_sizes_of(target)),
+        target=summary.manifest.target,
         fields=_table(("Field", "Values", "Shape", "What", "On disk"), _field_rows(summary.fields)),
         stored=_mb(summary.stored_bytes),
         example=(_smallest(summary.fields) or summary.manifest.fields[0]).name,
@@ -203,15 +197,6 @@ def _licence(one: str | None, other: str | None) -> str:
     if one == other:
         return f"license: {json.dumps(one)}"
     return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"
-
-
-def _sizes_of(target: Mapping[str, Any]) -> list[str]:
-    """Return the sizes of a target as texts, as far as the manifest has them."""
-    sizes: list[str] = []
-    for key, text in (("n_layers", "layers"), ("n_kv_heads", "KV heads"), ("hidden_size", "wide")):
-        if key in target:
-            sizes.append(f"{target[key]} {text}")
-    return sizes
 
 
 def _field_rows(fields: Iterable[FieldSummary]) -> list[tuple[str, ...]]:

@@ -24,6 +24,7 @@ from ..moa.targets.bundle import FrozenTarget
 from ..moa.targets.live import Target
 from ..storage.backend import backend_of
 from ..storage.paths import StoreLike, StorePath
+from ..storage.plan import row_numbers
 from ..storage.read.store import ActivationStore
 from ..storage.read.verify import summarize_store
 from ..storage.schema import HIDDEN_LAST, TARGET_NAME, TOKENS, FieldSpec, to_float32
@@ -181,7 +182,7 @@ def _common_sequences(
     exact: ActivationStore, coded: ActivationStore, samples: int, seed: int
 ) -> list[tuple[int, int]]:
     """Draw sequences that both stores have, as pairs (index in ``exact``, index in ``coded``)."""
-    coded_index = {key: i for i, key in enumerate(coded.sequences["sequence_id"].to_pylist())}
+    coded_index = row_numbers(coded.sequences)
     ids = exact.sequences["sequence_id"].to_pylist()
     common: list[tuple[int, int]] = []
     for i, key in enumerate(ids):

@@ -15,12 +15,11 @@ cache.
 import hashlib
 import io
 import json
-import os
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -30,13 +29,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DatasetError, OptionInvalid
-from ..files import kind_of, machine_trouble, parse_object
+from ..files import kind_of, machine_trouble, parse_object, walk
 from ..moa.targets.chat import (
+    CHAT_COLUMNS,
     ROLES,
     Rejection,
     RejectReason,
-    UnreadableRow,
-    find_chat_column,
+    find_key,
     unique_keys,
 )
 from ..text import counted, first_line, format_bytes
@@ -131,7 +130,6 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
             f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one "
             "of these formats."
         )
-    splits = Counter(name for name in split_of_file.values() if name is not None)
     wanted = split or DEFAULT_SPLIT
     chosen = [file for file, name in split_of_file.items() if name == wanted]
     if not chosen:
@@ -139,16 +137,15 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     chosen_splits = {split_of_file[file] for file in chosen} - {None}
     if chosen and len(chosen_splits) < 2:
         return chosen, wanted, len(split_of_file) - len(chosen)
-    n_without = len(split_of_file) - splits.total()
-    if not splits or (split is None and len(splits) == 1 and not n_without):
-        return list(split_of_file), next(iter(splits), None), 0
-    shown = ", ".join(f"{name} ({counted(n, 'file')})" for name, n in sorted(splits.items()))
-    without_split = f", and {counted(n_without, 'file')} without a split" if n_without else ""
-    example = min(splits, key=lambda name: ("train" not in name, name))
+    n_files_of_split = Counter(split_of_file.values())
+    # All files are read if none of them has a split, or if no split is given and there is only one.
+    if len(n_files_of_split) == 1 and (split is None or None in n_files_of_split):
+        return list(split_of_file), next(iter(n_files_of_split)), 0
+    shown = [f"{name or 'without a split'}: {n}" for name, n in n_files_of_split.items()]
     raise DatasetError(
-        f"Folder {path} holds the split{'s' * (len(splits) > 1)} {shown}{without_split}, but no "
-        f"split {wanted!r}{' (the default)' if split is None else ''}. Choose one with --split, "
-        f"for example --split {example}, or point --dataset at a single file."
+        f"Folder {path} does not have the split {wanted!r} (the default is {DEFAULT_SPLIT}). Its "
+        f"splits, with their numbers of files: {', '.join(shown)}. Choose one with --split, or "
+        "point --dataset at a single file."
     )
 
 
@@ -185,20 +182,16 @@ def _walk(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: a folder cannot be read.
     """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    visited: set[str] = set()
-    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(parent)
+    visited: set[Path] = set()
+    for parent, folders, names in walk(folder, follows_links=True):
+        real = parent.resolve()
         folders[:] = [name for name in folders if not _NO_CHATS.fullmatch(name)]
         if real in visited:  # A link leads back to this folder. Its files were yielded before.
             folders.clear()
             continue
         visited.add(real)
         for name in names:
-            path = Path(parent, name)
+            path = parent / name
             if not _NO_CHATS.fullmatch(name) and (path.is_file() or path.is_symlink()):
                 yield path
 
@@ -261,8 +254,7 @@ class ChatSource:
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
         self._hub: Any = None
-        self._row_hash = hashlib.sha256()
-        self._ahead: deque[bytes] = deque()
+        self._digests: list[bytes] = []  # sha256 of the first n rows of a Hub dataset, for each n
         if path.exists():
             if config_name or revision:
                 raise DatasetError(
@@ -290,9 +282,8 @@ class ChatSource:
         if self._n_others:
             text += f" ({n_files} of {n_files + self._n_others} files)"
         if missing := _missing_shards(self._files):
-            text += f" (without {missing[0]}"
-            text += f" and {counted(len(missing) - 1, 'other file')}" if len(missing) > 1 else ""
-            text += ", missing in the folder)"
+            more = f" and {counted(len(missing) - 1, 'other file')}" if len(missing) > 1 else ""
+            text += f" (without {missing[0]}{more}, missing in the folder)"
         return text
 
     def count_rows(self) -> int:
@@ -305,7 +296,7 @@ class ChatSource:
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (row number, row). The row numbers start at 0 and continue from file to file.
 
-        A row that cannot be read is yielded as an UnreadableRow.
+        A row that cannot be read is yielded as a Rejection.
         """
         return enumerate(
             chain.from_iterable(map(_read_file, self._files))
@@ -314,17 +305,12 @@ class ChatSource:
         )
 
     def _read_hub(self) -> Iterator[Any]:
+        digest = hashlib.sha256()
+        self._digests = [digest.digest()]
         for row in self._hub:
-            self._ahead.append(json.dumps(row, sort_keys=True, default=str).encode())
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+            self._digests.append(digest.digest())
             yield _without_nulls(row)
-
-    def count_row(self) -> None:
-        """Add the next row to the dataset's hash, in the order in which the rows were read.
-
-        The caller may read rows ahead, so it must call this method once for each row that it uses.
-        """
-        if self._ahead:
-            self._row_hash.update(self._ahead.popleft())
 
     def origin(self) -> dict[str, str] | None:
         """Return identifiers of the dataset that are known before any row is read.
@@ -337,9 +323,13 @@ class ChatSource:
         named = {"id": self.name, "config": self.config_name or "", "split": str(self._split)}
         return None if self.commit is None else named | {"commit": self.commit}
 
-    def identity(self) -> str:
-        """Return the sha256 of the dataset: of its files, or of the hub rows counted so far."""
-        return self._files_sha256 if self._hub is None else self._row_hash.hexdigest()
+    def identity(self, n_rows: int) -> str:
+        """Return the sha256 of the dataset: of its files, or of the first rows of a Hub dataset.
+
+        Args:
+            n_rows: number of rows of a Hub dataset. These rows must have been read.
+        """
+        return self._files_sha256 if self._hub is None else self._digests[n_rows].hex()
 
     @cached_property
     def _files_sha256(self) -> str:
@@ -366,17 +356,13 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         return datasets.load_dataset(
             dataset, config_name, split=split, revision=revision, trust_remote_code=False
         )
-    except ValueError as error:
-        raise DatasetError(
-            f"Dataset {dataset} cannot be loaded with the split {split!r}: {first_line(error)} "
-            "Choose another --split, or a --dataset-config."
-        ) from error
-    except (OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
         raise DatasetError(
-            f"Dataset {dataset} is not a local file or folder, and cannot be loaded from the hub "
-            f"({first_line(error)}). Check the name and the network, or give a local path."
+            f"Dataset {dataset} is not a local file or folder, and its split {split!r} cannot be "
+            f"loaded from the Hub ({first_line(error)}). Check the name, --split, --dataset-config "
+            "and the network, or give a local path."
         ) from error
 
 
@@ -461,7 +447,7 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 
 
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Yield the rows of a batch. A row that Python cannot represent becomes an UnreadableRow."""
+    """Yield the rows of a batch. A row that Python cannot represent becomes a Rejection."""
     try:
         # Only Arrow's full validation finds offsets that point outside the buffers of the batch.
         batch.validate(full=True)
@@ -471,14 +457,14 @@ def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
             raise
         rows = (_arrow_row(batch.slice(index, 1)) for index in range(batch.num_rows))
     for row in rows:
-        yield row if isinstance(row, UnreadableRow) else _without_nulls(row)
+        yield row if isinstance(row, Rejection) else _without_nulls(row)
 
 
 def _arrow_row(batch: pa.RecordBatch) -> Any:
     try:
         return batch.to_pylist(maps_as_pydicts="strict")[0]
     except _UNREADABLE as error:
-        return UnreadableRow(first_line(error))
+        return Rejection(RejectReason.MALFORMED_ROW, first_line(error))
 
 
 def _without_nulls(row: Any) -> Any:
@@ -500,7 +486,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse one JSON value. Returns an UnreadableRow if Python cannot read the text as JSON."""
+    """Parse one JSON value. Returns a Rejection if Python cannot read the text as JSON."""
     try:
         # Decode here, because json.loads guesses the encoding of bytes and might read a damaged
         # line as UTF-16.
@@ -508,9 +494,9 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(decoded, object_pairs_hook=unique_keys)
     # ValueError is also raised for invalid UTF-8 and for integers of thousands of digits.
     except ValueError as error:
-        return UnreadableRow(f"not JSON: {first_line(error)}")
+        return Rejection(RejectReason.MALFORMED_ROW, f"not JSON: {first_line(error)}")
     except RecursionError:
-        return UnreadableRow("JSON that is nested too deeply")
+        return Rejection(RejectReason.MALFORMED_ROW, "JSON that is nested too deeply")
 
 
 def _read_json(path: Path) -> Iterator[Any]:
@@ -521,11 +507,11 @@ def _read_json(path: Path) -> Iterator[Any]:
     """
     with _open_json(path) as stream:
         content = parse_json(stream.read())
-    if isinstance(content, UnreadableRow):
+    if isinstance(content, Rejection):
         yield from read_jsonl(path)
         return
     if isinstance(content, dict) and isinstance(content.get("data"), list):
-        if beside := find_chat_column(content):
+        if beside := find_key(content, CHAT_COLUMNS):
             raise DatasetError(
                 f"{path} has {beside!r} beside the rows in 'data', where it is not read. Put it "
                 "into each row."
@@ -557,7 +543,7 @@ def _open_json(path: Path) -> Iterator[IO[Any]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Any]:
-    """Yield the values of a JSON lines file. A line that is not JSON becomes an UnreadableRow.
+    """Yield the values of a JSON lines file. A line that is not JSON becomes a Rejection.
 
     Empty lines are skipped.
     """
@@ -566,11 +552,15 @@ def read_jsonl(path: Path) -> Iterator[Any]:
             if len(line) == MAX_ROW_BYTES and line[-1:] not in ("\n", b"\n"):
                 while (rest := stream.readline(_HASH_BYTES)) and rest[-1:] not in ("\n", b"\n"):
                     pass
-                yield UnreadableRow(f"a line of more than {MAX_ROW_BYTES:,} bytes")
+                yield Rejection(
+                    RejectReason.MALFORMED_ROW, f"a line of more than {MAX_ROW_BYTES:,} bytes"
+                )
             elif line.strip():
                 yield parse_json(line)
 
 
+_TURN_ROLES = {"user", "assistant"}  # roles that a chat must have
+_SINGLE_COLUMNS = ("messages", "tools", "system")  # keys of a chat that are read from one column
 FORMATS = {
     "alpaca": ("user=instruction+input", "assistant=output"),
     "prompt-completion": ("user=prompt", "assistant=completion"),
@@ -591,8 +581,8 @@ class Columns:
     # The role of each message and the columns whose texts form the message. The texts are joined
     # with an empty line between them. Empty texts are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # Pairs of a key of the chat (messages, tools or system) and the column with the key's value.
-    renamed: tuple[tuple[str, str], ...] = ()
+    # Key of the chat (messages, tools or system) -> the column with the key's value.
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Columns":
@@ -610,38 +600,28 @@ class Columns:
         for text in texts:
             assignments.extend(FORMATS.get(text, (text,)))
         for text in assignments:
-            role, equals, names = text.partition("=")
+            role, _, names = text.partition("=")
             role = ROLES.get(role.strip(), role.strip())
             columns = tuple(name.strip() for name in names.split("+"))
-            if (
-                not equals
-                or not all(columns)
-                or role not in ("messages", "tools", *ROLES.values())
-                or role in ("tool", "developer")
-            ):
+            is_single = len(columns) == 1 and role in _SINGLE_COLUMNS and role not in renamed
+            if role in _TURN_ROLES and all(columns):
+                turns.append((role, columns))
+            elif is_single and columns[0]:
+                renamed[role] = columns[0]
+            else:
                 raise OptionInvalid(
                     f"--columns has {text!r}. Expected ROLE=COLUMN, as in "
-                    "user=instruction+input,assistant=output, where the role is messages, tools, "
-                    f"system, user or assistant; or the name of a format: {' or '.join(FORMATS)}."
+                    "user=instruction+input,assistant=output, where the role is user, assistant, "
+                    "or one that is read from one column: messages, tools or system; or the "
+                    f"name of a format: {' or '.join(FORMATS)}."
                 )
-            if role in ("user", "assistant"):
-                turns.append((role, columns))
-            elif len(columns) > 1 or role in renamed:
-                raise OptionInvalid(
-                    f"--columns has {text!r}, but {role} must be read from one column, which is "
-                    "given once."
-                )
-            else:
-                renamed[role] = columns[0]
         roles = {role for role, _ in turns}
-        if texts and (
-            bool(roles) == ("messages" in renamed) or (roles and roles != {"user", "assistant"})
-        ):
+        if texts and roles != (set() if "messages" in renamed else _TURN_ROLES):
             raise OptionInvalid(
                 f"--columns is {','.join(texts)}. Expected either messages=COLUMN, or columns for "
                 "both user and assistant."
             )
-        return cls(tuple(turns), tuple(renamed.items()))
+        return cls(tuple(turns), renamed)
 
     def describe(self) -> dict[str, str]:
         """Return a dict from role to the role's column names, joined by ``+``, for store.json.
@@ -652,16 +632,12 @@ class Columns:
         columns_of_turn: dict[str, str] = {}
         for index, (role, columns) in enumerate(self.turns):
             columns_of_turn[f"{index}.{role}"] = "+".join(columns)
-        return columns_of_turn | dict(self.renamed)
+        return {**columns_of_turn, **self.renamed}
 
     @property
     def _wanted(self) -> list[str]:
-        wanted: list[str] = []
-        for _, columns in self.turns:
-            wanted.extend(columns)
-        for _, column in self.renamed:
-            wanted.append(column)
-        return wanted
+        of_turns = (columns for _, columns in self.turns)
+        return [*chain.from_iterable(of_turns), *self.renamed.values()]
 
     def left_out(self, row: Mapping[str, Any]) -> list[str]:
         """Return the filled columns of a row that :meth:`apply` replaces by other columns.
@@ -671,7 +647,7 @@ class Columns:
         wanted = self._wanted
         if not wanted:
             return []
-        replaced = {"messages", "conversations", *dict(self.renamed)}.difference(wanted)
+        replaced = {"messages", "conversations", *self.renamed}.difference(wanted)
         return [name for name in row if name in replaced and row[name]]
 
     def apply(self, row: Any) -> Any | Rejection:
@@ -680,9 +656,9 @@ class Columns:
         If the row lacks a column, return a Rejection. A row that is not a mapping is returned
         unchanged.
         """
-        if not (self.turns or self.renamed) or not isinstance(row, Mapping):
-            return row
         wanted = self._wanted
+        if not wanted or not isinstance(row, Mapping):
+            return row
         for name in wanted:
             if name not in row:
                 return Rejection(
@@ -692,7 +668,7 @@ class Columns:
         chat = dict(row)
         for name in ("messages", "conversations", *wanted):
             chat.pop(name, None)
-        for name, column in self.renamed:
+        for name, column in self.renamed.items():
             chat[name] = row[column]
         if self.turns:
             messages: list[Any] = []
@@ -709,10 +685,9 @@ def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list
     returned unchanged.
     """
     values = [row[name] for name in columns if row[name] not in (None, "")]
-    if len(values) == 1 and not isinstance(values[0], str):
-        is_chat = isinstance(values[0], list | tuple) and all(
-            isinstance(item, Mapping) for item in values[0]
-        )
-        return list(values[0]) if is_chat else [{"role": role, "content": values[0]}]
-    are_texts = all(isinstance(value, str) for value in values)
-    return [{"role": role, "content": "\n\n".join(values) if are_texts else None}]
+    content = values[0] if len(values) == 1 else None
+    if all(isinstance(value, str) for value in values):
+        content = "\n\n".join(values)
+    elif isinstance(content, list | tuple) and all(isinstance(item, Mapping) for item in content):
+        return list(content)
+    return [{"role": role, "content": content}]

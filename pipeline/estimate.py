@@ -51,8 +51,7 @@ from ..storage.write.store import StoreWriter
 from ..text import SILENT, Progress, first_line, format_bytes, format_hours, format_range
 from .config import ActivationSpec
 from .forwards.calibrate import SAMPLE_TOKENS, calibrate, learning_on
-from .forwards.capture import capture
-from .forwards.parts import N_HOST_SLOTS, Forwards, batches, run_parts
+from .forwards.parts import N_HOST_BATCHES, CaptureSettings, Forwards, batches, run_parts
 from .report import Timings
 from .sequences import TokensAndMask
 
@@ -95,9 +94,14 @@ def field_specs(
     specs = [tokens_field(), response_mask_field()]
     for name in spec.fields:
         if name == KV:
-            is_rotated = all(group.is_rotated for group in facts.kv_groups)
             specs.append(
-                kv_field(facts.n_layers, facts.n_kv_heads, facts.head_dim, dtype, is_rotated)
+                kv_field(
+                    facts.n_layers,
+                    facts.n_kv_heads,
+                    facts.head_dim,
+                    dtype,
+                    facts.family.rotates_all,
+                )
             )
         elif name in groups:
             group = groups[name]
@@ -122,21 +126,17 @@ def free_device_memory(device: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class ForwardPlan:
-    """Settings of the target's forwards and of the stored activations, and estimates of memory."""
+class ForwardPlan(CaptureSettings):
+    """Settings of the target's forwards, and estimates of memory.
+
+    The codec is possibly not yet fitted to data.
+    """
 
     folder: Path
     facts: TargetFacts = field(repr=False)
-    spec: ActivationSpec
-    codec: StoreCodec = field(repr=False)  # The store's codec, possibly not yet fitted to data.
     device: str
-    dtype: str  # dtype of the stored activations
     compute_dtype: str
-    # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
-    batch_tokens: int
     longest_tokens: int  # number of tokens in the longest sequence
-    uses_cache: bool  # whether the target fills a KV cache in its forwards
-    n_encode_threads: int
     n_workers: int = 1  # number of worker processes that run in parallel on this machine
 
     @property
@@ -173,7 +173,7 @@ class ForwardPlan:
         # While activations are gathered, they exist three times: in the storage dtype, packed, and
         # as a temporary tensor of the check for finite values.
         forward_bytes = n_tokens * ((facts.cache_width + layer) * itemsize + 3 * kept_bytes)
-        waiting_bytes = N_HOST_SLOTS * n_tokens * kept_bytes
+        waiting_bytes = N_HOST_BATCHES * n_tokens * kept_bytes
         # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0
@@ -255,28 +255,6 @@ class ForwardPlan:
         loading(self.weight_bytes, self.weight_bytes)
         return target
 
-    def forwards(
-        self,
-        target: Target,
-        codec: StoreCodec,
-        text: Callable[[str], TokensAndMask],
-    ) -> Forwards:
-        """Return an object that runs the loaded target over batches.
-
-        Args:
-            text: maps a sequence id to its tokens and response mask.
-        """
-        return Forwards(
-            target=target,
-            spec=self.spec,
-            codec=codec,
-            dtype=getattr(torch, self.dtype),
-            batch_tokens=self.batch_tokens,
-            uses_cache=self.uses_cache,
-            text=text,
-            n_encode_threads=self.n_encode_threads,
-        )
-
 
 @dataclass(frozen=True)
 class WritePlan:
@@ -295,11 +273,6 @@ class WritePlan:
     def n_tokens(self) -> int:
         """Number of tokens to run through the target, without alignment padding."""
         return int(numbers(self.table, "n_tokens").sum(dtype=np.int64))
-
-    @property
-    def n_learned_tokens(self) -> int:
-        """Number of tokens in the sample that the codec is fitted to; 0 if it is not fitted."""
-        return min(self.n_tokens, SAMPLE_TOKENS) if self.forward.codec.learned else 0
 
     @property
     def raw_bytes(self) -> int:
@@ -379,13 +352,10 @@ class WritePlan:
             tokens_of: maps the index of a sequence to its token ids.
         """
         forward = self.forward
-        model = target.model
 
         def read(row: int) -> dict[str, np.ndarray]:
             tokens = tokens_of(row)
-            captured = capture(
-                model, [tokens], forward.spec, getattr(torch, forward.dtype), forward.uses_cache
-            )
+            captured = forward.capture(target, [tokens])
             # Codecs refuse such values too, but give advice that does not help if a target overflows.
             captured.check_finite([f"{row} of the plan"])
             arrays: dict[str, np.ndarray] = {}
@@ -394,23 +364,25 @@ class WritePlan:
             arrays[TOKENS] = tokens
             return arrays
 
-        lm_head = model.get_output_embeddings().weight
-        embeddings = model.get_input_embeddings().get_parameter("weight")
+        lm_head = target.model.get_output_embeddings().weight
+        embeddings = target.model.get_input_embeddings().get_parameter("weight")
         learning = learning_on(forward.device, self.disk, progress)
         calibrate(forward.codec, lengths, read, target.facts, lm_head, embeddings, learning)
 
-    def room(self) -> list[str]:
-        """Return lines of text about the free disk space and the memory that the plan needs."""
+    def space(self) -> list[str]:
+        """Return lines of text about the bytes to write, the free disk space and the memory."""
         batched = batches_of(self.table, self.forward.batch_tokens)
         n_batch_tokens = max(map(_padded_tokens, batched), default=0)
+        free_disk = f"{format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
+        if backend_of(self.store).uploads:
+            free_disk += ", for shards that are being uploaded"
+        if self.present_bytes:
+            free_disk += f"; the store already holds {format_bytes(self.present_bytes)}"
         return [
-            f"free disk    {format_bytes(shutil.disk_usage(self.disk).free)} at {self.disk}"
-            + (", for shards that are being uploaded" if backend_of(self.store).uploads else "")
-            + (
-                f"; the store already holds {format_bytes(self.present_bytes)}"
-                if self.present_bytes
-                else ""
-            ),
+            f"raw          {format_bytes(self.raw_bytes)} ({self.forward.kept_bytes:,} bytes per "
+            "token)",
+            f"on disk      {self.describe_disk()}",
+            f"free disk    {free_disk}",
             f"memory       {self.forward.describe_memory(n_batch_tokens)}; free "
             f"{format_bytes(free_memory() or 0)}",
         ]
@@ -440,7 +412,7 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
     # about as fast as the fitted codec.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
     codec = StoreCodec(name, field_specs(spec, facts, forward.dtype))
-    timed_forward = replace(forward, spec=spec)
+    timed_forward = replace(forward, spec=spec, codec=codec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
     # On a GPU, encoding and writing overlap with the next forwards, so the lower estimate counts
@@ -451,8 +423,8 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
         table = batched[index]
         if forward.device_type == "cpu":
             table = _cut(table, facts)
-        texts = _made_texts(table, facts.vocab_size)
-        timed = _run(timed_forward.forwards(target, codec, texts.__getitem__), table, plan.disk)
+        texts = _made_texts(table)
+        timed = _run(Forwards(timed_forward, target, texts.__getitem__), table, plan.disk)
         scale = n_padded / timed.n_padded_tokens * forward.facts.n_layers / facts.n_layers
         slower_s = max(timed.forward_s, timed.extract_s - timed.forward_s)
         seconds.append(
@@ -491,24 +463,14 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _made_texts(table: pa.Table, n_tokens: int) -> dict[str, TokensAndMask]:
-    """Generate token ids and response masks for sequences of the planned lengths.
-
-    No token occurs twice in a batch, unless the vocabulary is too small.
-
-    Args:
-        table: rows of the plan.
-        n_tokens: size of the vocabulary.
-    """
+def _made_texts(table: pa.Table) -> dict[str, TokensAndMask]:
+    """Generate token ids and response masks for rows of the plan. No token occurs twice."""
     texts: dict[str, TokensAndMask] = {}
     start = 0
     for row in table.to_pylist():
-        length = row["n_tokens"]
-        if start + length > n_tokens:
-            start = 0
-        tokens = np.arange(start, start + length, dtype=np.int32)
-        texts[row["sequence_id"]] = tokens, np.zeros(length, np.uint8)
-        start += length
+        tokens = np.arange(start, start + row["n_tokens"], dtype=np.int32)
+        texts[row["sequence_id"]] = tokens, np.zeros(len(tokens), np.uint8)
+        start += len(tokens)
     return texts
 
 
@@ -625,8 +587,9 @@ def _cut(batch: pa.Table, facts: TargetFacts) -> pa.Table:
 def _run(forwards: Forwards, sequences: pa.Table, disk: Path) -> Timings:
     n_tokens = int(numbers(sequences, "n_tokens").sum())
     table = plan_parts(sequences, 2 * ALIGNMENT_TOKENS * n_tokens, ALIGNMENT_TOKENS)
-    fields = tuple(codec.spec for codec in forwards.codec.fields.values())
-    manifest = StoreManifest(fields, {}, {}, {}, len(table), 1, n_tokens, forwards.codec.describe())
+    codec = forwards.settings.codec
+    fields = tuple(field_codec.spec for field_codec in codec.fields.values())
+    manifest = StoreManifest(fields, {}, {}, {}, len(table), 1, n_tokens, codec.describe())
     timings = Timings()
     with (
         tempfile.TemporaryDirectory(prefix=SPEED_TEST_PREFIX, dir=disk) as folder,

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Interrupted, OptionInvalid, StoreMismatch
+from ..errors import OptionInvalid, StoreMismatch
 from ..files import check_room
 from ..machine import fix_sums
 from ..moa.targets.live import Target
@@ -46,7 +46,7 @@ from .dataset import writer_of_answers
 from .forwards.calibrate import learned_before
 from .forwards.parts import Forwards, run_parts, save_bundle, sequence_name
 from .forwards.vllm_source import VllmSource
-from .plan import ExtractPlan, build_plan, interruptible, recorded_config
+from .plan import ExtractPlan, build_plan, recorded_config
 from .report import Provenance, Timings, WriteReport
 from .sequences import keep_texts
 from .workers import Total, Worker, is_done, pending_in_turn, run_on_ray, run_processes
@@ -74,7 +74,7 @@ def extract(
             of the run. None if this process is the command itself.
 
     Raises:
-        MoaDataError: the input cannot be used, or Interrupted after Ctrl-C.
+        MoaDataError: the input cannot be used.
         OptionInvalid: the store lacks fields or decoder layers; `add` adds them.
         StoreError: the output folder cannot be used, or the store was made from other inputs.
         TargetError: the target cannot be loaded.
@@ -82,38 +82,32 @@ def extract(
     fix_sums()
     start = time.perf_counter()
     check_room(open_path(config.out))
-    with interruptible("while planning; nothing was written"):
-        plan = build_plan(config, progress, with_weights=True)
+    plan = build_plan(config, progress, with_weights=True)
     plan.check_disk()
     refuse_addition(plan)
-    with interruptible("while the codec was fitted; nothing was written"):
-        codec, target = _learn_codec(plan, progress)
+    codec, target = _learn_codec(plan, progress)
     with ExitStack() as opened:
         forwards = None
         # Test the target first, so that nothing is created or deleted if the target is unusable.
         if repairs or not has_parts(plan.store):
-            with interruptible("while the target was loaded; nothing was written"):
-                forwards = _prove_target(plan, codec, target, progress, opened)
+            forwards = _prove_target(plan, codec, target, progress, opened)
             target = None
         store = opened.enter_context(_open_store(plan, codec, progress, repairs))
         # Write the token ids and masks to a file of the store. From then on they are memory-mapped
         # from that file instead of being kept in memory.
-        if not plan.keeps_texts:
-            with store.publishing("texts"):
-                plan = replace(
-                    plan, sequences=keep_texts(store.path, plan.sequences, plan.texts_origin)
-                )
+        with store.publishing("texts"):
+            sequences = keep_texts(store.path, plan.sequences, plan.texts_origin)
+            plan = replace(plan, sequences=sequences)
         had_target = store.has_target
-        n_before_tokens = sum(store.part_tokens[part] for part in store.committed_parts())
         if forwards is None and config.scale.is_alone and not is_done(store):
             forwards = _load_forwards(plan, codec, target, progress, opened)
         target = None  # Free the target's memory for the workers.
         extracting = progress.of("extract", "token")
         timings, lost = _work(plan, store, forwards, extracting, share or (0, 1))
-        timings.n_before_tokens = n_before_tokens
         timings.wall_s = time.perf_counter() - start
         report = _report(plan, store, timings, lost)
-        report.restored = "" if had_target else f"{TARGET_NAME}/"
+        if not had_target:
+            report.lines.append(f"bundle       wrote {TARGET_NAME}/")
         if share is None:
             _finish(plan, store, report.record(provenance) | {"lost_workers": lost})
     return report
@@ -183,7 +177,7 @@ def _prove_target(
         check_weights(plan.forward.folder, getattr(torch, plan.forward.compute_dtype))
         return None
     forwards = _load_forwards(plan, codec, target, progress, opened)
-    if forwards.engine is None:
+    if plan.config.forward.source != "vllm":
         first = plan.table.slice(0, 1).to_pylist()[0]
         tokens, _ = plan.sequences.text(first["sequence_id"])
         captured = forwards.capture([tokens[:_N_PROVEN_TOKENS]])
@@ -200,10 +194,11 @@ def _load_forwards(
 ) -> Forwards:
     """Load the target, and start vLLM if vLLM is the engine that runs the target."""
     target = target or plan.forward.load_target(progress)
-    forwards = plan.forward.forwards(target, codec, plan.sequences.text)
+    forwards = Forwards(replace(plan.forward, codec=codec), target, plan.sequences.text)
     if plan.config.forward.source == "vllm":
         longest = int(numbers(plan.table, "n_tokens").max())
-        source = VllmSource(plan.forward.folder, target, forwards.spec, forwards.dtype, longest)
+        dtype = getattr(torch, plan.forward.dtype)
+        source = VllmSource(plan.forward.folder, target, plan.forward.spec, dtype, longest)
         forwards = replace(forwards, engine=opened.enter_context(source).capture)
     return forwards
 
@@ -215,24 +210,17 @@ def _open_store(
 
     If another run has fitted the codec in the meantime, the other run's codec is used.
     """
-    manifest = replace(plan.manifest, codec=codec.describe())
-    create = partial(
-        StoreWriter.create_or_resume,
+    codec = learned_before(codec, plan.store, plan.manifest) or codec
+    return StoreWriter.create_or_resume(
         plan.store,
+        replace(plan.manifest, codec=codec.describe()),
+        plan.table,
+        codec.files(),
         shares=not repairs,  # A store can only be checked with exclusive access.
         begins_anew=not repairs,
         depth="values" if repairs else "sizes",
         progress=progress,
     )
-    try:
-        return create(manifest, plan.table, codec.files())
-    except StoreMismatch as error:
-        is_basis = set(error.changes) == {"codec.basis_sha256"}
-        learned = learned_before(codec, plan.store, plan.manifest) if is_basis else None
-        if learned is None:
-            raise
-        manifest = replace(manifest, codec=learned.describe())
-        return create(manifest, plan.table, learned.files())
 
 
 def _work(
@@ -255,29 +243,21 @@ def _work(
         The timings, and one text for each worker that was lost.
     """
     timings = Timings()
-    try:
-        if forwards is None:
-            return (timings, []) if is_done(store) else _run_workers(plan, store, progress)
-        forwards = replace(forwards, codec=store.codec, text=plan.sequences.text)
-        write_bundle = partial(
-            save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
-        )
-        # The first worker writes the bundle before its parts. If the first worker was killed,
-        # another worker writes the bundle after its own parts.
-        if share[0] == 0 and not store.has_target:
-            write_bundle()
-        run_parts(forwards, store, pending_in_turn(store, *share), timings, progress)
-        if not store.has_target:
-            write_bundle()
-        return timings, []
-    except KeyboardInterrupt as error:
-        n_done = len(store.committed_parts())
-        store.sweep()
-        raise Interrupted(
-            f"Interrupted. The part that was being written is discarded; {n_done} of "
-            f"{store.n_parts} parts are finished in {store.path}. Run the same command again to "
-            "continue."
-        ) from error
+    if forwards is None:
+        return (timings, []) if is_done(store) else _run_workers(plan, store, progress)
+    settings = replace(plan.forward, codec=store.codec)
+    forwards = replace(forwards, settings=settings, text=plan.sequences.text)
+    write_bundle = partial(
+        save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
+    )
+    # The first worker writes the bundle before its parts. If the first worker was killed, another
+    # worker writes the bundle after its own parts.
+    if share[0] == 0 and not store.has_target:
+        write_bundle()
+    run_parts(forwards, store, pending_in_turn(store, *share), timings, progress)
+    if not store.has_target:
+        write_bundle()
+    return timings, []
 
 
 def _run_workers(plan: ExtractPlan, store: StoreWriter, progress: Progress) -> Total:
@@ -337,10 +317,11 @@ def _report(
     plan: ExtractPlan, store: StoreWriter, timings: Timings, lost: Sequence[str]
 ) -> WriteReport:
     report = WriteReport.of(store, timings)
-    report.compared = (
-        f", {report.stored_bytes / plan.raw_bytes:.3f} of the raw {format_bytes(plan.raw_bytes)}"
-    )
-    report.lines = plan.rows_read()
+    share = report.stored_bytes / plan.raw_bytes
+    report.lines = [
+        f"compressed   to {share:.3f} of the raw {format_bytes(plan.raw_bytes)}",
+        *plan.rows_read(),
+    ]
     report.lines += [f"damaged      {damage.path}: {damage.message}" for damage in store.damages]
     n_workers = plan.config.scale.workers
     if n_workers > 1:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
@@ -49,13 +49,11 @@ moa-data pull REPO drafter
 moa-data generate --model TARGET --drafter drafter --prompt "Hi"
 ```
 
-## Target
+## Sizes and target
 
-{target}
-
-## Sizes
-
-{sizes}
+```json
+{facts}
+```
 """
 _AGAIN = "Finished files are kept: run the same command again to continue."
 
@@ -73,13 +71,13 @@ def push(path: Path, repo: str, private: bool = False) -> str:
     Returns:
         A text about the files that were pushed.
     """
-    folder, entry, repo_type = _what(path.expanduser())
+    folder, repo_type = _what(path.expanduser())
     if not os.environ.get("HF_TOKEN"):
         raise DatasetError(
             "The environment variable HF_TOKEN is not set. Set it to a token with write access "
             "(huggingface.co/settings/tokens)."
         )
-    files = _files(folder, entry)
+    files = _files(folder, repo_type)
     api = _connect()
     with _one_line(repo):
         url = str(api.create_repo(repo, repo_type=repo_type, private=private, exist_ok=True))
@@ -90,27 +88,14 @@ def push(path: Path, repo: str, private: bool = False) -> str:
             )
         if repo_type == "dataset":
             _check_same_store(api, repo, folder, files)
-        # The Hub's client compares every file with every pattern. Use one pattern per folder, so
-        # that there are few patterns.
-        tops = {name.split("/")[0] for name in files} - {entry, CARD_NAME}
-        first = list(tops)
-        for top in tops:
-            first.append(f"{top}/*")
+        operations = [CommitOperationAdd(name, folder / name) for name in files]
         if CARD_NAME not in files:
-            card = drafter_card(json.loads((folder / entry).read_text(encoding="utf-8"))).encode()
-            api.upload_file(
-                repo_id=repo, repo_type=repo_type, path_in_repo=CARD_NAME, path_or_fileobj=card
-            )
-        # Push the manifest of a store, or drafter.json, last. An unfinished push then does not look
-        # like a complete store or drafter.
-        for patterns, message in (
-            (first, "Push with moa-data"),
-            ([entry, CARD_NAME], "Finish the push"),
-        ):
-            api.upload_folder(
-                repo_id=repo, folder_path=folder, repo_type=repo_type, commit_message=message,
-                allow_patterns=patterns, ignore_patterns=[f"*{PARTIAL_SUFFIX}"],
-            )  # fmt: skip
+            card = drafter_card(json.loads((folder / DRAFTER_FILE).read_text(encoding="utf-8")))
+            operations.append(CommitOperationAdd(CARD_NAME, card.encode()))
+        # One commit has all files, so an unfinished push changes nothing in the repository.
+        api.create_commit(
+            repo, operations, repo_type=repo_type, commit_message="Push with moa-data"
+        )
     kind = "store" if repo_type == "dataset" else "drafter"
     return (
         f"pushed       a {kind}: {len(files):,} files, {format_bytes(sum(files.values()))}\n"
@@ -175,17 +160,8 @@ def drafter_card(facts: dict[str, Any]) -> str:
     Args:
         facts: content of ``drafter.json``.
     """
-    target = facts.get("target") or {}
-    target_lines = [f"- {key}: `{value}`" for key, value in target.items()]
-    size_lines: list[str] = []
-    for key, value in facts.items():
-        if key != "target" and isinstance(value, int | float | str):
-            size_lines.append(f"- {key}: {value}")
-    return _DRAFTER_CARD.format(
-        kind=facts.get("kind", "unknown"),
-        target="\n".join(target_lines),
-        sizes="\n".join(size_lines),
-    )
+    text = json.dumps(facts, indent=2, sort_keys=True)
+    return _DRAFTER_CARD.format(kind=facts.get("kind", "unknown"), facts=text)
 
 
 def _damaged(message: str) -> DatasetError:
@@ -194,13 +170,8 @@ def _damaged(message: str) -> DatasetError:
     return error
 
 
-def _what(path: Path) -> tuple[Path, str, str]:
-    """Find the store or drafter to push at a path.
-
-    Returns:
-        The folder to push, the name of the file that marks the folder as complete, and the type of
-        the Hub repository.
-    """
+def _what(path: Path) -> tuple[Path, str]:
+    """Return the folder of the store or drafter at a path, and the type of its Hub repository."""
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)
         if unfinished := summary.missing or ", ".join(summary.unfinished):
@@ -208,22 +179,22 @@ def _what(path: Path) -> tuple[Path, str, str]:
                 f"{path} is incomplete: {unfinished}. Repeat the command that made it, which "
                 "completes it, then push."
             )
-        return path, MANIFEST_NAME, "dataset"
+        return path, "dataset"
     for folder in (path, path / "drafter"):
         if (folder / DRAFTER_FILE).is_file():
-            return folder, DRAFTER_FILE, "model"
+            return folder, "model"
     raise DatasetError(
         f"{path} is neither a store ({MANIFEST_NAME}), nor a drafter ({DRAFTER_FILE}), nor a run "
         "of `moa-data train`. Check the path."
     )
 
 
-def _files(folder: Path, entry: str) -> dict[str, int]:
+def _files(folder: Path, repo_type: str) -> dict[str, int]:
     sizes = {}
     for path in sorted(folder.rglob("*")):
         top = path.relative_to(folder).parts[0]
         name = path.relative_to(folder).as_posix()
-        is_ours = top in _PUSHED if entry == MANIFEST_NAME else not top.startswith(".")
+        is_ours = top in _PUSHED if repo_type == "dataset" else not top.startswith(".")
         if is_ours and path.is_file() and not name.endswith(PARTIAL_SUFFIX):
             sizes[name] = path.stat().st_size
     return sizes
@@ -234,10 +205,9 @@ def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, i
     remote_files = _remote_files(api, repo, "dataset")
     strange = [name for name in remote_files if name not in files]
     if MANIFEST_NAME in remote_files:
-        manifest = api.hf_hub_download(repo, MANIFEST_NAME, repo_type="dataset")
-        strange += [MANIFEST_NAME] * (
-            Path(manifest).read_bytes() != (folder / MANIFEST_NAME).read_bytes()
-        )
+        manifest = Path(api.hf_hub_download(repo, MANIFEST_NAME, repo_type="dataset"))
+        if manifest.read_bytes() != (folder / MANIFEST_NAME).read_bytes():
+            strange.append(MANIFEST_NAME)
     if strange:
         raise DatasetError(
             f"{repo} holds another dataset: its file {strange[0]} does not belong to this store. "

@@ -16,18 +16,18 @@ import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ..errors import (
     CodecUnknown,
-    Interrupted,
     OptionInvalid,
     StorageUnavailable,
     StoreError,
@@ -36,7 +36,7 @@ from ..errors import (
 )
 from ..files import parse_object
 from ..moa.drafters.advice import Advice, advise
-from ..moa.targets.bundle import frozen_weights, hash_target, weight_files
+from ..moa.targets.bundle import frozen_weights, hash_target
 from ..moa.targets.facts import TargetFacts, load_facts, quantisation_problem
 from ..moa.targets.families import empty_model
 from ..moa.targets.live import load_target_tokenizer, pick_device, resolve_model_folder
@@ -66,6 +66,7 @@ from ..text import SILENT, Progress, counted, format_bytes
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig, parse_activations, resolve_encode_threads
 from .dataset import ChatSource, Columns
 from .estimate import ForwardPlan, WritePlan, field_specs, has_device
+from .forwards.calibrate import SAMPLE_TOKENS
 from .forwards.vllm_source import check_vllm
 from .report import reason_lines
 from .sequences import Sequences, check_counts, read_sequences, read_texts, texts_origin
@@ -75,7 +76,17 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt",
 )  # fmt: skip
 
-Sources = Mapping[str, Mapping[str, str]]
+
+class Source(TypedDict):
+    """A model or dataset of the Hub."""
+
+    id: str
+    revision: str  # the branch, tag or commit that was requested
+    commit: str
+
+
+Sources = dict[str, Source]  # "model" or "dataset" -> its source
+_SOURCES = TypeAdapter(Sources)
 _MAIN = "main"
 
 
@@ -87,14 +98,11 @@ class ExtractPlan(WritePlan):
     manifest: StoreManifest  # Content of store.json, possibly with a codec not yet fitted to data.
     sequences: Sequences = field(repr=False)
     # All inputs that determine the token ids (see the function ``texts_origin``). None if the
-    # dataset can only be identified by reading all rows.
+    # dataset can only be identified by reading all rows, or if the output folder already holds the
+    # tokenised sequences.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
-    keeps_texts: bool  # whether the output folder already holds the tokenised sequences
     dataset: str  # text with the dataset's name, its split and the number of files
-    # Whether the chat template writes an end-of-turn token after the last message of a chat.
-    ends_last_turn: bool
-    # Whether any response mask covers the end of an answer.
-    covers_ends: bool
+    template: ChatTemplate = field(repr=False)
 
     def rows_read(self) -> list[str]:
         """Return lines of text with the number of rows that were read, and of rejected rows."""
@@ -107,12 +115,12 @@ class ExtractPlan(WritePlan):
             *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
-        if not self.covers_ends:
+        if not self.template.end_of_turn:
             lines.append(
                 "end of turn  The chat template does not mark the end of an answer, so drafters do "
                 "not learn where an answer ends."
             )
-        elif not self.ends_last_turn:
+        elif not self.template.text_after_last:
             lines.append(
                 "end of turn  The chat template writes no end-of-turn token after the last answer "
                 "of a chat, so drafters learn the end of an answer only from earlier turns."
@@ -130,26 +138,18 @@ class ExtractPlan(WritePlan):
         for name, field_codec in codec.fields.items():
             if field_codec.spec.token_shape:
                 bits.append(f"{name} {field_codec.expected_bits:.1f}")
-        cached = f"{target['n_kv_heads']} KV heads of {target['head_dim']}"
-        if not any(self.forward.facts.kv_shapes):
-            cached = "no KV cache"
-        elif "kv_width" in target:
-            cached = f"caching up to {target['kv_width']:,} values per token"
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} "
-            f"layers, {cached}, width {target['hidden_size']})",
+            f"layers, width {target['hidden_size']})",
             *self.rows_read(),
             f"sequences    {self.manifest.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
             f"{self.config.data.max_length:,} tokens)",
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(codec.fields)} in {storage.dtype}, codec {storage.codec}",
-            f"raw          {format_bytes(self.raw_bytes)} ({self.raw_bytes / self.n_tokens:,.0f} "
-            "bytes per token)",
-            f"on disk      {self.describe_disk()}",
             f"bits         per value in the parts, at most: {', '.join(bits)}",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
-            *self.room(),
+            *self.space(),
         ]
         if codec.learned:
             lines.append(self._learn_line())
@@ -160,7 +160,7 @@ class ExtractPlan(WritePlan):
 
     def _learn_line(self) -> str:
         """Return a line of text about fitting the codec to a sample of the sequences."""
-        n_sample = self.n_learned_tokens
+        n_sample = min(self.n_tokens, SAMPLE_TOKENS)
         learned = self.forward.codec.learned.values()
         # During calibration, the disk holds each value of the sample in float32 (4 bytes), and each
         # component computed from the values in 16 bits (2 bytes).
@@ -209,10 +209,11 @@ def build_plan(
     stored = _stored_extraction(out)
     # A store without parts may still be created from other inputs.
     sources = recorded_sources(stored) if stored and has_parts(out) else None
-    folder = find_target(config.model, sources, config.revision, with_weights=False)
+    revision = pinned_revision(sources, "model", config.model, config.revision)
+    folder = resolve_model_folder(config.model, False, revision)
     config, forward, engine = _plan_forwards(config, folder, with_weights, stored)
     if with_weights:
-        folder = find_target(config.model, sources, config.revision)
+        folder = resolve_model_folder(config.model, True, revision)
         forward = replace(forward, folder=folder)
         check_vocabulary(folder)
     tokenizer = load_target_tokenizer(folder)
@@ -252,11 +253,9 @@ def build_plan(
         config=config,
         manifest=manifest,
         sequences=sequences,
-        texts_origin=origin,
-        keeps_texts=stored_sequences is not None,
+        texts_origin=None if stored_sequences else origin,
         dataset=source.describe(),
-        ends_last_turn=bool(template.text_after_last),
-        covers_ends=bool(template.end_of_turn),
+        template=template,
     )
 
 
@@ -401,43 +400,20 @@ def _extraction(
 
 def _conventions(facts: TargetFacts) -> Mapping[str, str]:
     """Return notes on how the target's keys and values differ from Llama's, possibly none."""
-    groups = facts.kv_groups
-    if any(group.field == "kv/latent" for group in groups):
+    if any(group.field == "kv/latent" for group in facts.kv_groups):
         return LATENTS
-    return {} if all(group.is_rotated for group in groups) else ROTATED_IN_SOME
-
-
-@contextmanager
-def interruptible(what: str) -> Iterator[None]:
-    """Turn Ctrl-C into an :class:`Interrupted` error.
-
-    Args:
-        what: end of the error message. It says what was interrupted and which results are kept.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise Interrupted(f"Interrupted {what}. Run the same command again to continue.") from error
+    return {} if facts.family.rotates_all else ROTATED_IN_SOME
 
 
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
     """Return the entry ``sources`` (Hub ids and commits) of a manifest's ``extraction``.
 
-    Malformed entries are left out.
+    The result is empty if the entry is missing or malformed.
     """
-    sources: dict[str, Mapping[str, str]] = {}
-    recorded = extraction.get("sources")
-    if not isinstance(recorded, Mapping):
-        return sources
-    for kind, entry in recorded.items():
-        if isinstance(entry, Mapping) and _names_commit(entry):
-            sources[kind] = entry
-    return sources
-
-
-def _names_commit(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of ``sources`` has its three texts."""
-    return all(isinstance(entry.get(key), str) for key in ("id", "revision", "commit"))
+    try:
+        return _SOURCES.validate_python(extraction.get("sources"))
+    except ValidationError:
+        return {}
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any]:
@@ -474,25 +450,6 @@ def pinned_revision(
     return revision
 
 
-def find_target(
-    model: str, sources: Sources | None, revision: str | None = None, with_weights: bool = True
-) -> Path:
-    """Return the folder of a target. A Hub model is loaded at the commit that the store records.
-
-    Args:
-        model: a folder, a GGUF file or a hub id.
-        sources: the Hub ids and commits that the store records, or None.
-        revision: the requested branch, tag or commit; None for main.
-        with_weights: whether to download the weights too, and to refuse a folder without weights.
-    """
-    folder = resolve_model_folder(
-        model, with_weights, pinned_revision(sources, "model", model, revision)
-    )
-    if with_weights:
-        weight_files(folder)  # This call raises if the folder has no weights.
-    return folder
-
-
 def find_same_target(
     model: str, store: StorePath, stored: StoreManifest, progress: Progress = SILENT
 ) -> Path:
@@ -507,7 +464,8 @@ def find_same_target(
     Raises:
         StoreMismatch: the target has other weights or another config.
     """
-    folder = find_target(model, recorded_sources(stored.extraction))
+    sources = recorded_sources(stored.extraction)
+    folder = resolve_model_folder(model, True, pinned_revision(sources, "model", model, None))
     check_identities(store, stored.identities, weight_identities(folder, progress))
     return folder
 
@@ -530,20 +488,18 @@ def sources_record(
         before: the entry in an existing store, or None. Its model or dataset is replaced only if
             the commit differs. Without a commit, only content hashes show whether the data changed.
     """
-    current: dict[str, dict[str, str]] = {}
+    current: Sources = {}
     if not Path(config.model).expanduser().exists():
-        current["model"] = {
-            "id": config.model,
-            "revision": config.revision or _MAIN,
-            "commit": folder.name,
-        }
+        current["model"] = Source(
+            id=config.model, revision=config.revision or _MAIN, commit=folder.name
+        )
     if dataset.commit:
         revision = config.data.dataset_revision or _MAIN
-        current["dataset"] = {"id": config.dataset, "revision": revision, "commit": dataset.commit}
-    recorded: dict[str, Mapping[str, str]] = dict(current if before is None else before)
-    for kind, entry in current.items():
-        if kind in recorded and recorded[kind]["commit"] != entry["commit"]:
-            recorded[kind] = entry
+        current["dataset"] = Source(id=config.dataset, revision=revision, commit=dataset.commit)
+    recorded = current if before is None else dict(before)
+    for kind, source in current.items():
+        if kind in recorded and recorded[kind]["commit"] != source["commit"]:
+            recorded[kind] = source
     return {"sources": recorded} if recorded else {}
 
 

@@ -8,12 +8,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CodecUnknown, Interrupted, OptionInvalid
+from ..errors import CodecUnknown, OptionInvalid
 from ..files import check_room, walk
 from ..machine import fix_sums
 from ..moa.targets.bundle import FrozenTarget
@@ -22,7 +21,7 @@ from ..storage.backend import backend_of, open_path
 from ..storage.codecs.registry import StoreCodec
 from ..storage.codecs.transform import TransformCodec
 from ..storage.paths import StoreLike, StorePath
-from ..storage.plan import numbers
+from ..storage.plan import numbers, row_numbers
 from ..storage.read.store import ActivationStore
 from ..storage.schema import TARGET_NAME, TOKENS, StoreManifest, to_float32
 from ..storage.write.store import StoreWriter
@@ -93,14 +92,8 @@ def recode(
                 "recoded, because the loss of a codec cannot be undone. Give a lossless store, or "
                 "extract again with --codec lossless."
             )
-        is_folder = (
-            isinstance(target_store, Path)
-            and target_store.exists()
-            and isinstance(source.path, Path)
-        )
-        if target_store == source.path or (
-            is_folder and os.path.samefile(str(target_store), str(source.path))
-        ):
+        # The URL of a bucket is compared like a path that does not exist.
+        if os.path.realpath(str(target_store)) == os.path.realpath(str(source.path)):
             raise OptionInvalid(
                 f"--out {target_store} is the store that is read. Choose another folder."
             )
@@ -114,27 +107,20 @@ def recode(
         with StoreWriter.create_or_resume(
             target_store, manifest, plan, new.files(), begins_anew=True
         ) as writer:
-            rows = {key: i for i, key in enumerate(source.sequences["sequence_id"].to_pylist())}
-            try:
-                _copy_target(source, writer)
-                timings = write_parts(
-                    writer,
-                    lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
-                    progress.of("recode", "token"),
-                )
-            except KeyboardInterrupt as error:
-                n_done = writer.n_parts - len(writer.pending_parts())
-                raise Interrupted(
-                    f"Interrupted. {n_done} of {writer.n_parts} parts are finished in "
-                    f"{writer.path}. Run the same command again to continue."
-                ) from error
+            rows = row_numbers(source.sequences)
+            _copy_target(source, writer)
+            timings = write_parts(
+                writer,
+                lambda row: _encoded(source, rows[row["sequence_id"]], writer.codec),
+                progress.of("recode", "token"),
+            )
             timings.wall_s = time.perf_counter() - start
             report = WriteReport.of(writer, timings)
             source_bytes = sum(commit.stored_bytes for commit in source.commits.values())
-            report.compared = (
-                f", {report.stored_bytes / source_bytes:.3f} of the size of {source.path}"
-            )
-            report.lines = [f"codec        {new.name}"]
+            report.lines = [
+                f"codec        {new.name}, {report.stored_bytes / source_bytes:.3f} of the size of "
+                f"{source.path}"
+            ]
             writer.record_run(
                 report.record(provenance)
                 | {"recode": {"source": str(source.path), "codec": new.name}}
@@ -244,19 +230,16 @@ def write_parts(
     """
     timings = Timings()
     start = time.perf_counter()
-    pending = store.pending_parts()
-    n_tokens = numbers(store.plan, "n_tokens")
-    n_done = timings.n_before_tokens = int(
-        n_tokens[~np.isin(numbers(store.plan, "part"), pending)].sum()
-    )
-    for part in pending:
+    n_tokens = sum(store.part_tokens.values())
+    n_done = sum(store.part_tokens[part] for part in store.committed_parts())
+    for part in store.pending_parts():
         with store.part(part) as out:
             for row in out.sequences.to_pylist():
                 for name, values in read(row).items():
                     out.write(name, row["first_token"], values)
                 n_done += row["n_tokens"]
-                progress(n_done, int(n_tokens.sum()), f"part {part + 1}/{store.n_parts}")
-            out.commit()
-            timings.add_part(int(numbers(out.sequences, "n_tokens").sum()), out.was_first)
+                progress(n_done, n_tokens, f"part {part + 1}/{store.n_parts}")
+            commit = out.commit()
+            timings.add_part(commit.n_tokens, out.was_first)
     timings.extract_s = time.perf_counter() - start
     return timings

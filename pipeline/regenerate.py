@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import httpx2 as httpx
-import torch
 from pydantic import BaseModel
 
 from .. import __version__
@@ -42,10 +41,9 @@ from ..files import disk_full_guard, parsing, refuse_other_inputs, write_atomic
 from ..moa.decoding.loop import generate_batch
 from ..moa.decoding.proposer import DrafterProposer
 from ..moa.decoding.sampling import SamplingConfig
-from ..moa.formats.checkpoint import ready_drafters
+from ..moa.formats.checkpoint import load_target_and_drafters
 from ..moa.targets.chat import Message, Rejection, RejectReason, parse_prompt
 from ..moa.targets.chat_tokens import prompt_tokens, tokenize_chat
-from ..moa.targets.live import Target
 from ..moa.targets.template import parse_template_arguments
 from ..text import SILENT, Progress, counted, first_line, format_hours, printable
 from .config import RegenerateConfig
@@ -62,7 +60,6 @@ _FEW_DROPPED = 64
 # Multiplies `seed + 1` to get the first seed for questions. The factor is large, so that these
 # seeds differ from the seeds of answers and from the seeds of questions of runs with other seeds.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
-_WHEN_FULL = "The answers so far are kept. Free some space and run the same command again."
 
 
 class LossReason(StrEnum):
@@ -108,13 +105,13 @@ class Row:
 
         The last turn is asked even if the row contains no answer to that turn.
         """
-        chosen = columns.apply(content)
-        chat = chosen if isinstance(chosen, Rejection) else parse_prompt(chosen)
+        chat = parse_prompt(columns.apply(content))
         if isinstance(chat, Rejection):
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
         # Reject chats with tools. The target might call other tools than the dataset's assistant,
         # and the results of its calls are unknown.
-        if chat.tools or _uses_tools(chat.messages):
+        uses_tools = any(item["role"] == "tool" or "tool_calls" in item for item in chat.messages)
+        if chat.tools or uses_tools:
             return cls(row, reason=LossReason.TOOLS.value)
         try:
             json.dumps(chat.messages, ensure_ascii=False).encode()
@@ -186,11 +183,6 @@ class Row:
         self.detail = printable(detail)
 
 
-def _uses_tools(messages: Sequence[Message]) -> bool:
-    """Whether any message calls tools or has a tool's result."""
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-
-
 def _as_one_line(messages: Sequence[Message]) -> str:
     """Return the text of the first message as one line, to compare questions."""
     return " ".join(messages[0]["content"].split())
@@ -221,10 +213,9 @@ class RowCounts(BaseModel):
         self.n_tokens += row.n_tokens
         self.n_at_limit += row.is_cut
         if row.reason:
-            (self.cut if row.messages else self.rejected)[row.reason] += 1
-            self.examples.setdefault(
-                row.reason, f"row {row.row}" + (f": {row.detail}" if row.detail else "")
-            )
+            counts = self.cut if row.messages else self.rejected
+            counts[row.reason] += 1
+            self.examples.setdefault(row.reason, f"row {row.row}: {row.detail}".removesuffix(": "))
 
 
 class Work(NamedTuple):
@@ -232,49 +223,38 @@ class Work(NamedTuple):
 
     source: ChatSource | None  # the dataset; None if the target writes the questions
     n_rows: int
-    most_tokens: int  # upper bound of the number of tokens that the target writes
+    n_answers: int  # number of answers that the questions ask for
     settings: dict[str, Any]  # settings that determine the questions
-    text: str  # one line of text that summarises the questions
 
 
 def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
     """Count the questions of a run. If there is a dataset, all of its rows are read."""
-    limits = f"of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
     questions = config.questions
     if config.self_prompted is not None:
-        n_rows = config.self_prompted
         settings = questions.model_dump(
             include={"question_temperature", "question_top_p", "question_tokens"}
         )
-        text = f"{counted(n_rows, 'question')} that the target writes, and answers {limits}"
-        most_tokens = n_rows * (config.max_new_tokens + questions.question_tokens)
-        return Work(None, n_rows, most_tokens, settings, text)
+        return Work(None, config.self_prompted, config.self_prompted, settings)
     source = ChatSource(
         config.dataset or "", questions.split, questions.dataset_config, questions.dataset_revision
     )
     total = source.count_rows()
     n_rows = 0
-    n_chats = 0
     n_answers = 0
     reading = progress.of("read rows", "row")
     for row in _rows(config, source):
         n_rows += 1
-        n_chats += bool(row.turns)
         n_answers += len(row.turns)
         if n_rows % 1024 == 0:
             reading(n_rows, max(total, n_rows))
-    if not n_chats:
+    if not n_answers:
         raise DatasetError(
             f"Dataset {source.name} has no chat with a question among {n_rows:,} rows. Point "
             "--dataset at chats, or name their columns with --columns."
         )
-    dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity()})
-    text = (
-        f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers "
-        f"{limits}"
-    )
+    dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity(n_rows)})
     settings = {"dataset": dataset, "columns": list(questions.columns)}
-    return Work(source, n_rows, n_answers * config.max_new_tokens, settings, text)
+    return Work(source, n_rows, n_answers, settings)
 
 
 def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
@@ -283,16 +263,17 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
         return
     columns = Columns.parse(config.questions.columns)
     for number, content in islice(source.rows(), config.questions.max_rows):
-        source.count_row()
         yield Row.read(number, content, columns)
 
 
 def preview(config: RegenerateConfig, progress: Progress = SILENT) -> str:
     """Return a text about the questions of a run, and an upper bound of its time."""
     work = count_work(config, progress)
-    if config.server is not None:
-        return work.text
-    return f"{work.text}; {LocalTarget(config).estimate(work.most_tokens)}"
+    text = (
+        f"{counted(work.n_rows, 'row')}, {work.n_answers:,} answers of at most "
+        f"{config.max_new_tokens:,} tokens, {config.n_together} at a time"
+    )
+    return text if config.server else f"{text}; {LocalTarget(config).estimate(work.n_answers)}"
 
 
 def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFile":
@@ -328,15 +309,15 @@ def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFi
     }
     settings = json.loads(json.dumps(settings))
     limit = config.questions.max_rejected_fraction
-    progress = progress.of("regenerate", "row" if config.self_prompted is None else "chat")
+    progress = progress.of("regenerate", "row")
     with open_chat_file(
         out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress
     ) as chat_file:
         n_done = chat_file.counts.n_rows
         # The estimate takes time, because it measures the speed of the target.
         if progress.show is not None and isinstance(answering, LocalTarget):
-            most_tokens = work.most_tokens * (1 - n_done / work.n_rows)
-            progress(n_done, work.n_rows, answering.estimate(most_tokens))
+            n_answers = work.n_answers * (1 - n_done / work.n_rows)
+            progress(n_done, work.n_rows, answering.estimate(n_answers))
         answering.answer(islice(_rows(config, work.source), n_done, None), chat_file)
     return chat_file
 
@@ -420,20 +401,19 @@ class ChatFile:
             OutputOccupied: the file was not written by a run with these settings.
         """
         n_bytes = self.path.stat().st_size
-        if not self.record.exists():
-            if n_bytes:
-                raise OutputOccupied(
-                    f"{self.path} exists already, and was not written by `moa-data regenerate`. "
-                    "Choose another --out."
-                )
-            self._save()
-            return
-        with parsing(
-            f"{self.record} is not a record of `moa-data regenerate`",
-            OutputOccupied,
-            "Choose another --out.",
-        ):
-            recorded = _Record.model_validate_json(self.record.read_bytes())
+        recorded = self._record
+        if self.record.exists():
+            with parsing(
+                f"{self.record} is not a record of `moa-data regenerate`",
+                OutputOccupied,
+                "Choose another --out.",
+            ):
+                recorded = _Record.model_validate_json(self.record.read_bytes())
+        elif n_bytes:
+            raise OutputOccupied(
+                f"{self.path} exists already, and was not written by `moa-data regenerate`. "
+                "Choose another --out."
+            )
         # If no row is counted, nothing was answered with the earlier settings, and new settings are
         # allowed.
         if recorded.rows.n_rows:
@@ -455,7 +435,7 @@ class ChatFile:
         """Append a batch of rows to the file of chats, and sync the file to the disk."""
         answered = [row for row in rows if row.messages]
         data = "".join(row.json_line() for row in answered).encode()
-        with disk_full_guard(self.path, _WHEN_FULL):
+        with disk_full_guard(self.path):
             self.file.write(data)
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -532,17 +512,13 @@ class LocalTarget:
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.model is not None
         self._config = config
-        self._target = Target.load(
-            config.model, getattr(torch, config.dtype), config.device, config.revision
-        )
+        folders = () if config.drafter is None else (config.drafter,)
+        self._target, drafters = load_target_and_drafters(config, folders)
         self._target.prepare()
         self._max_tokens = min(config.questions.max_length, self._target.max_positions)
         sampling = SamplingConfig(**config.sampling.arguments())
         proposer = shape = None
-        folders = () if config.drafter is None else (config.drafter,)
-        for drafter in ready_drafters(
-            self._target, folders, config.template_kwargs, config.model
-        ).values():
+        for drafter in drafters.values():
             proposer = DrafterProposer(self._target, drafter, sampling)
             shape = config.shape()
             if config.tree is None and proposer.max_depth is not None:
@@ -578,11 +554,14 @@ class LocalTarget:
                 self._generate(prompts)
             chat_file.append([self._checked(row) for row in batch])
 
-    def estimate(self, most_tokens: float) -> str:
-        """Return a text with an upper bound of the time for ``most_tokens`` tokens.
+    def estimate(self, n_answers: float) -> str:
+        """Return a text with an upper bound of the time for some answers, and for their questions.
 
         The speed is measured with a batch of short prompts.
         """
+        most_tokens = n_answers * self._config.max_new_tokens
+        if self._config.self_prompted is not None:
+            most_tokens += n_answers * self._config.questions.question_tokens
         began_s = time.perf_counter()
         prompts = [[0] * _TIMED_TOKENS] * self._config.n_together
         generations = self._decode(prompts, max_new_tokens=_TIMED_TOKENS)
@@ -695,8 +674,7 @@ class Server:
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.server is not None
         self._config = config
-        base = config.server.rstrip("/")
-        self._url = base if base.endswith("/v1") else f"{base}/v1"
+        self._url = config.server.rstrip("/").removesuffix("/v1") + "/v1"
         key = os.environ.get("OPENAI_API_KEY")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._arguments = parse_template_arguments(config.template_kwargs)
@@ -793,10 +771,13 @@ class Server:
         }
         if sampling.temperature:
             body |= {"top_p": sampling.top_p, "seed": sampling.seed + row.row}
-            body |= {"top_k": sampling.top_k} if sampling.top_k else {}
+            if sampling.top_k:
+                body["top_k"] = sampling.top_k
         if sampling.repetition_penalty != 1:
             body["repetition_penalty"] = sampling.repetition_penalty
-        return body | ({"chat_template_kwargs": self._arguments} if self._arguments else {})
+        if self._arguments:
+            body["chat_template_kwargs"] = self._arguments
+        return body
 
     def _take(self, row: Row, answer: httpx.Response) -> None:
         with parsing(

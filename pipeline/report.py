@@ -36,7 +36,6 @@ class Timings:
     # first.
     n_computed_tokens: int = 0
     n_padded_tokens: int = 0  # number of tokens in this run's forwards, padding included
-    n_before_tokens: int = 0  # number of tokens in parts that earlier runs committed
     n_parts: int = 0  # number of parts that this run committed
     # Number of parts that this run wrote, but that another run committed first.
     n_late: int = 0
@@ -106,14 +105,9 @@ class WriteReport:
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    # Text that compares ``stored_bytes`` with the size of another store or of the raw values. It
-    # may be empty.
-    compared: str = ""
     lines: list[str] = field(default_factory=list)  # further lines of text from the command
     # Whether this run replaced a store that was in the folder, had other inputs and had no parts.
     has_begun_anew: bool = False
-    # If all parts existed before this run, a text that names the other files that the run wrote.
-    restored: str = ""
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
@@ -141,7 +135,7 @@ class WriteReport:
         lines = [
             f"store        {self.store}: {counted(self.n_sequences, 'sequence')}, "
             f"{self.n_tokens:,} tokens, {counted(self.n_parts, 'part')}",
-            f"size         {format_bytes(self.stored_bytes)}{self.compared}, "
+            f"size         {format_bytes(self.stored_bytes)}, "
             f"{self.stored_bytes / max(self.n_tokens, 1):,.0f} bytes per token",
             *self.lines,
         ]
@@ -153,8 +147,7 @@ class WriteReport:
         if self.timings.n_parts or self.timings.n_late:
             lines.append(f"this run     {self.timings.describe()}")
         else:
-            did = f"wrote {self.restored}" if self.restored else "wrote no part"
-            lines.append(f"this run     {did}, every part existed already")
+            lines.append("this run     wrote no part, every part existed already")
         return "\n".join(lines)
 
     def record(self, provenance: Provenance | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,7 +42,15 @@ from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.facts import TargetFacts
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
-from ..storage.plan import TEXTS_SHA256, column, map_texts, numbers, text_column, texts_sha256
+from ..storage.plan import (
+    TEXTS_SHA256,
+    column,
+    map_texts,
+    numbers,
+    row_numbers,
+    text_column,
+    texts_sha256,
+)
 from ..storage.schema import TEXTS_NAME
 from ..text import SILENT, Progress
 from .config import DEFAULT_MAX_LENGTH, ExtractConfig
@@ -84,6 +93,7 @@ _ORIGIN_VERSION = 5
 # it right after the generation prompt.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # maximum number of columns and keys that a report lists
+_ALL_COLUMNS = Columns()  # for rows that are chats already
 
 
 @dataclass
@@ -93,11 +103,11 @@ class Sequences:
     # Maps the id of each sequence to its index. The id is the sha256 of tokens and mask, so equal
     # sequences have the same id.
     ids: dict[str, int] = field(default_factory=dict)
-    # Row number in the dataset of each sequence.
-    source_rows: "array[int]" = field(default_factory=lambda: array("q"))
+    # Row number in the dataset of each sequence, int64.
+    source_rows: Any = field(default_factory=lambda: array("q"))
     # Start of each sequence on the token axis, then the end of the last sequence. These are
-    # n_sequences + 1 values.
-    offsets: "array[int]" = field(default_factory=lambda: array("q", [0]))
+    # n_sequences + 1 values, int64.
+    offsets: Any = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0
@@ -146,18 +156,17 @@ class Sequences:
         """Count a rejected row by its reason, and keep the first row of each reason as example."""
         reason = rejection.reason.value
         self.rejections[reason] += 1
-        self.examples.setdefault(
-            reason, f"row {row}" + (f": {rejection.detail}" if rejection.detail else "")
-        )
+        self.examples.setdefault(reason, f"row {row}: {rejection.detail}".removesuffix(": "))
 
     def beside_lines(self) -> list[str]:
         """Return a line that names columns and keys that are not part of the tokens, if any."""
         if not self.beside:
             return []
         names = [f"{name} ({count:,})" for name, count in self.beside.most_common(_MOST_NAMES)]
-        n_more = len(self.beside) - len(names)
-        more = f" and {n_more} more" if n_more else ""
-        return [f"besides      {', '.join(names)}{more}: not part of the tokens"]
+        return [
+            f"besides      not part of the tokens: {len(self.beside)} columns and keys, such as "
+            f"{', '.join(names)}"
+        ]
 
     def table(self) -> pa.Table:
         """Return a table with one row per sequence, from which the parts of a store are planned.
@@ -205,17 +214,14 @@ class Sequences:
         """
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
         tokens = table["tokens"].chunk(0)
-        mask = table["response_mask"].chunk(0)
-        if not tokens.offsets.equals(mask.offsets):
-            raise ValueError("tokens and masks differ in length")
         for name in ("rejections", "beside"):
             counts[name] = Counter(counts[name])
         return cls(
-            ids={key: index for index, key in enumerate(table["sequence_id"].to_pylist())},
-            source_rows=array("q", numbers(table, "source_row").tobytes()),
-            offsets=array("q", np.from_dlpack(tokens.offsets).tobytes()),
+            ids=row_numbers(table),
+            source_rows=numbers(table, "source_row"),
+            offsets=np.from_dlpack(tokens.offsets),
             _tokens=np.from_dlpack(tokens.values),
-            _mask=np.from_dlpack(mask.values),
+            _mask=np.from_dlpack(table["response_mask"].chunk(0).values),
             **counts,
         )
 
@@ -244,14 +250,11 @@ def read_sequences(
     def tokenise(content: Any) -> Tokenised:
         return tokenize_row(template, content, max_length, columns), template.asked_the_time
 
-    n_processes = (config.data.tokenize_processes or usable_cores()) if hasattr(os, "fork") else 1
     contents = (content for _, content in source.rows())
-    results = tokenise_rows(
-        contents, tokenise, n_processes, lambda: limit and limit - len(sequences)
-    )
+    n_processes = config.data.tokenize_processes or usable_cores()
+    results = tokenise_rows(contents, tokenise, n_processes)
     tokenising = progress.of("tokenise", "chat")
     for row, (chat, asked_the_time) in enumerate(results):
-        source.count_row()
         sequences.n_rows += 1
         sequences.asked_the_time |= asked_the_time
         if isinstance(chat, Rejection):
@@ -265,61 +268,59 @@ def read_sequences(
         if len(sequences) == limit:
             break
     tokenising(total, total)
-    sequences.dataset_sha256 = source.identity()
+    sequences.dataset_sha256 = source.identity(sequences.n_rows)
     return sequences
 
 
-def tokenise_rows(
-    rows: Iterator[Any], tokenise: Tokenise, n_processes: int, n_left: Callable[[], int | None]
-) -> Iterator[Tokenised]:
+def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
     """Tokenise rows and yield the results in order. Large blocks of rows are divided among forks.
 
     Args:
         rows: the rows of the dataset.
         tokenise: tokenises a row.
         n_processes: number of processes.
-        n_left: returns the number of sequences that are still needed, or None for all. It is called
-            before a block of rows is read.
     """
-    while n_processes > 1:
-        block, end = _read_block(rows, n_processes * ROWS_PER_PROCESS, n_left())
+    if n_processes == 1:
+        yield from map(tokenise, rows)
+        return
+
+    def tokenise_or_raise(row: Any) -> Tokenised:
+        if isinstance(row, DatasetError):
+            raise row
+        return tokenise(row)
+
+    # The blocks grow, because the caller may need only a few sequences.
+    n_rows = MIN_ROWS
+    rows = _ending_in_error(rows)
+    while block := _read_block(rows, n_rows):
         yield from (
-            _in_forks(block, tokenise, n_processes)
+            _in_forks(block, tokenise_or_raise, n_processes)
             if len(block) >= MIN_ROWS
-            else map(tokenise, block)
+            else map(tokenise_or_raise, block)
         )
-        if isinstance(end, DatasetError):
-            raise end
-        if end:
-            return
-    yield from map(tokenise, rows)
+        n_rows = min(4 * n_rows, n_processes * ROWS_PER_PROCESS)
 
 
-def _read_block(
-    rows: Iterator[Any], n_rows: int, n_left: int | None
-) -> tuple[list[Any], bool | DatasetError]:
-    """Read the next block of rows.
+def _ending_in_error(rows: Iterator[Any]) -> Iterator[Any]:
+    """Yield rows. If a row cannot be read, yield the error as the last row."""
+    try:
+        yield from rows
+    except DatasetError as error:
+        yield error
 
-    Returns:
-        The rows, and a second value: True if no rows follow, False if rows may follow, or the error
-        that was raised by reading the row after the block.
-    """
-    # Read a few more rows than sequences are needed, because some rows may be rejected.
-    if n_left is not None:
-        n_rows = min(n_rows, n_left + n_left // 16 + 64)
+
+def _read_block(rows: Iterator[Any], n_rows: int) -> list[Any]:
+    """Read the next block of at most ``n_rows`` rows. The block is empty if no rows follow."""
     block: list[Any] = []
     n_chars = 0
-    while len(block) < n_rows and n_chars < _BLOCK_CHARS:
-        try:
-            block.append(next(rows))
-        except StopIteration:
-            return block, True
-        except DatasetError as error:
-            return block, error
+    for row in islice(rows, n_rows):
+        block.append(row)
         # Do not count the characters of a row that is nested too deeply. It is rejected later.
         with contextlib.suppress(RecursionError):
-            n_chars += sum(map(len, texts(block[-1])))
-    return block, False
+            n_chars += sum(map(len, texts(row)))
+        if n_chars >= _BLOCK_CHARS:
+            break
+    return block
 
 
 def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
@@ -375,15 +376,15 @@ def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> No
 
 
 def tokenize_row(
-    template: ChatTemplate, content: Any, max_length: int, columns: Columns | None = None
+    template: ChatTemplate, content: Any, max_length: int, columns: Columns = _ALL_COLUMNS
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
     A row may say in a column such as ``finish_reason`` that its last answer was cut off at a token
     limit; see :func:`.find_cut`.
     """
-    row = content if columns is None else columns.apply(content)
-    chat = row if isinstance(row, Rejection) else parse_chat(row)
+    row = columns.apply(content)
+    chat = parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
     is_cut = bool(find_cut(content) or find_cut(chat.messages[-1]))
@@ -398,8 +399,7 @@ def tokenize_row(
             return Rejection(
                 RejectReason.CONTENT_NOT_READ, f"{name}, which the chat template does not show"
             )
-    if columns is not None:
-        beside += [f"column {name}" for name in columns.left_out(content)]
+    beside += [f"column {name}" for name in columns.left_out(content)]
     return replace(tokenized, beside=tuple(beside))
 
 

@@ -64,8 +64,8 @@ Outcome = Timings | str
 # The sum of the workers' timings, and one text for each lost worker.
 Total = tuple[Timings, list[str]]
 # Function that polls a worker. The function returns None while the worker is running or queued, and
-# then the worker's outcome. If the worker has failed, the function raises the worker's error.
-Poll = Callable[[], Outcome | None]
+# then its exit code and text (see ``WorkerProcess.ended``).
+Poll = Callable[[], tuple[int, str] | None]
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,8 @@ class WorkerProcess:
             # The timings are the last line, because libraries may print lines before it.
             return code, output.splitlines()[-1]
         log = self._folder / LOG_NAME
-        text = log.read_text(encoding="utf-8", errors="replace").strip()
-        last_line = text.split("\n")[-1].strip()
-        reason = last_line or f"exit code {code}"
+        text = log.read_text(encoding="utf-8", errors="replace")
+        reason = _last_line(text) or f"exit code {code}"
         if code == WorkerError.exit_code:
             return code, reason
         if code < 0:
@@ -202,6 +201,10 @@ class WorkerProcess:
             self.process.stdin.close()
         if not self._keeps_log:
             shutil.rmtree(self._folder)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2].strip()
 
 
 def outcome_of(code: int, text: str) -> Outcome:
@@ -254,16 +257,17 @@ def direct(
     end_s = math.inf
     running = {worker.index: start(worker) for worker in workers}
     while running and time.monotonic() < end_s:
-        up_to = "up to " if restarts else ""  # With Ray, some workers may still be queued.
-        counter.report(timings, f", {up_to}{counted(len(running), 'worker')}")
+        # With Ray, some workers may still be queued.
+        counter.report(timings, f", up to {counted(len(running), 'worker')}")
         # Sleep in Python rather than in Ray. If a signal interrupts a wait in Ray, the number of
         # the signal is lost.
         time.sleep(_POLL_EVERY_S)
         for index, poll in list(running.items()):
-            outcome = poll()
-            if outcome is None:
+            ended = poll()
+            if ended is None:
                 continue
             del running[index]
+            outcome = outcome_of(*ended)
             if isinstance(outcome, Timings):
                 timings += outcome
                 continue
@@ -302,7 +306,7 @@ def run_processes(
     def begin(worker: Worker) -> Poll:
         process = WorkerProcess(worker, len(workers), start)
         processes.append(process)
-        return lambda: None if process.process.poll() is None else outcome_of(*process.ended())
+        return lambda: None if process.process.poll() is None else process.ended()
 
     try:
         outcome = direct(begin, workers, store, progress, restarts=False)
@@ -346,7 +350,7 @@ def run_on_ray(
 
             def start(worker: Worker) -> Poll:
                 reference = task.remote(worker, needs)
-                return lambda: _outcome_of_task(ray, reference)
+                return lambda: _ended_task(ray, reference)
 
             return direct(start, workers, store, progress, restarts=True)
     except BaseException:
@@ -356,16 +360,15 @@ def run_on_ray(
         raise
 
 
-def _outcome_of_task(ray: Any, reference: Any) -> Outcome | None:
+def _ended_task(ray: Any, reference: Any) -> tuple[int, str] | None:
     if not ray.wait([reference], timeout=0)[0]:
         return None
     try:
-        code, text = ray.get(reference)
+        ended: tuple[int, str] = ray.get(reference)
     # Ray raises a RayError if the task was lost, for example with its machine.
     except ray.exceptions.RayError as error:
-        lines = str(error).strip().splitlines()
-        return lines[-1].strip() if lines else type(error).__name__
-    return outcome_of(code, text)
+        return -signal.SIGKILL, _last_line(str(error)) or type(error).__name__
+    return ended
 
 
 def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
@@ -406,7 +409,7 @@ def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float])
 def _connected(scale: ScaleSettings) -> Iterator[Any]:
     """Connect to a Ray cluster, or start a cluster on this machine.
 
-    Ray's messages are suppressed. Ray replaces signal handlers, so the command's handlers are
+    Ray's messages are suppressed. Ray replaces the handler of SIGTERM, so the command's handler is
     restored.
     """
     address = scale.address or os.environ.get("RAY_ADDRESS")
@@ -429,10 +432,7 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
             "num_cpus": n_cpus,
             "object_store_memory": 128 << 20,
         }
-    handlers = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address or "local", **options)
     except ConnectionError as error:
@@ -442,8 +442,7 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield ray
     finally:

@@ -483,19 +483,15 @@ def _chat_tokens(
     template: ChatTemplate, messages: list[Message], tools: Any, is_open: bool
 ) -> list[int]:
     """Tokenize a chat, with its tools if the template can show them. The tools are never called."""
-    converted_messages: list[Message] = []
-    for message in messages:
-        is_developer = message.get("role") == "developer"
-        converted_messages.append(message | {"role": "system"} if is_developer else message)
-    chat = parse_prompt({"messages": converted_messages, "tools": tools})
+    chat = parse_prompt({"messages": messages, "tools": tools})
     if isinstance(chat, Rejection):
         raise PromptUnusable(f"{chat.reason}: {chat.detail}")
     # As in vLLM, developer messages become system messages if the template does not know the role
     # developer.
-    if re.search("['\"]developer['\"]", template.text):
-        for message, original in zip(chat.messages, messages, strict=True):
-            if original.get("role") == "developer":
-                message["role"] = "developer"
+    for message in chat.messages:
+        is_developer = message["role"] == "developer"
+        if is_developer and not re.search("['\"]developer['\"]", template.text):
+            message["role"] = "system"
     if chat.tools:
         with contextlib.suppress(TemplateError):
             return prompt_tokens(template, chat.messages, chat.tools, is_open=is_open)

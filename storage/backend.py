@@ -24,7 +24,7 @@ import numpy as np
 
 from .. import files
 from ..errors import MoaDataError, StorageUnavailable
-from .paths import RemotePath, StorePath
+from .paths import RemotePath, StoreLike, StorePath
 from .requests import REQUEST_BYTES
 
 MISSING = (FileNotFoundError, NotADirectoryError)
@@ -37,7 +37,7 @@ It is half of the default limit of a process on macOS, which is the lowest of al
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
 
-def open_path(path_or_url: str | os.PathLike[str] | StorePath) -> StorePath:
+def open_path(path_or_url: StoreLike) -> StorePath:
     """Convert a path or URL of a store to a path object.
 
     Args:
@@ -287,19 +287,17 @@ def reason(error: OSError | MemoryError) -> str:
 
 
 def check_incomplete(
-    store: StorePath, path: str, error: OSError | MemoryError, n_files: int = 1
+    store: StoreLike, path: str, error: OSError | MemoryError
 ) -> StorageUnavailable:
-    """Return the StorageUnavailable error to raise if files could not be checked.
+    """Return the StorageUnavailable error to raise if a file could not be checked.
 
     Args:
-        store: the store that contains the files.
-        path: the first of the files, as an absolute path or a name inside the store.
-        error: the error that prevented the check of the first file.
-        n_files: number of files that could not be checked.
+        store: the store that contains the file.
+        path: the file, as an absolute path or a name inside the store.
+        error: the error that prevented the check.
     """
-    subject = path if n_files == 1 else f"{n_files} files, among them {path},"
     return StorageUnavailable(
-        f"{store}: {subject} could not be checked ({reason(error)}), so it is unknown whether the "
+        f"{store}: {path} could not be checked ({reason(error)}), so it is unknown whether the "
         "store is damaged. Nothing was deleted. Check the read permissions, the disk or mount, "
         "and `ulimit -n`, then run the same command again."
     )

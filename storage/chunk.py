@@ -289,7 +289,7 @@ class EncodePool(AbstractContextManager["EncodePool"]):
         """Start encoding chunks. Their arrays must not change until the returned future is done."""
         return _start(self._encoders, lambda: self._encode(chunks))
 
-    def sync(self, task: Callable[[], None]) -> Future[None]:
+    def sync(self, task: Callable[[], _Result]) -> Future[_Result]:
         """Start a task that syncs a file to the disk. Such tasks run one after another."""
         return _start(self._syncer, task)
 

@@ -27,7 +27,6 @@ from .backend import MISSING, backend_of, file_crc32, reads_of
 from .paths import StorePath, name_below
 from .plan import MAX_PLAN_BYTES
 
-_COUNTS = ("part", "n_sequences", "n_tokens", "allocated_tokens")
 _REDO = "Run the same `moa-data extract` command again: it rewrites only the damaged part."
 _RESTORE = "Restore the file from a copy, or run `moa-data repair` with --model."
 _WRITE_ANEW = (
@@ -75,18 +74,33 @@ class PartCommit:
     files: _Files
 
     @property
-    def counts(self) -> dict[str, int]:
-        """All values except ``files``, with the same keys as an item of ``plan.part_counts``."""
-        return {name: getattr(self, name) for name in _COUNTS}
-
-    @property
     def stored_bytes(self) -> int:
         """Total size in bytes of all files of the part."""
         return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> bytes:
         """Return the content of the JSON file."""
-        return files_json(self.files, self.counts)
+        return files_json(**vars(self))
+
+    def check_counts(self, path: StorePath, planned: Mapping[str, int]) -> None:
+        """Compare the counts with those of the plan.
+
+        Args:
+            path: path of the commit.
+            planned: the item of ``plan.part_counts`` for the part to which the path belongs.
+
+        Raises:
+            StoreDamaged: a count differs. The message names all of them.
+        """
+        differences: list[str] = []
+        for name, expected in planned.items():
+            if (got := getattr(self, name)) != expected:
+                differences.append(f"the commit says {name} {got}, but the plan says {expected}")
+        if differences:
+            raise StoreDamaged(
+                f"{path}: {'; '.join(differences)}. If {schema.PLAN_NAME} has not "
+                f"changed, delete this file. {_REDO}"
+            )
 
 
 class _FileList(TypedDict):
@@ -121,8 +135,7 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
         Number of the part -> its commit, ordered by part.
 
     Raises:
-        StoreDamaged: a commit is not valid, or it contains the number of a part other than the one
-            in its file name.
+        StoreDamaged: a commit is not valid.
     """
     commits: dict[int, PartCommit] = {}
     wanted = sorted(parts)
@@ -130,11 +143,6 @@ def read_commits(store: StorePath, parts: Iterable[int]) -> dict[int, PartCommit
     for part, (path, read) in zip(wanted, reads_of(paths), strict=True):
         with contextlib.suppress(*MISSING):
             commits[part] = read_part_commit(path, read)
-            if commits[part].part != part:
-                raise StoreDamaged(
-                    f"{path} contains the commit of part {commits[part].part}, although its name "
-                    f"is that of another part. Delete this file. {_REDO}"
-                )
     return commits
 
 
@@ -203,10 +211,10 @@ def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = N
         )
 
 
-def files_json(files: Mapping[str, FileRecord], counts: Mapping[str, int] | None = None) -> bytes:
+def files_json(files: Mapping[str, FileRecord], **counts: int) -> bytes:
     """Return the JSON of a commit that lists ``files``. Only commits of parts have ``counts``."""
     records = {name: vars(record) for name, record in files.items()}
-    document = {**(counts or {}), "files": records}
+    document = {**counts, "files": records}
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 

@@ -31,10 +31,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import zarr
+from zarr.codecs import BytesCodec, ShardingCodec
+from zarr.core.metadata import ArrayV3Metadata
 from zarr.storage import MemoryStore
 
 from ..errors import StoreDamaged
-from ..files import parse_object, whole_number, whole_numbers
+from ..files import parse_object, parsing, whole_number
 from .backend import MISSING, backend_of
 from .chunk import zarr_codecs
 from .paths import StorePath
@@ -253,7 +255,7 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
-    """Convert the content of an array's zarr.json to its grid.
+    """Convert the content of an array's zarr.json to its grid. zarr-python parses the document.
 
     Args:
         text: content of zarr.json.
@@ -264,75 +266,57 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
         StoreDamaged: the metadata is invalid, or this module cannot read an array with this
             metadata correctly.
     """
-    try:
-        document = parse_object(text)
-        sharding = document["codecs"][0]["configuration"]
+    with parsing(
+        f"{source} does not describe an array that fits the manifest (store.json)",
+        StoreDamaged,
+        _RESTORE,
+    ):
+        metadata: Any = ArrayV3Metadata.from_dict(parse_object(text))
+        sharding = metadata.codecs[0]
         grid = ArrayGrid(
-            shape=whole_numbers(document["shape"], "shape"),
-            chunk_shape=whole_numbers(sharding["chunk_shape"], "the inner chunk's shape"),
-            shard_shape=whole_numbers(
-                document["chunk_grid"]["configuration"]["chunk_shape"], "the shard's shape"
-            ),
-            part_rows=whole_number(document["attributes"]["part_rows"], "part_rows", 1),
+            shape=metadata.shape,
+            chunk_shape=sharding.chunk_shape,
+            shard_shape=metadata.chunk_grid.chunk_shape,
+            part_rows=whole_number(metadata.attributes["part_rows"], "part_rows", 1),
         )
-        key_encoding = document["chunk_key_encoding"]
-        got = {
-            "data_type": document["data_type"],
-            "logical_dtype": document["attributes"]["logical_dtype"],
-            "row_shape": grid.shape[1:],
-            "codecs": [codec_entry["name"] for codec_entry in document["codecs"]],
-            "inner codecs": sharding["codecs"],
-            "index_location": sharding.get("index_location", "end"),
-            "chunk keys": (
-                key_encoding["name"],
-                key_encoding.get("configuration", {}).get("separator", "/"),
+        dtype = array.storage_dtype
+        chain = (BytesCodec(endian=None if dtype.itemsize == 1 else "little"), *zarr_codecs(dtype))
+        comparisons = {
+            "data_type": (metadata.dtype.to_native_dtype(), dtype),
+            "logical_dtype": (metadata.attributes["logical_dtype"], array.logical_dtype),
+            "row_shape": (grid.shape[1:], array.row_shape),
+            "codecs": (
+                metadata.codecs,
+                (ShardingCodec(chunk_shape=grid.chunk_shape, codecs=chain),),
+            ),
+            "the name of shard 0": (
+                metadata.encode_chunk_key((0,) * len(grid.shape)),
+                grid.shard_key(0, 0),
             ),
         }
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise StoreDamaged(
-            f"{source} is not the metadata of a sharded Zarr v3 array ({error!r}). {_RESTORE}"
-        ) from error
-    chain = [{"name": "bytes", "configuration": {"endian": "little"}}]
-    if array.storage_dtype.itemsize == 1:
-        chain = [{"name": "bytes"}]
-    expected = {
-        "data_type": array.storage_dtype.name,
-        "logical_dtype": array.logical_dtype,
-        "row_shape": array.row_shape,
-        "codecs": ["sharding_indexed"],
-        "inner codecs": chain + [item.to_dict() for item in zarr_codecs(array.storage_dtype)],
-        "index_location": "end",
-        "chunk keys": ("default", "."),
-    }
-    for key, value in expected.items():
-        if got[key] != value:
-            raise StoreDamaged(
-                f"{source}: {key} is {got[key]!r}, but the manifest (store.json) requires "
-                f"{value!r}. {_RESTORE}"
+        for name, (got, expected) in comparisons.items():
+            if got != expected:
+                raise ValueError(f"{name} is {got!r}, expected {expected!r}")
+        if not _is_usable(grid, dtype.itemsize):
+            raise ValueError(
+                f"shards of shape {grid.shard_shape} and chunks of shape {grid.chunk_shape} do not "
+                "fit together, or are too large"
             )
-    if not _is_usable(grid, array.storage_dtype.itemsize):
-        shapes = (
-            f"shards of shape {grid.shard_shape} and chunks of shape {grid.chunk_shape} do not fit "
-            "together, or are too large"
-        )
-        raise StoreDamaged(f"{source}: {shapes}. {_RESTORE}")
     return grid
 
 
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
-    """Whether the shapes of a grid are valid.
+    """Whether readers can use a grid. zarr-python has checked that chunks divide shards evenly.
 
-    In a valid grid, only axis 0 and axis 1 (layers or pieces) are divided, and all divisions are
-    even. Chunks and shard indexes are small enough to be allocated.
+    In such a grid, only axis 0 and axis 1 (layers or pieces) are divided, and the rows of a part
+    are whole shards. Chunks and shard indexes are small enough to be allocated.
     """
     shape = grid.shape
     chunk = grid.chunk_shape
     shard = grid.shard_shape
     return (
-        len(shape) == len(chunk) == len(shard)
-        and shard[1:] == shape[1:]
+        shard[1:] == shape[1:]
         and chunk[2:] == shape[2:]
-        and all(outer % inner == 0 for outer, inner in zip(shard, chunk, strict=True))
         and grid.part_rows % shard[0] == 0
         and shape[0] % grid.part_rows == 0
         and math.prod(chunk) * itemsize <= MAX_READABLE_CHUNK_BYTES

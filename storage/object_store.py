@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -45,8 +45,8 @@ Reading the bytes between them costs less than a second request.
 COPY_BYTES = 5 << 30
 # Number of blocks of one file that are uploaded in parallel. All of them are in memory.
 UPLOADS_AT_ONCE = 8
-# If a request gets no response for this number of seconds, the process logs once that it is
-# waiting.
+# If a request gets no response for this number of seconds, the process logs once for each bucket
+# that it is waiting.
 NOTICE_S = 5.0
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
@@ -54,6 +54,14 @@ _TIMEOUT_S = 180.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+
+# Errors of requests that a retry cannot avoid: the credentials are wrong, or the request is.
+_REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+_MISTAKES = (
+    exceptions.InvalidPathError,
+    exceptions.NotSupportedError,
+    exceptions.UnknownConfigurationKeyError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -100,16 +108,8 @@ class ObjectStore:
 
         The listing may be out of date.
         """
-
-        def list_all() -> dict[str, Entry]:
-            pages = obstore.list(self.connection, folder or None, chunk_size=1000)
-            entries: dict[str, Entry] = {}
-            for page in pages:
-                for item in page:
-                    entries[item["path"]] = Entry(item["size"], item["last_modified"])
-            return entries
-
-        return self._asked(folder, list_all)
+        items = self._asked(folder, lambda: obstore.list(self.connection, folder or None).collect())
+        return {item["path"]: Entry(item["size"], item["last_modified"]) for item in items}
 
     def size(self, name: str) -> int:
         """Return the current size of a file in bytes."""
@@ -198,20 +198,17 @@ class ObjectStore:
         If the response does not show whether this or another writer was first, compare the content
         of the file with ``data``.
         """
-        pauses = _pauses()
-        while True:
+
+        def write() -> bool:
             try:
-                with _answering(self.url):
-                    obstore.put(self.connection, name, data, mode=mode)
-                return True
+                obstore.put(self.connection, name, data, mode=mode)
+            except (*_REFUSALS, *_MISTAKES):
+                raise
             except (exceptions.BaseError, OSError) as error:
-                _refuse_hopeless(self.url, name, error)
                 try:
-                    current = self._asked(name, lambda: self._get(name))
+                    current = self._get(name)
                 except FileNotFoundError:
                     current = None
-                # S3 may respond with 409 to both of two concurrent requests, and it is possible
-                # that neither of them has written the file. In that case, try again.
                 if current == data:
                     return True
                 is_conflict = isinstance(
@@ -219,8 +216,12 @@ class ObjectStore:
                 )
                 if current is not None and (is_conflict or mode == "create"):
                     return False
-                if not next(pauses):
-                    raise _unavailable(self.url, name, error) from error
+                # S3 may respond with 409 to both of two concurrent requests, and it is possible
+                # that neither of them has written the file. In that case, try again.
+                raise
+            return True
+
+        return self._asked(name, write)
 
     def put(self, name: str, data: bytes | Path) -> None:
         """Write or replace a file atomically. If ``data`` is a local path, upload that file."""
@@ -259,25 +260,27 @@ class ObjectStore:
     def delete(self, names: Iterable[str]) -> None:
         """Delete files. Files that do not exist are skipped."""
 
-        def delete(several: list[str]) -> None:
-            try:
-                obstore.delete(self.connection, several)
-            except FileNotFoundError:
-                for name in several if len(several) > 1 else ():
-                    delete([name])
+        def delete_one(name: str) -> None:
+            with suppress(FileNotFoundError):
+                self._asked(name, lambda: obstore.delete(self.connection, name))
 
-        wanted = list(names)
-        for start in range(0, len(wanted), 1000):
-            self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
+        for _ in requests().map(delete_one, names):
+            pass
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
         """Make a short request with retries, and log a warning if it takes long."""
-        with _answering(self.url):
+        notice = threading.Timer(NOTICE_S, _log_waiting, (self.url,))
+        notice.daemon = True
+        notice.start()
+        try:
             return self._repeated(name, request)
+        finally:
+            notice.cancel()
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
         """Make a request, and retry it for a limited time while the server fails."""
-        pauses = _pauses()
+        until_s = time.monotonic() + timeout_s()
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return request()
@@ -289,10 +292,21 @@ class ObjectStore:
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except MoaDataError:
                 raise
+            except _REFUSALS as error:
+                raise StorageUnavailable(
+                    f"{self.url}/{name}: the server refuses access ({_line(error)}). Set "
+                    "credentials with the needed permissions as environment variables, such as "
+                    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+                ) from error
             except (exceptions.BaseError, OSError, _Torn) as error:
-                _refuse_hopeless(self.url, name, error)
-                if not next(pauses):
-                    raise _unavailable(self.url, name, error) from error
+                if isinstance(error, _MISTAKES) or time.monotonic() + pause_s > until_s:
+                    raise StorageUnavailable(
+                        f"{self.url}/{name} could not be reached for {timeout_s():.0f} s "
+                        f"({_line(error)}). Check the network, AWS_ENDPOINT_URL and the "
+                        "credentials in the environment, then run the same command again."
+                    ) from error
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _connect(url: str) -> Connection:
@@ -328,22 +342,6 @@ def timeout_s() -> float:
         return _TIMEOUT_S
 
 
-def _pauses() -> Iterator[bool]:
-    """Sleep before each retry. The pauses are random and become longer.
-
-    Yields:
-        Whether there is time for another retry.
-    """
-    until = time.monotonic() + timeout_s()
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        if time.monotonic() + pause_s > until:
-            yield False
-        time.sleep(pause_s * random.uniform(0.5, 1.0))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        yield True
-
-
 def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
     """Group the ranges that are read by one request. Yield each group as indices of ``ranges``.
 
@@ -369,31 +367,6 @@ def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
         yield group
 
 
-def _refuse_hopeless(url: str, name: str, error: Exception) -> None:
-    """Raise StorageUnavailable if the error of a request shows that a retry cannot succeed."""
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        raise StorageUnavailable(
-            f"{url}/{name}: the server refuses access ({_line(error)}). Set credentials with the "
-            "needed permissions as environment variables, such as AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY."
-        ) from error
-    if isinstance(
-        error,
-        exceptions.InvalidPathError
-        | exceptions.NotSupportedError
-        | exceptions.UnknownConfigurationKeyError,
-    ):
-        raise _unavailable(url, name, error) from error
-
-
-def _unavailable(url: str, name: str, error: Exception) -> StorageUnavailable:
-    return StorageUnavailable(
-        f"{url}/{name} could not be reached for {timeout_s():.0f} s ({_line(error)}). Check the "
-        "network, AWS_ENDPOINT_URL and the credentials in the environment, then run the same "
-        "command again."
-    )
-
-
 def _line(error: Exception) -> str:
     return first_line(error)[:300]
 
@@ -417,34 +390,9 @@ def _refuse_fork(url: str) -> None:
         )
 
 
-_waiting: dict[object, tuple[float, str]] = {}
-_watcher: threading.Thread | None = None
-
-
-@contextmanager
-def _answering(url: str) -> Iterator[None]:
-    """Log a warning if the ``with`` block, a short request with its retries, takes long."""
-    global _watcher
-    if _watcher is None:
-        # One thread watches all requests. A timer per request could take as long as the request.
-        _watcher = threading.Thread(target=_watch, name="object-store-watch", daemon=True)
-        _watcher.start()
-    request = object()
-    _waiting[request] = time.monotonic(), url
-    try:
-        yield
-    finally:
-        del _waiting[request]
-
-
-def _watch() -> None:
-    while True:
-        time.sleep(NOTICE_S / 10)
-        for began_s, url in list(_waiting.values()):
-            if time.monotonic() - began_s > NOTICE_S:
-                _log.warning(
-                    "still waiting for the bucket %s, which has not answered for %.0f s",
-                    url,
-                    NOTICE_S,
-                )
-                return
+@cache
+def _log_waiting(url: str) -> None:
+    """Log that a bucket has not answered for long. A process logs this once for each bucket."""
+    _log.warning(
+        "still waiting for the bucket %s, which has not answered for %.0f s", url, NOTICE_S
+    )

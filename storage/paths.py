@@ -5,7 +5,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import StorageUnavailable
 from ..files import MAX_JSON_BYTES
@@ -147,8 +147,6 @@ class RemotePath:
 StorePath = Path | RemotePath  # The path of a store, or of a file or folder in a store.
 # What functions accept as the path or URL of a store; see ``open_path``.
 StoreLike = str | os.PathLike[str] | StorePath
-# Type variable of functions that return a path of the same type as their argument.
-AnyPath = TypeVar("AnyPath", bound=StorePath)
 
 
 def name_below(folder: StorePath, path: StorePath) -> str:

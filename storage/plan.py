@@ -25,6 +25,7 @@ from ..files import MAX_WHOLE_NUMBER
 from ..text import first_line
 from .backend import MISSING, backend_of, download
 from .paths import StorePath
+from .schema import MANIFEST_NAME, PLAN_NAME, StoreManifest
 
 SEQUENCE_SCHEMA = pa.schema(
     [
@@ -67,6 +68,11 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
     # each command.
     chunks = [np.from_dlpack(chunk) for chunk in table[name].chunks if len(chunk)]
     return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+
+
+def row_numbers(table: pa.Table) -> dict[str, int]:
+    """Map the id of each sequence to its row in a table of sequences."""
+    return {key: row for row, key in enumerate(table["sequence_id"].to_pylist())}
 
 
 def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
@@ -230,6 +236,21 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
             f"overlaps the row before it, does not start at a multiple of {alignment_tokens} "
             "tokens, or skips a part. Make the plan with plan_parts."
         )
+
+
+def check_plan_of(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> None:
+    """Check that the plan of a store is valid and has the counts that the manifest contains.
+
+    Raises:
+        StoreDamaged: the plan is not valid, or a count differs.
+    """
+    check_plan(plan, manifest.alignment_tokens)
+    for name, counted in plan_counts(plan).items():
+        if (expected := getattr(manifest, name)) != counted:
+            raise StoreDamaged(
+                f"{store / PLAN_NAME} has {name} {counted}, but {MANIFEST_NAME} says {expected}. "
+                "Restore both files from the same copy."
+            )
 
 
 def plan_bytes(plan: pa.Table) -> bytes:

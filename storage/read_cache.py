@@ -11,9 +11,10 @@ fetched again::
 
 Any number of processes may share a folder. A block is written to a temporary file that is then
 renamed, so readers see only complete blocks. Files are not synced, because a block that a crash has
-damaged has a wrong checksum. When the folder is full, the least recently used blocks are evicted,
-1/20 of the size limit at a time. A process counts the blocks of other processes only after it has
-written 1/20 of the limit. So each process may exceed the limit by 1/20.
+damaged has a wrong checksum. Whenever a process has written 1/20 of the size limit, it evicts the
+least recently used blocks until the rest take at most 19/20 of the limit. It does not count the
+blocks that other processes write in the meantime, so each further process may exceed the limit by
+1/20.
 """
 
 import hashlib
@@ -107,9 +108,9 @@ class ReadCache:
         self.folder = Path(folder).expanduser().absolute()
         self.max_bytes = max_bytes
         self._counting = threading.Lock()
-        # With this initial value, writing the first block triggers a count of all bytes in the
-        # folder.
-        self._n_used, self._n_written = 0, max_bytes
+        # Bytes written since the last eviction. With this initial value, the first block causes an
+        # eviction.
+        self._n_written = max_bytes
 
     def __reduce__(self) -> "tuple[type[ReadCache], tuple[Path, int]]":
         return (ReadCache, (self.folder, self.max_bytes))
@@ -172,23 +173,20 @@ class ReadCache:
                 partial.unlink(missing_ok=True)
 
     def _make_room(self, n_bytes: int) -> None:
-        """Count a new block of ``n_bytes``, and evict old blocks if it does not fit."""
+        """Count a new block of ``n_bytes``. Evict old blocks after 1/20 of the limit was written."""
         share = self.max_bytes // _FREED_SHARE
-        if self._n_written > share or self._n_used + n_bytes > self.max_bytes:
-            blocks = sorted(self._found())
-            self._n_used = sum(size for _, size, _ in blocks)
-            self._n_written = 0
-            allowed = self.max_bytes - n_bytes
-            if self._n_used > allowed:
-                allowed -= share
-            for _, size, path in blocks:
-                if self._n_used <= allowed:
-                    break
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
-                self._n_used -= size
-        self._n_used += n_bytes
         self._n_written += n_bytes
+        if self._n_written <= share:
+            return
+        self._n_written = n_bytes
+        blocks = sorted(self._found())
+        n_used = sum(size for _, size, _ in blocks)
+        for _, size, path in blocks:
+            if n_used <= self.max_bytes - max(share, n_bytes):
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            n_used -= size
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
         """Yield (time of last use, size in bytes, path) of the file of every block."""

@@ -48,7 +48,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -56,7 +56,7 @@ from typing_extensions import TypedDict
 
 from ..errors import SchemaVersionError, StoreDamaged
 from ..files import MAX_WHOLE_NUMBER, PARTIAL_SUFFIX, parse_object, relative_name
-from .paths import AnyPath
+from .paths import StorePath
 
 MANIFEST_NAME = "store.json"
 PLAN_NAME = "plan.parquet"
@@ -97,33 +97,28 @@ def is_known(name: str) -> bool:
     return stem in KNOWN_NAMES or stem.rpartition(".")[0] in KNOWN_NAMES
 
 
-def commit_path(store: AnyPath, part: int) -> AnyPath:
+def commit_path(store: StorePath, part: int) -> StorePath:
     """Return the path of a part's commit."""
-    return below(store, COMMITS_NAME, f"part-{part:05d}.json")
+    return store / COMMITS_NAME / f"part-{part:05d}.json"
 
 
-def target_commit_path(store: AnyPath) -> AnyPath:
+def target_commit_path(store: StorePath) -> StorePath:
     """Return the path of the target bundle's commit."""
-    return below(store, COMMITS_NAME, "target.json")
+    return store / COMMITS_NAME / "target.json"
 
 
-def manifest_commit_path(store: AnyPath) -> AnyPath:
+def manifest_commit_path(store: StorePath) -> StorePath:
     """Return the path of the commit that lists store.json, plan.parquet and the zarr.json files."""
-    return below(store, COMMITS_NAME, MANIFEST_NAME)
+    return store / COMMITS_NAME / MANIFEST_NAME
 
 
-def publication_path(commit: AnyPath) -> AnyPath:
+def publication_path(commit: StorePath) -> StorePath:
     """Return the path of the publication record of a commit.
 
     A store in a bucket has this JSON file while a writer publishes uploaded files: from before the
     files get their final names until the commit exists (see ``write.publish``).
     """
-    return below(cast(AnyPath, commit.parent), f"{commit.name}.partial")
-
-
-def below(folder: AnyPath, *names: str) -> AnyPath:
-    """Return a path below a folder. The result has the same type as the folder."""
-    return cast(AnyPath, folder / "/".join(names))
+    return commit.parent / f"{commit.name}.partial"
 
 
 ALIGNMENT_TOKENS = 64

@@ -60,7 +60,7 @@ OUTSIDE: dict[str, set[str]] = {
     },
     "moa": {
         "torch", "transformers", "huggingface_hub", "safetensors", "numpy", "typing_extensions",
-        "jinja2", "gguf", "accelerate",
+        "jinja2", "gguf", "accelerate", "pydantic",
     },
     "pipeline.exchange": {
         "torch", "numpy", "pyarrow", "safetensors", "datasets", "yaml", "typing_extensions",

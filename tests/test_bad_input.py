@@ -208,7 +208,7 @@ WITH_STORE = (
 )  # fmt: skip
 CONFIG = "model/config.json"
 BUNDLE = "store/target/config.json"
-SPLITS = "splits test (1 file), train (1 file)"
+SPLITS = "numbers of files: test: 1, train: 1. Choose one with --split"
 LOADS = {"from_pretrained", "from_config", "load_dataset"}
 IS_ZERO = "is '0', expected at least 1"
 # Name -> the change to the folder, and for each command the texts that its error must contain.
@@ -270,7 +270,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         put_stranger,
         {
             "generate --model model --drafter strange --prompt Hi":
-                ("weights have the hash 0",),
+                ("have the hash 0",),
         },
     ),
     "a link in the store": (link_parts, dict.fromkeys(
@@ -301,8 +301,8 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     }),
     "several splits": (split, {
         EXTRACT.replace("chats.jsonl", "data"):
-            (SPLITS, "'train_sft' (the default). Choose one with --split"),
-        f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "but no split 'nope'"),
+            (SPLITS, "does not have the split 'train_sft'"),
+        f"{PLAN.replace('chats.jsonl', 'data')} --split nope": (SPLITS, "does not have the split 'nope'"),
     }),
     **{f"code in {folder}": (
         put_code(folder),
@@ -485,7 +485,7 @@ def test_ctrl_c_while_planning_leaves_nothing(work: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moa_data.pipeline.extract.build_plan", interrupted)
-    refused(run(*shlex.split(EXTRACT)), "nothing was written", exit_code=130)
+    refused(run(*shlex.split(EXTRACT)), "run the same command again", exit_code=130)
     assert not (work / "out").exists()
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -23,6 +22,7 @@ from moa_data.commands.console import user_message
 from moa_data.commands.signals import SignalReceived
 from moa_data.commands.views import bars, decoding_view
 from moa_data.errors import DatasetError, Interrupted
+from moa_data.moa.decoding.loop import DecodeStats, Generation
 from moa_data.tests.kit.command import run
 
 ENVIRONMENT: dict[str, Any] = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -161,12 +161,8 @@ def test_the_longest_bar_has_forty_cells_and_any_count_one() -> None:
 
 
 def test_decoding_view_compares_with_plain() -> None:
-    def generation(tokens: list[int], calls: list[int], seconds: float) -> Any:
-        stats = SimpleNamespace(
-            n_tokens=len(tokens), committed_per_call=calls, n_target_calls=len(calls),
-            prefill_s=0.0, draft_s=0.0, verify_s=seconds, acceptance_length=sum(calls) / len(calls),
-        )  # fmt: skip
-        return SimpleNamespace(tokens=tokens, stats=stats)
+    def generation(tokens: list[int], calls: list[int], seconds: float) -> Generation:
+        return Generation(tokens, DecodeStats(calls, n_tokens=len(tokens), verify_s=seconds))
 
     text = rendered(
         decoding_view([generation([1] * 9, [4, 4], 1.0)], [generation([1] * 9, [1] * 8, 2.0)], "5")

@@ -24,7 +24,6 @@ from moa_data.moa.targets.live import Target, load_target_tokenizer
 from moa_data.pipeline.audit import audit
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import target_commit_path
 from moa_data.tests.kit.hostile import (
     QUICK_AND_LONG,
     changed,
@@ -126,7 +125,7 @@ def check_bundle(folders: Path, data: Any) -> None:
         content = data.draw(changed_tensors(path.read_bytes(), path))
     else:
         content = data.draw(changed(path.read_bytes()))
-    with replaced(path, content), replaced(target_commit_path(folders / "store"), b""):
+    with replaced(path, content), replaced(folders / "store/commits/target.json", b""):
         commit_target(folders / "store")
         use_bundle(folders)
 

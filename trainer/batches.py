@@ -13,30 +13,30 @@ width, E target width.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import SelectionInvalid, TrainingError
 from ..machine import usable_cores
 from ..moa.drafters.registry import drafter_class
-from ..moa.drafters.training import BlockDraws, Draws, TrainingInputs
-from ..moa.targets.facts import load_facts
+from ..moa.drafters.sizes import DrafterSizes
+from ..moa.drafters.training import Draws, TrainingInputs
+from ..moa.targets.facts import TargetFacts, load_facts
 from ..storage.codecs.field import FieldCodec
 from ..storage.read.store import (
     ActivationStore,
     layer_indices,
-    row_shape,
-    shared_arrays,
     token_shape,
 )
 from ..storage.schema import KV, TOKENS
 from ..text import add_command
-from .config import TrainConfig
+from .config import AnyDrafter, TrainConfig
 
 _LAYER_OUTPUTS = "layer_outputs"
 _RESPONSE_MASK = "response_mask"
@@ -66,6 +66,46 @@ class FieldRead:
         """The shape of the values of one token in the layers that are read."""
         return token_shape(self.codec.spec, self.layers)
 
+    def decode(self, rows: Mapping[str, Tensor], tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Decode the field on the device that holds the rows.
+
+        Args:
+            rows: name of a stored array -> its rows, [B, n_rows, *row_shape].
+            tokens: token ids [B, T], which some codecs need for decoding.
+            lengths: length of each sequence.
+
+        Returns:
+            The values, [B, T, *token_shape], with zeros at the padding.
+        """
+        dtype: torch.dtype = getattr(torch, self.codec.spec.dtype)
+        if self.codec.is_identity:
+            # NumPy has no bfloat16, so the store returns the bits of bfloat16 values as uint16.
+            return rows[self.name].view(dtype)
+        shape = (*tokens.shape, *self.token_shape)
+        values = torch.zeros(shape, dtype=dtype, device=tokens.device)
+        arrays = self.codec.arrays_read(self.layers)
+        for index, n_tokens in enumerate(lengths):
+            codes = {array.name: rows[array.name][index] for array in arrays}
+            codes[TOKENS] = tokens[index]
+            values[index, :n_tokens] = self.codec.decode(codes, 0, n_tokens, self.layers)
+        return values
+
+
+def drafter_sizes(
+    facts: TargetFacts, settings: AnyDrafter, target: dict[str, str] | None = None
+) -> DrafterSizes:
+    """Return the sizes of a drafter with these settings.
+
+    Args:
+        facts: the facts about the drafter's target.
+        settings: settings of the drafter. Those that are also fields of the sizes are used.
+        target: hashes that identify the target.
+    """
+    config_class = drafter_class(settings.kind).config_class
+    names = {item.name for item in fields(config_class)}
+    sizes = {name: value for name, value in settings if name in names}
+    return config_class.from_target(facts, target, **sizes)
+
 
 def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     """List the fields that the drafter of a run reads, besides tokens and response masks.
@@ -85,8 +125,8 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     if n_last:
         # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
         load_facts(store.target_path).layer_sizes()
-    reads = drafter_class(config.drafter.kind).reads(n_layers, config.drafter)
-    kv_layers = _kv_layers_read(store, config) if reads.kv else {}
+    reads = drafter_sizes(load_facts(store.target_path), config.drafter).reads
+    kv_layers = _kv_layers_read(store, reads.kv_layers) if reads.kv else {}
     wanted = [(KV, name) for name in kv_layers]
     for attribute, name in reads.fields.items():
         if attribute != KV or not kv_layers:
@@ -114,7 +154,9 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     return fields_of_drafter
 
 
-def _kv_layers_read(store: ActivationStore, config: TrainConfig) -> dict[str, dict[int, int]]:
+def _kv_layers_read(
+    store: ActivationStore, chosen: Sequence[int] | None
+) -> dict[str, dict[int, int]]:
     """Map each KV field that is read to its layers that are read.
 
     The layers are a dict from the position of a layer on axis L to its index along the field's
@@ -128,9 +170,8 @@ def _kv_layers_read(store: ActivationStore, config: TrainConfig) -> dict[str, di
     if not stored:
         return {}
     stored.sort()
-    # In some targets, only some layers have KV of their own. ``kv_layers`` are indices among these
+    # In some targets, only some layers have KV of their own. ``chosen`` are indices among these
     # layers, not among all layers.
-    chosen = drafter_class(config.drafter.kind).reads(len(stored), config.drafter).kv_layers
     read = stored if chosen is None else [stored[layer] for layer in chosen]
     layers: dict[str, dict[int, int]] = {}
     for position, (_, name, index) in enumerate(read):
@@ -144,36 +185,6 @@ def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
     for item in fields_read(store, config):
         n_bytes += math.prod(item.token_shape) * item.codec.spec.storage_dtype.itemsize
     return n_bytes
-
-
-@dataclass
-class StoredField:
-    """One field of the sequences of a micro-batch, as it is stored."""
-
-    field: FieldRead
-    rows: dict[str, Tensor]  # Maps the name of each stored array to [B, n_rows, *row_shape].
-    n_tokens: tuple[int, ...]  # Length of each sequence.
-
-    def decode(self, tokens: Tensor) -> Tensor:
-        """Decode the field on the device that holds the rows.
-
-        Args:
-            tokens: token ids [B, T], which some codecs need for decoding.
-
-        Returns:
-            The values, [B, T, *token_shape], with zeros at the padding.
-        """
-        codec = self.field.codec
-        if codec.is_identity:
-            return self.rows[self.field.name]
-        device = next(iter(self.rows.values())).device
-        shape = (*tokens.shape, *self.field.token_shape)
-        values = torch.zeros(shape, dtype=getattr(torch, codec.spec.dtype), device=device)
-        for index, n_tokens in enumerate(self.n_tokens):
-            arrays = {name: rows[index] for name, rows in self.rows.items()}
-            arrays[TOKENS] = tokens[index]
-            values[index, :n_tokens] = codec.decode(arrays, 0, n_tokens, self.field.layers)
-        return values
 
 
 @dataclass
@@ -198,13 +209,18 @@ class Batch:
     # CUDA event that ends the copy of the batch to the device. None if there is no copy to wait
     # for.
     copied: torch.cuda.Event | None = None
-    stored: list[StoredField] = field(default_factory=list)  # Fields that are not decoded yet.
+    stored: tuple[FieldRead, ...] = ()  # Fields that are not decoded yet.
+    # Name of each stored array of these fields -> its rows, [B, n_rows, *row_shape].
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()  # Length of each sequence.
     # Packed width D of KV whose layers have different widths. 0 if they have the same width.
     kv_width: int = 0
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
         """Copy the batch to a device."""
-        copied: Batch = map_tensors(self, lambda tensor: tensor.to(device, **kwargs))
+        copied: Batch = apply_to_collection(
+            self, Tensor, Tensor.to, device, allow_frozen=True, **kwargs
+        )
         return copied
 
     @torch.no_grad()
@@ -216,18 +232,17 @@ class Batch:
         kv: list[tuple[tuple[int, ...], Tensor]] = []
         layer_outputs: list[Tensor] = []
         for item in self.stored:
-            decoded = item.decode(self.inputs.tokens)
-            attribute = item.field.attribute
-            if attribute == KV:
-                kv.append((item.field.positions, decoded.flatten(3)))
-            elif attribute == _LAYER_OUTPUTS:
+            decoded = item.decode(self.rows, self.inputs.tokens, self.lengths)
+            if item.attribute == KV:
+                kv.append((item.positions, decoded.flatten(3)))
+            elif item.attribute == _LAYER_OUTPUTS:
                 layer_outputs.append(decoded)
             else:
-                values[attribute] = decoded
+                values[item.attribute] = decoded
         if kv:
             values[KV] = _pack_layers(kv, self.kv_width)
         inputs = replace(self.inputs, **values, layer_outputs=tuple(layer_outputs))
-        return replace(self, inputs=inputs, stored=[])
+        return replace(self, inputs=inputs, stored=(), rows={})
 
 
 def _pack_layers(parts: list[tuple[tuple[int, ...], Tensor]], width: int) -> Tensor:
@@ -247,22 +262,6 @@ def _pack_layers(parts: list[tuple[tuple[int, ...], Tensor]], width: int) -> Ten
         for position, layer in zip(positions, layers.unbind(2), strict=True):
             packed[:, :, position, : layer.shape[2]] = layer
     return packed
-
-
-def map_tensors(item: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a batch or a checkpoint, at any depth."""
-    if isinstance(item, Tensor):
-        return function(item)
-    if isinstance(item, dict):
-        return {name: map_tensors(value, function) for name, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)(map_tensors(value, function) for value in item)
-    if isinstance(item, Batch | TrainingInputs | Draws | BlockDraws | StoredField):
-        mapped: dict[str, Any] = {}
-        for attribute in fields(item):
-            mapped[attribute.name] = map_tensors(getattr(item, attribute.name), function)
-        return replace(item, **mapped)
-    return item
 
 
 def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
@@ -289,13 +288,12 @@ def await_copy(batch: Batch) -> Batch:
     stream = torch.cuda.current_stream(batch.inputs.tokens.device)
     stream.wait_event(batch.copied)
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:
         # Without this call, the allocator could reuse the tensor's memory before the work queued on
         # this stream is done.
         tensor.record_stream(stream)
-        return tensor
 
-    map_tensors(batch, keep)
+    apply_to_collection(batch, Tensor, keep, allow_frozen=True)
     return replace(batch, copied=None)
 
 
@@ -337,61 +335,44 @@ class BatchReader:
             facts: further attributes of `Batch`.
         """
         lengths = self.store.lengths[sequences]
-        n_tokens = int(lengths.max())
-        buffers, views = self._buffers(len(sequences), n_tokens)
         names = [TOKENS] if response is not None else [TOKENS, _RESPONSE_MASK]
-        for name in names:
-            views[name] = np.empty(
-                (len(sequences), n_tokens), self.store.fields[name].storage_dtype
-            )
-        self.store.read_batch(
+        arrays = self.store.read_batch(
             sequences,
             [*names, *(item.name for item in self._fields)],
-            out=views,
             layers=self._layers,
             n_threads=self.n_threads,
             # Read encoded fields without decoding them. The device decodes faster than the host.
             decoded=False,
+            allocate=self._allocate,
         )
-        stored: list[StoredField] = []
-        for item in self._fields:
-            rows = {a.name: buffers[a.name] for a in item.codec.arrays_read(item.layers)}
-            stored.append(StoredField(item, rows, tuple(lengths.tolist())))
+        rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        tokens = rows.pop(TOKENS).long()
         if response is None:
-            response = torch.from_numpy(views[_RESPONSE_MASK]).bool()
+            response = rows.pop(_RESPONSE_MASK).bool()
         inputs = TrainingInputs(
-            tokens=torch.from_numpy(views[TOKENS]).long(),
-            response_mask=response[:, :n_tokens].contiguous(),
+            tokens=tokens,
+            response_mask=response[:, : tokens.shape[1]].contiguous(),
             kv=None,
             hidden=torch.empty(0),
         )
-        kv_width = int(self.store.manifest.target.get("kv_width", 0))
         batch = Batch(
-            inputs, draws, n_tokens=int(lengths.sum()), stored=stored, kv_width=kv_width, **facts
+            inputs,
+            draws,
+            n_tokens=int(lengths.sum()),
+            stored=tuple(self._fields),
+            rows=rows,
+            lengths=tuple(lengths.tolist()),
+            kv_width=int(self.store.manifest.target.get("kv_width", 0)),
+            **facts,
         )
         if self._decodes:
             return batch.decode()
         return batch if self._copies is None else start_copy(batch, self._copies)
 
-    def _buffers(
-        self, n_rows: int, n_tokens: int
-    ) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
-        """Allocate a tensor for each stored array that is read, and the NumPy view of the tensor.
-
-        Both are returned by the name of the stored array.
-        """
-        plain = {item.name for item in self._fields if item.codec.is_identity}
-        arrays = shared_arrays((item.codec, item.layers) for item in self._fields)
-        buffers: dict[str, Tensor] = {}
-        views: dict[str, np.ndarray] = {}
-        for array, indices in arrays.items():
-            # NumPy has no bfloat16, so the store keeps the bits of bfloat16 values as uint16.
-            dtype = getattr(torch, array.logical_dtype if array.name in plain else array.dtype)
-            shape = (n_rows, array.n_rows(n_tokens), *row_shape(array, indices))
-            buffer = torch.empty(shape, dtype=dtype, pin_memory=self._copies is not None)
-            buffers[array.name] = buffer
-            views[array.name] = buffer.view(getattr(torch, array.dtype)).numpy()
-        return buffers, views
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new array in the memory of a tensor, which is pinned for a CUDA device."""
+        is_pinned = self._copies is not None
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=is_pinned).numpy()
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
         """Read the response masks of sequences, bool [B, T], padded with False."""

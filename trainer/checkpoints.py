@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from ..moa.formats.checkpoint import (
     save_drafter,
 )
 from ..moa.targets.model_files import write_tensors
-from .batches import map_tensors
 from .config import CHECKPOINTS, DrafterSettings
 
 FULL_DISK_ADVICE = (
@@ -71,7 +71,7 @@ class CheckpointFiles(CheckpointIO):
         """Read a checkpoint, and copy its tensors out of the file."""
         # Copy the tensors, because they are views of the memory-mapped file, which will be replaced
         # by the next checkpoint.
-        return dict(map_tensors(read_checkpoint(Path(path)), Tensor.clone))
+        return dict(apply_to_collection(read_checkpoint(Path(path)), Tensor, Tensor.clone))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Raise NotImplementedError. Checkpoints are never removed, only replaced by newer ones."""
@@ -204,23 +204,23 @@ def initial_drafter(
             f"{source} holds a drafter of kind {other.kind}, but this run trains a drafter of "
             f"kind {fresh.kind}. Give --drafter {other.kind}, or choose another --init-from."
         )
-    needed = []
-    for name in type(settings).model_fields:
-        value = getattr(other.config, name, None)
-        is_free = name in ("kind", *fresh.config.without_weights)
-        if not is_free and hasattr(fresh.config, name) and value != getattr(fresh.config, name):
-            text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    needed: list[str] = []
+    foreign: list[str] = []
+    for item in fields(fresh.config):
+        name = item.name
+        value = getattr(other.config, name)
+        if value == getattr(fresh.config, name) or name in fresh.config.without_weights:
+            continue
+        if name in type(settings).model_fields:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             needed.append(f"--set drafter.{name}={text.lower()}")
+        elif item.default is False and value:
+            foreign.append(name)
     if needed:
         raise TrainingError(
             f"the drafter of {source} was trained with other settings than those of this run. "
             f"Give {' '.join(needed)}."
         )
-    foreign: list[str] = []
-    for item in fields(fresh.config):
-        is_flag = item.default is False
-        if is_flag and getattr(other.config, item.name) and not getattr(fresh.config, item.name):
-            foreign.append(item.name)
     if foreign:
         raise TrainingError(
             f"the drafter of {source} has {', '.join(foreign)}, which can be run but not trained. "

@@ -28,6 +28,7 @@ from functools import partial
 import lightning as L
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from ..errors import TrainingError
@@ -152,13 +153,9 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
     """Select the draws of some sequences (rows) of a step."""
-    return replace(
-        draws,
-        step_bound=None if draws.step_bound is None else draws.step_bound[rows],
-        staircase_rows=draws.staircase_rows[rows],
-        offset=None if draws.offset is None else draws.offset[rows],
-        seeds=tuple(draws.seeds[row] for row in rows.tolist()),
-    )
+    chosen: Draws = apply_to_collection(draws, Tensor, lambda tensor: tensor[rows])
+    chosen.seeds = tuple(draws.seeds[row] for row in rows.tolist())
+    return chosen
 
 
 def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:

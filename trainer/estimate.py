@@ -107,8 +107,8 @@ def _measure(
         started_s = time.perf_counter()
         batch = await_copy(stream.micro_batch(sequences)).decode()
         with fabric.autocast():
-            loss = module.compute_terms(batch.inputs, batch.draws, batch.denominator).total
-        loss.backward()
+            terms = module.compute_terms(batch.inputs, batch.draws, batch.denominator)
+        terms["loss"].backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         weights[0].sum().item()  # Wait until the device has finished the step.

@@ -69,7 +69,7 @@ from ..storage.read.store import ActivationStore
 from ..storage.read_cache import cache_at
 from ..text import SILENT, Progress, first_line
 from . import callbacks, checkpoints
-from .batches import token_bytes
+from .batches import drafter_sizes, token_bytes
 from .config import (
     CHANGE_NO_RESULT,
     CURVES_FILE,
@@ -96,7 +96,7 @@ from .data import (
 from .defaults import CHOOSABLE, ChosenSetting, is_open, schedule_warnings
 from .estimate import RunCost, disk_range, estimate_run
 from .step import WHAT_HELPS, DrafterModule
-from .vocabulary import choose_vocabulary, count_response_tokens, size_settings
+from .vocabulary import choose_vocabulary, count_response_tokens
 
 # Use a backend of matplotlib that needs no display. It must be chosen before pyplot is imported.
 matplotlib.use("Agg")
@@ -391,14 +391,13 @@ def build_module(data: StoreDataModule) -> DrafterModule:
     if arguments := store.manifest.extraction.get("template_kwargs"):
         # Record the arguments of the chat template, because decoding must use the same ones.
         identity["template_kwargs"] = json.dumps(arguments, sort_keys=True)
-    build = drafter_class(config.drafter.kind)
-    sizes = size_settings(config.drafter)
-    drafter = build(build.config_class.from_target(frozen.facts, identity, **sizes))
+    sizes = drafter_sizes(frozen.facts, config.drafter, identity)
+    drafter = drafter_class(sizes.kind)(sizes)
     max_depth = drafter.config.max_depth
     if max_depth is not None and config.validation.draft_length > max_depth:
         raise TrainingError(
             f"--draft-length {config.validation.draft_length} is more than the {max_depth} tokens "
-            f"that this {build.config_class.kind} drafter can draft in a row; lower "
+            f"that this {sizes.kind} drafter can draft in a row; lower "
             "--draft-length, or raise the drafter's block_size or medusa_heads."
         )
     # Use a separate generator, so that the initial weights do not depend on other random draws.

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_N_ITERATIONS = 5
 
 
-def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Orthogonalize matrices, [N, rows, columns], approximately.
 
     Returns:
@@ -29,7 +29,7 @@ def orthogonalize(matrices: Tensor, n_iterations: int = 5) -> Tensor:
     # side.
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(n_iterations):
+    for _ in range(_N_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -40,7 +40,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         matrices: parameters that get orthogonalized updates.
-        others: parameters that AdamW updates: norms, biases, embeddings.
+        parameters: all parameters. AdamW updates those that are not in ``matrices``: norms, biases,
+            embeddings.
         lr: learning rate of matrices. A step changes the entries of an n x n matrix by about
             ``lr / sqrt(n)`` (root mean square).
         others_lr: AdamW's learning rate.
@@ -52,17 +53,17 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         matrices: Iterable[Tensor],
-        others: Iterable[Tensor] = (),
+        parameters: Iterable[Tensor] = (),
         lr: float = 0.02,
         others_lr: float = 1e-3,
         weight_decay: float = 0.0,
         block_rows: int | None = None,
     ) -> None:
         shared = {"weight_decay": weight_decay}
-        groups: list[dict[str, Any]] = [
-            shared | {"params": list(matrices), "lr": lr, "momentum": 0.95, "n_iterations": 5}
-        ]
-        if others := list(others):
+        matrices = list(matrices)
+        groups: list[dict[str, Any]] = [shared | {"params": matrices, "lr": lr, "momentum": 0.95}]
+        in_matrices = set(map(id, matrices))
+        if others := [weight for weight in parameters if id(weight) not in in_matrices]:
             groups.append(shared | {"params": others, "lr": others_lr, "betas": (0.9, 0.95)})
         super().__init__(groups, {})
         self._block_rows = block_rows
@@ -96,10 +97,8 @@ class Muon(torch.optim.Optimizer):
                 [self._direction(p, group["momentum"]) for p in parameters]
             ).float()
             n_rows = min(self._block_rows or shape[0], shape[0])
-            updates = torch.cat(
-                [orthogonalize(b, group["n_iterations"]) for b in directions.split(n_rows, dim=1)],
-                dim=1,
-            )
+            blocks = directions.split(n_rows, dim=1)
+            updates = torch.cat([orthogonalize(block) for block in blocks], dim=1)
             # A tall block has more rows than singular values, so the entries of its update are
             # smaller. Scale them to the size of the entries of a square block's update.
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
@@ -119,25 +118,7 @@ class Muon(torch.optim.Optimizer):
         return grad.lerp(state["momentum"], momentum)
 
     def _step_others(self, group: dict[str, Any]) -> None:
-        parameters: list[Tensor] = []
-        gradients: list[Tensor] = []
-        means: list[Tensor] = []
-        squares: list[Tensor] = []
-        steps: list[Tensor] = []
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            if not self.state[p]:
-                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.state[p] = {"step": torch.zeros(()), **zeros}
-            state = self.state[p]
-            parameters.append(p)
-            gradients.append(p.grad)
-            means.append(state["exp_avg"])
-            squares.append(state["exp_avg_sq"])
-            steps.append(state["step"])
-        beta1, beta2 = group["betas"]
-        adamw(
-            parameters, gradients, means, squares, [], steps, amsgrad=False, maximize=False,
-            beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=1e-8,
-        )  # fmt: skip
+        adamw = torch.optim.AdamW([dict(group)])
+        # Share the state, so that the moments are kept for the next step and in checkpoints.
+        adamw.state = self.state
+        adamw.step()

@@ -51,7 +51,7 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
     store.refuse_groups("--drafter")
     identity = {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")}
     check_target_fits(drafter.config, store.manifest.target, identity)
-    reads = type(drafter).reads(int(store.manifest.target["n_layers"]), drafter.config)
+    reads: Reads = drafter.config.reads
     if not reads.kv:
         raise TrainingError(
             f"the drafter of kind {drafter.kind} reads no keys and values with its settings, so "

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +36,7 @@ from ..moa.drafters.training import (
 from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
-from .batches import Batch, map_tensors
+from .batches import Batch
 from .config import TrainConfig, known
 from .data import draw
 from .muon import Muon
@@ -163,18 +164,7 @@ class DrafterModule(L.LightningModule):
         The loss terms of a step are logged at the step's last micro-batch.
         """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
-        terms_by_name: dict[str, Tensor | None] = {
-            "loss": terms.total,
-            "forward_kl": terms.forward_kl,
-            "feature_loss": terms.feature,
-            "entering_feature_loss": terms.entering_feature,
-        }
-        for name, part in terms.parts.items():
-            terms_by_name[f"{name}_loss"] = part
-        values: dict[str, Tensor] = {}
-        for name, term in terms_by_name.items():
-            if term is not None:
-                values[f"train/{name}"] = term.detach()
+        values = {f"train/{name}": term.detach() for name, term in terms.items()}
         # Each micro-batch's loss is divided by an equal share of the step's loss positions, so the
         # mean over micro-batches is the loss of the step.
         if batch.index:
@@ -191,7 +181,7 @@ class DrafterModule(L.LightningModule):
                 batch_size=1,
                 sync_dist=True,
             )
-        return terms.total
+        return terms["loss"]
 
     def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
         """Compute the terms of the loss, as sums over positions divided by ``denominator``."""
@@ -310,15 +300,12 @@ class DrafterModule(L.LightningModule):
                 id(table.weight) for table in modules if isinstance(table, torch.nn.Embedding)
             }
             matrices: list[Tensor] = []
-            others: list[Tensor] = []
             for weight in self.drafter.parameters():
                 if weight.ndim == 2 and id(weight) not in tables:
                     matrices.append(weight)
-                else:
-                    others.append(weight)
             return Muon(
                 matrices,
-                others,
+                self.drafter.parameters(),
                 lr=known(config.matrix_learning_rate),
                 others_lr=known(config.learning_rate),
                 weight_decay=config.weight_decay,
@@ -428,7 +415,7 @@ class Trial:
             reserved: Tensor | None = torch.empty(
                 reserved_bytes, dtype=torch.uint8, device=self.device
             )
-            self._terms(size).total.backward()
+            self._terms(size)["loss"].backward()
             has_run = True
         except torch.OutOfMemoryError:
             has_run = False
@@ -462,13 +449,12 @@ class Trial:
         def repeated(tensor: Tensor) -> Tensor:
             return tensor.to(self.device).repeat(size, *([1] * (tensor.ndim - 1)))
 
-        inputs: TrainingInputs = map_tensors(self.longest, repeated)
+        inputs: TrainingInputs = apply_to_collection(self.longest, Tensor, repeated)
         inputs = replace(inputs, response_mask=torch.ones_like(inputs.response_mask))
         draws = draw(self.module.config.replaced(batch_size=size), 0, 2)
+        draws = apply_to_collection(draws, Tensor, Tensor.to, self.device)
         with self.autocast():
-            return self.module.compute_terms(
-                inputs, map_tensors(draws, lambda tensor: tensor.to(self.device)), 1.0
-            )
+            return self.module.compute_terms(inputs, draws, 1.0)
 
 
 @torch.no_grad()

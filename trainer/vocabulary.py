@@ -3,9 +3,6 @@
 See :mod:`..moa.drafters.vocabulary`.
 """
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -13,7 +10,7 @@ from ..moa.drafters.registry import drafter_class
 from ..moa.drafters.vocabulary import choose_draft_vocabulary, may_be_reduced
 from ..moa.targets.facts import load_facts
 from ..storage.read.store import ActivationStore
-from .config import AnyDrafter
+from .batches import drafter_sizes
 from .data import StoreDataModule
 from .defaults import ChosenSetting
 
@@ -21,17 +18,6 @@ from .defaults import ChosenSetting
 _COUNTED_SEQUENCES = 256
 # Maximum number of sequences whose tokens are counted. A larger store is sampled evenly.
 _MOST_COUNTED = 1 << 16
-
-
-def size_settings(drafter: AnyDrafter) -> dict[str, Any]:
-    """Return the settings of a drafter that are also fields of its config, by name."""
-    config_class = drafter_class(drafter.kind).config_class
-    names = {item.name for item in dataclasses.fields(config_class)}
-    sizes: dict[str, Any] = {}
-    for name, value in drafter:
-        if name in names:
-            sizes[name] = value
-    return sizes
 
 
 def count_response_tokens(store: ActivationStore, sequences: np.ndarray) -> torch.Tensor:
@@ -61,10 +47,9 @@ def choose_vocabulary(data: StoreDataModule) -> None:
     if is_given or not may_be_reduced(int(store.manifest.target["vocab_size"])):
         return
     facts = load_facts(store.target_path)
-    build = drafter_class(config.drafter.kind)
-    sizes = build.config_class.from_target(facts, **size_settings(config.drafter))
+    sizes = drafter_sizes(facts, config.drafter)
     with torch.device("meta"):
-        width, n_body = build(sizes).weights_per_draft()
+        width, n_body = drafter_class(sizes.kind)(sizes).weights_per_draft()
     halves = torch.stack(
         [count_response_tokens(store, data.train_sequences[half::2]) for half in (0, 1)]
     )

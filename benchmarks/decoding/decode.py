@@ -41,6 +41,7 @@ from moa_data.moa.drafters.block import CONTEXTS
 from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets.live import Target
+from moa_data.trainer.batches import drafter_sizes
 from moa_data.trainer.config import AnyDrafter, MoASettings
 
 FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
@@ -200,7 +201,7 @@ def read_bytes(target: Target, options: argparse.Namespace) -> int:
         update={key: value for key, value in changes.items() if value is not None}
     )
     facts = target.facts
-    reads = drafter_class(options.kind).reads(facts.n_layers, settings)
+    reads = drafter_sizes(facts, settings).reads
     n_layers = facts.n_layers if reads.kv_layers is None else len(reads.kv_layers)
     kv = n_layers * 2 * facts.n_kv_heads * facts.head_dim if reads.kv else 0
     n_states = len(reads.fields) - reads.kv + len(reads.outputs)

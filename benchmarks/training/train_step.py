@@ -44,7 +44,7 @@ from benchmarks.kit.harness import run
 from benchmarks.kit.made import recipe
 from benchmarks.kit.shapes import SHAPES, shape_config
 from moa_data.machine import free_memory, keep_freed_memory
-from moa_data.moa.drafters.registry import DRAFTERS, drafter_class
+from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.targets.bundle import FROZEN_FILE
 from moa_data.moa.targets.facts import TargetFacts
 from moa_data.storage.read.store import ActivationStore
@@ -57,7 +57,7 @@ from moa_data.storage.schema import (
     tokens_field,
 )
 from moa_data.storage.write.store import StoreWriter
-from moa_data.trainer.batches import Batch, BatchReader
+from moa_data.trainer.batches import Batch, BatchReader, drafter_sizes
 from moa_data.trainer.config import AnyDrafter, TrainConfig
 from moa_data.trainer.data import StoreDataModule, TrainingStream
 from moa_data.trainer.fit import build_module
@@ -70,10 +70,7 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
     """Write random activations with the bundle of a random target."""
     rng, facts = np.random.default_rng(0), TargetFacts.of(config)
     wide, vocab_size = config.hidden_size, config.vocab_size
-    reads = [
-        drafter_class(one.kind).reads(facts.n_layers, one)
-        for one in (settings() for settings in get_args(AnyDrafter))
-    ]
+    reads = [drafter_sizes(facts, settings()).reads for settings in get_args(AnyDrafter)]
     hidden = [
         "last",
         *(f"layer_{layer}" for layer in sorted({layer for one in reads for layer in one.outputs})),

@@ -25,7 +25,7 @@ step, so one loop does plain and speculative decoding.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -82,6 +82,15 @@ class DecodeStats:
             if self.committed_per_call
             else float("nan")
         )
+
+
+def sum_stats(runs: Iterable[DecodeStats]) -> DecodeStats:
+    """Add the counts and times of several generations."""
+    total = DecodeStats()
+    for run in runs:
+        for item in fields(DecodeStats):
+            setattr(total, item.name, getattr(total, item.name) + getattr(run, item.name))
+    return total
 
 
 @dataclass

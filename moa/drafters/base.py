@@ -41,7 +41,7 @@ from ..nn.packed import pack, rows_of, state_of
 from ..targets.bundle import FrozenTarget
 from ..targets.cache import ContextCache, KVSource
 from .sizes import DrafterSizes
-from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
+from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 from .vocabulary import most_frequent
 
 CommittedTokens = Sequence[list[int]]
@@ -84,12 +84,14 @@ class Drafter(nn.Module, ABC):
     by_graph = False
     # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
     # last hidden state.
-    observed_layers: tuple[int, ...] = ()
+    observed_layers: tuple[int, ...]
     # True if the drafter can run on another machine than its target.
     drafts_remotely = False
     # W, the number of values in the context of a position; 0 if the drafter needs no context. None
     # if the drafter must run on the target's machine.
     context_width: int | None = None
+    # Target layers whose packed KV is at the end of each context.
+    context_layers: tuple[int, ...] = ()
     context_needs_kv = False  # True if :meth:`encode_context` reads the target's KV.
     # True if the target's LM head turns features into logits.
     uses_target_head = True
@@ -97,6 +99,7 @@ class Drafter(nn.Module, ABC):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self.observed_layers = config.reads.outputs
         # Cached rows of LM heads for the draft vocabulary. ``_target_rows`` has rows of the
         # target's LM head for one state of that head. ``_own_rows`` has rows of the drafter's own
         # head. PyTorch does not register layers in a dict or a list as submodules.
@@ -123,8 +126,11 @@ class Drafter(nn.Module, ABC):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers in order. By default they are in the attribute ``layers``."""
-        layers: Any = self.layers
+        """The layers that :meth:`.DecoderBlock.attend_cached` runs, in order.
+
+        By default they are in the attribute ``layers``, if there is one.
+        """
+        layers: Any = getattr(self, "layers", ())
         return list(layers)
 
     # Training
@@ -156,20 +162,6 @@ class Drafter(nn.Module, ABC):
 
     def check_weights(self) -> None:
         """Check that the loaded weights are consistent; raise DrafterError if they are not."""
-
-    @classmethod
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        """Return the activations that training reads in addition to those that it always reads.
-
-        Tokens, response masks and the last hidden state are always read. By default nothing else is
-        read.
-
-        Args:
-            n_layers: L, the number of target layers.
-            settings: the drafter settings of the training run, or the drafter's sizes. The names
-                are the same.
-        """
-        return Reads()
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
@@ -205,9 +197,8 @@ class Drafter(nn.Module, ABC):
         This may change the drafts slightly.
         """
         pack(self, is_exact=False)
-        for module in self.modules():
-            if isinstance(module, DecoderBlock):
-                module.fuse()
+        for block in self.blocks:
+            block.fuse()
         if self.config.draft_tokens and self.own_head is not None:
             self._own_rows = [rows_of(self.own_head, self.draft_ids, is_packed=True)]
 
@@ -333,8 +324,7 @@ class Drafter(nn.Module, ABC):
                 f"a {self.kind} drafter can only draft on the machine of its target; "
                 "`moa-data chat --help` lists the kinds that can draft over a network."
             )
-        n_layers = self.config.n_layers
-        return ContextCache(range(n_layers - self.config.target_layer_inference, n_layers))
+        return ContextCache(self.context_layers)
 
     @torch.inference_mode()
     def encode_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
@@ -348,7 +338,12 @@ class Drafter(nn.Module, ABC):
                 true.
             positions: [n] int64.
         """
-        return self._make_context(hidden, kv, positions).to(self.dtype)
+        context = self._make_context(hidden, kv, positions).to(self.dtype)
+        if not self.context_layers:
+            return context
+        assert kv is not None
+        layers = kv[:, list(self.context_layers)].flatten(1)
+        return torch.cat((context, layers.to(self.dtype)), dim=1)
 
     @torch.inference_mode()
     def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
@@ -367,7 +362,9 @@ class Drafter(nn.Module, ABC):
                 "contexts in order."
             )
         weight = next(self.parameters())
-        self._take_context(state, cache, context.to(weight.device, weight.dtype))
+        state.forget_drafts()
+        packed = self._take_context(state, context.to(weight.device, weight.dtype))
+        cache.extend(packed, self.config.head_dim)
 
     def reuse_context(
         self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
@@ -380,7 +377,12 @@ class Drafter(nn.Module, ABC):
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
+        """Encode the contexts of :meth:`encode_context`, without the KV of whole layers.
+
+        By default a context has no other numbers.
+        """
         return hidden[:, :0]
 
-    def _take_context(self, state: Any, cache: ContextCache, context: Tensor) -> None:
-        cache.extend(len(context), None, 0)
+    def _take_context(self, state: Any, context: Tensor) -> Tensor:
+        """Store the result of :meth:`_make_context`. Return the rest of the contexts, [n, N * D]."""
+        return context

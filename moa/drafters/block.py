@@ -53,13 +53,21 @@ from ..nn.layers import AppendKV, DecoderBlock, KeysValues, RMSNorm
 from ..nn.markov import MARKOV_HEADS, ConfidenceHead, MarkovHead
 from ..nn.masks import to_device
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import ContextCache, KVSource, check_arrived
+from ..targets.cache import KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
-from .caches import LayerState, concatenated, fitting_counts, padded, write_after
-from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import LayerSizes, check_default_layers, check_target_layers
+from .caches import LayerState, concatenated, padded, write_after
+from .kv_encoder import KVEncoder, KVEncoderSizes
+from .sizes import (
+    Flag,
+    Indices,
+    LayerSizes,
+    Size,
+    SizeOrZero,
+    check_default_layers,
+    check_target_layers,
+)
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
@@ -74,30 +82,37 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     KV encoder sizes are 0 unless the context is ``memory``.
     """
 
-    may_be_zero = ("n_layers", "mask_token")
-
     # The token whose embedding is the input of masked slots.
-    mask_token: int
-    block_size: int  # G, number of slots of a block
+    mask_token: SizeOrZero
+    block_size: Size  # G, number of slots of a block
     # If true, the anchor slot predicts the next token. If false, each masked slot predicts the
     # token at its own position.
-    sample_from_anchor: bool
+    sample_from_anchor: Flag
     # Kind of context that the layers see: hidden, kv or memory. See the docstring of the module.
     context: str = "hidden"
-    fused_layers: tuple[int, ...] = ()
+    fused_layers: Indices = ()
     """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
     With the context ``kv``, each draft layer sees the KV of the same number of these layers, the
     first draft layer that of the lowest. Empty with the context ``memory``."""
-    block_layers: int = 5  # number of decoder layers
+    block_layers: Size = 5  # number of decoder layers
     # True if only the tokens that ``t2d`` marks can be drafted, as in checkpoints of speculators.
-    reduced_vocabulary: bool = False
+    reduced_vocabulary: Flag = False
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        check_context(self, self.n_layers or 1 + max(self.fused_layers, default=0))
-        if self.context == "memory":
+        if self.context not in CONTEXTS:
+            yield f"the context is {self.context!r}, expected one of {', '.join(CONTEXTS)}"
+        elif self.context == "memory":
+            if self.fused_layers:
+                yield (
+                    "the context memory encodes all layers of the target: remove fused_layers, or "
+                    "set context to hidden or kv"
+                )
             yield from self.encoder_problems()
+        else:
+            n_layers = self.n_layers or 1 + max(self.fused_layers, default=0)
+            check_target_layers(self.fused_layers, n_layers, embedding=True)
         if self.context == "kv":
             yield from self._kv_problems()
         if self.n_drafts < 1:
@@ -112,6 +127,12 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             )
 
     def _kv_problems(self) -> Iterator[str]:
+        if len(self.fused_layers) % self.block_layers or self.fused_layers[0] == -1:
+            yield (
+                f"with the context kv, the drafter's {self.block_layers} layers divide "
+                "fused_layers evenly among themselves: give a number of target layers that is a "
+                f"multiple of {self.block_layers}, without the embedding (-1)"
+            )
         n_kv_heads = self.kv_width // (2 * self.head_dim)
         if self.self_attention_kv_heads != n_kv_heads:
             yield (
@@ -125,6 +146,13 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
                 f"with {n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
                 "divided evenly among all these KV heads: give another number of fused_layers"
             )
+
+    @property
+    @override
+    def reads(self) -> Reads:
+        if self.context == "hidden":
+            return Reads(outputs=tuple(layer for layer in self.fused_layers if layer >= 0))
+        return Reads(True, self.fused_layers if self.context == "kv" else self.read_kv_layers)
 
     @property
     def n_seen_layers(self) -> int:
@@ -164,19 +192,6 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
         return values
 
 
-def read_layers(settings: Any, n_layers: int) -> tuple[int, ...]:
-    """Return the target layers that a drafter reads, given the drafter's settings or sizes.
-
-    Layer -1 is the embedding.
-    """
-    if settings.fused_layers is None and settings.context != "memory":
-        return default_read_layers(
-            n_layers, settings.block_layers if settings.context == "kv" else N_READ_LAYERS
-        )
-    check_context(settings, n_layers)
-    return tuple(settings.fused_layers or ())
-
-
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
     """Return the default target layers to read, evenly spaced from 1 to L - 3.
 
@@ -187,37 +202,6 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
     layers = tuple(round(1 + index * (n_layers - 4) / (n_read - 1)) for index in range(n_read))
     check_default_layers(layers, n_layers)
     return layers
-
-
-def check_context(settings: Any, n_layers: int) -> None:
-    """Check that ``context`` and ``fused_layers`` are valid; raise DrafterError if not."""
-    context = settings.context
-    layers = tuple(settings.fused_layers or ())
-    if context not in CONTEXTS:
-        raise DrafterError(
-            f"the drafter's context is {context!r}, expected one of {', '.join(CONTEXTS)}."
-        )
-    if context == "memory":
-        if layers:
-            raise DrafterError(
-                "the context 'memory' encodes all layers of the target; remove fused_layers, or "
-                "set context to 'hidden' or 'kv'."
-            )
-        return
-    check_target_layers(layers, n_layers, embedding=True)
-    if context == "kv" and (len(layers) % settings.block_layers or layers[0] == -1):
-        layer_names = ",".join(map(str, layers))
-        raise DrafterError(
-            f"fused_layers is {layer_names}. With the context 'kv', the drafter's "
-            f"{settings.block_layers} layers divide these target layers evenly among themselves, "
-            f"so give a number of layers that is a multiple of {settings.block_layers}, without "
-            "the embedding (-1)."
-        )
-
-
-def _without_embedding(layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers of the target without layer -1, the embedding."""
-    return tuple(layer for layer in layers if layer >= 0)
 
 
 class BlockState(LayerState):
@@ -269,12 +253,12 @@ class BlockDrafter(KVEncoder, Drafter):
         self.context_needs_kv = config.context != "hidden"
         self.context_width = width = config.hidden_size
         if config.context == "hidden":
-            self.observed_layers = _without_embedding(config.fused_layers)
             self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.context == "memory":
             self.build_encoder()
             self.context_width = self.sent_width
         if config.context == "kv":
+            self.context_layers = config.fused_layers
             self.context_width = len(config.fused_layers) * config.kv_width
         else:
             self.hidden_norm = RMSNorm(width, eps=config.norm_eps)
@@ -284,16 +268,6 @@ class BlockDrafter(KVEncoder, Drafter):
         self.rotary = config.rotary()
         if config.reduced_vocabulary:
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
-
-    @classmethod
-    @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        layers = read_layers(settings, n_layers)
-        if settings.context == "hidden":
-            return Reads(outputs=_without_embedding(layers))
-        if settings.context == "kv":
-            return Reads(kv=True, kv_layers=layers)
-        return Reads(kv=True, kv_layers=read_kv_layers(settings, n_layers))
 
     @classmethod
     @override
@@ -491,14 +465,12 @@ class BlockDrafter(KVEncoder, Drafter):
         code = None if head is None else head.code(markov, own_hidden)
         matrix = None if head is None else head.markov_w2.weight
         labels = inputs.tokens[rows, positions + 1]
-        n_positions = torch.unique(rows * inputs.tokens.shape[1] + positions).numel()
         scale = step.scale(share.sum())
         if weights.d_pace is not None:
-            wrong = torch.zeros_like(shares)
-            wrong[indices] = losses.chunked_cross_entropy(
+            wrong = losses.chunked_cross_entropy(
                 own_hidden, labels, frozen.lm_head_weight, code, matrix, frozen.logit_cap
             )
-            share = share * losses.d_pace_weights(wrong, shares > 0, weights.d_pace)[indices]
+            share = share * losses.d_pace_at(indices, shares.shape, wrong, True, weights.d_pace)
         of_terms = [
             share * scale * weight
             for weight in (weights.forward_kl, weights.l1, weights.cross_entropy)
@@ -516,13 +488,13 @@ class BlockDrafter(KVEncoder, Drafter):
         )
         terms = terms[:, 0]  # [P, 3]: divergence, L1 distance, cross-entropy
         sums = (terms * share[:, None]).sum(dim=0) * scale
-        parts = {"cross_entropy": sums[2], "l1": sums[1]}
+        named = {"forward_kl": sums[0], "cross_entropy_loss": sums[2], "l1_loss": sums[1]}
         if (guess := self.confidence_logits(features)) is not None:
             accepted = (1 - 0.5 * terms[:, 1]).clamp(0, 1)
             error = F.binary_cross_entropy_with_logits(guess.float(), accepted, reduction="none")
-            parts["confidence"] = (error * share).sum() * scale
-            total = total + weights.confidence * parts["confidence"]
-        return LossTerms(total, sums[0], None, n_positions, parts=parts)
+            named["confidence_loss"] = (error * share).sum() * scale
+            total = total + weights.confidence * named["confidence_loss"]
+        return {"loss": total, **named}
 
     @override
     def drafted_features(
@@ -631,44 +603,41 @@ class BlockDrafter(KVEncoder, Drafter):
             buffer.append(*block.self_attn.keys_values(context, rotation), counts)
         state.n_true = masks.added(state.n_true, counts)
 
-    # Drafting with the target on another machine
+    @override
+    def encoded_lengths(self, state: BlockState) -> list[int]:
+        return state.n_true
 
     @override
-    def new_context_cache(self) -> ContextCache:
-        return ContextCache(self.config.fused_layers if self.config.context == "kv" else ())
+    def append_encoded(
+        self, state: BlockState, encoded: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        self._append_context(state, self.hidden_norm(encoded), counts or [encoded.shape[1]])
+
+    # Drafting with the target on another machine
 
     @override
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
         if self.config.context == "hidden":
             return self.project(hidden.to(self.dtype))
-        assert kv is not None
         if self.config.context == "memory":
-            return self.encode_to_send(kv, positions)
-        return kv[:, list(self.config.fused_layers)].flatten(1)
+            return super()._make_context(hidden, kv, positions)
+        return hidden[:, :0]
 
     @override
-    def _take_context(self, state: BlockState, cache: ContextCache, context: Tensor) -> None:
-        state.forget_drafts()
-        layers = None
-        n_heads = self.config.self_attention_kv_heads
+    def _take_context(self, state: BlockState, context: Tensor) -> Tensor:
+        if self.config.context == "memory":
+            return super()._take_context(state, context)
         if self.config.context == "kv":
-            layers = context.unflatten(1, (len(self.config.fused_layers), self.config.kv_width))
-        elif self.config.context == "memory":
-            self._append_context(
-                state, self.hidden_norm(self.encoded_of(context[None])), [len(context)]
-            )
-        else:
-            state.fresh[0] = (*state.fresh[0], context)
-        cache.extend(len(context), layers, n_heads)
+            return context
+        state.fresh[0] = (*state.fresh[0], context)
+        return context[:, :0]
 
     @override
     def reuse_context(
         self, state: BlockState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
     ) -> None:
-        state.forget_drafts()
-        fitting = fitting_counts(state.n_true, starts, counts)
-        if self.config.context == "memory" and any(fitting):
-            self._append_context(state, self.hidden_norm(self.encoded_of(contexts)), fitting)
+        if self.config.context == "memory":
+            super().reuse_context(state, contexts, starts, counts)
 
     @override
     def draft_level(
@@ -703,8 +672,8 @@ class DFlashSizes(BlockDrafterSizes):
 
     kind = "dflash"
 
-    block_size: int = 16
-    sample_from_anchor: bool = False
+    block_size: Size = 16
+    sample_from_anchor: Flag = False
 
 
 class DFlashDrafter(BlockDrafter):
@@ -720,14 +689,14 @@ class DSparkSizes(BlockDrafterSizes):
 
     kind = "dspark"
 
-    block_size: int = 7
-    sample_from_anchor: bool = True
+    block_size: Size = 7
+    sample_from_anchor: Flag = True
     # Kind of Markov head, which makes a draft depend on the previous draft; see :mod:`..nn.markov`.
     markov_head: str = "vanilla"
-    markov_rank: int = 256  # r, rank of the Markov head
-    confidence_head: bool = True  # whether there is a confidence head
+    markov_rank: Size = 256  # r, rank of the Markov head
+    confidence_head: Flag = True  # whether there is a confidence head
     # True if the confidence head also reads the Markov head's embedding of the previous token.
-    confidence_with_markov: bool = True
+    confidence_with_markov: Flag = True
 
     @override
     def problems(self) -> Iterator[str]:

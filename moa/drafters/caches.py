@@ -7,7 +7,6 @@ n tokens of one call.
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -18,7 +17,7 @@ from typing_extensions import override
 from ..nn import masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_from, slots_after, write_slots
-from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation
+from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation, no_cache
 from ..nn.masks import added, are_alike, to_device
 from .base import CommittedTokens, DraftLevel
 from .training import at_queries
@@ -109,16 +108,6 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     return chosen.view(*indices.shape, *rows_in_order.shape[1:])
 
 
-def fitting_counts(
-    lengths: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-) -> list[int]:
-    """Return the count of each row that starts at the row's length, and 0 for the other rows."""
-    fitting: list[int] = []
-    for length, start, count in zip(lengths, starts, counts, strict=True):
-        fitting.append(count if length == start else 0)
-    return fitting
-
-
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     """Build a mask [B, 1, S] bool with which a query sees the first ``lengths[row]`` slots.
 
@@ -179,7 +168,7 @@ def causal_features(
     causal = masks.Mask.up_to(slots[None], len(slots))
     *before, last = blocks
     for block in before:
-        x = block.attend_self(x, rotation, causal)
+        x = block.attend_cached(x, rotation, no_cache, causal)
     keys, values = last.keys_values(x, rotation)
     seen = masks.Mask.up_to(queries, len(slots))
     features: Tensor = last(at_queries(x, queries), rotary(queries), keys, values, seen)
@@ -302,9 +291,6 @@ class LayerState(RowState):
         # The last layer computes only the features of the root.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
-        if last is None and len(counts) == 1 and are_alike(counts):
-            append = partial(last_slots.append, counts=counts)
-            return last_block.attend_last(x, rotation, append), root
         keys, values = last_slots.append(*last_block.keys_values(x, rotation), counts)
         x = (
             x[:, -1:]

@@ -37,11 +37,11 @@ from ..nn import masks
 from ..nn.kv import write_slots
 from ..nn.layers import DecoderBlock, Rotary
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import ContextCache, KVSource
+from ..targets.cache import KVSource
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features, stacked
-from .sizes import LayerSizes
+from .sizes import Flag, LayerSizes, Number, Size
 from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
@@ -205,14 +205,14 @@ class EagleSizes(LayerSizes):
 
     kind = "eagle"
 
-    eagle_layers: int = 1  # number of decoder layers
-    eagle_input_norm: bool = True
+    eagle_layers: Size = 1  # number of decoder layers
+    eagle_input_norm: Flag = True
     """True if the first layer has a norm before its attention, as in the MoA authors' EAGLE. The
     EAGLE authors' code has none."""
-    eagle_fc_bias: bool = False
+    eagle_fc_bias: Flag = False
     """True if the linear layer for token and hidden state has a bias, as in some checkpoints of the
     EAGLE authors."""
-    eagle_embedding_scale: float = 1.0
+    eagle_embedding_scale: Number = 1.0
     """Scale of the embeddings before the linear layer; 1 in the published drafter. 0 means that the
     scale of a new drafter has not been chosen yet."""
 
@@ -271,9 +271,9 @@ class EagleDrafter(FeatureDrafter):
         return hidden
 
     @override
-    def _take_context(self, state: FeatureState, cache: ContextCache, context: Tensor) -> None:
+    def _take_context(self, state: FeatureState, context: Tensor) -> Tensor:
         state.fresh[0] = (*state.fresh[0], context)
-        cache.extend(len(context), None, 0)
+        return context[:, :0]
 
     def forward(self, combined: Tensor, queries: Tensor) -> Tensor:
         """Run the layers over slots [B, S, E] and return the features of the slots [B, Q].
@@ -302,9 +302,8 @@ class EagleDrafter(FeatureDrafter):
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), weights.divergence
         )
-        return LossTerms(
-            weights.forward_kl * kl + weights.feature * feature, kl, feature, len(features)
-        )
+        total = weights.forward_kl * kl + weights.feature * feature
+        return {"loss": total, "forward_kl": kl, "feature_loss": feature}
 
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:

@@ -50,7 +50,7 @@ from ..nn.layers import DecoderBlock, DecoderBlockSizes, KeysValues, RMSNorm
 from ..targets.bundle import FrozenTarget
 from ..targets.facts import TargetFacts
 from .eagle import FeatureDrafter
-from .sizes import LayerSizes, check_default_layers, check_target_layers
+from .sizes import Flag, Indices, LayerSizes, Size, check_default_layers, check_target_layers
 from .training import (
     LossTerms,
     Reads,
@@ -82,22 +82,22 @@ class Eagle3Sizes(LayerSizes):
     kind = "eagle3"
     without_weights = ()
 
-    fused_layers: tuple[int, ...]
+    fused_layers: Indices
     """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
     input."""
-    draft_vocabulary: int  # V_d, number of tokens that can be drafted
-    test_time_steps: int = 7  # J, number of draft steps that training unrolls
-    fc_norm: bool = False
+    draft_vocabulary: Size  # V_d, number of tokens that can be drafted
+    test_time_steps: Size = 7  # J, number of draft steps that training unrolls
+    fc_norm: Flag = False
     """True if each output is normed before the outputs are fused, as in EAGLE-3.1 (arXiv
     2605.09992)."""
     # True if the outputs of the final norm are fed to the next draft step, as in EAGLE-3.1.
-    norm_output: bool = False
+    norm_output: Flag = False
     # True if the concatenated target outputs are normed before they are fused, as in speculators.
-    norm_before_fc: bool = False
+    norm_before_fc: Flag = False
     # True if the residual stream starts after the norm of the features, as in speculators.
-    norm_before_residual: bool = False
+    norm_before_residual: Flag = False
     # True if queries and keys have a norm per head, as in Qwen3 and speculators.
-    query_key_norm: bool = False
+    query_key_norm: Flag = False
 
     @override
     def problems(self) -> Iterator[str]:
@@ -107,6 +107,11 @@ class Eagle3Sizes(LayerSizes):
         check_target_layers(
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
+
+    @property
+    @override
+    def reads(self) -> Reads:
+        return Reads(outputs=self.fused_layers)
 
     @classmethod
     @override
@@ -171,7 +176,6 @@ class Eagle3Drafter(FeatureDrafter):
 
     def __init__(self, config: Eagle3Sizes) -> None:
         super().__init__(config)
-        self.observed_layers = config.fused_layers
         width = config.hidden_size
         self.fc = nn.Linear(len(config.fused_layers) * width, width, bias=False)
         if config.norm_before_fc:
@@ -207,17 +211,6 @@ class Eagle3Drafter(FeatureDrafter):
     def _mapped_tokens(self) -> Tensor:
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    @classmethod
-    @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        layers = (
-            default_fused_layers(n_layers)
-            if settings.fused_layers is None
-            else settings.fused_layers
-        )
-        check_target_layers(layers, n_layers)
-        return Reads(outputs=layers)
-
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
@@ -237,22 +230,14 @@ class Eagle3Drafter(FeatureDrafter):
     @override
     def check_weights(self) -> None:
         ids = self._mapped_tokens()
-        marked = self.t2d
-        if not 0 <= int(ids.min()) <= int(ids.max()) < len(marked):
+        marked = self.t2d.nonzero()[:, 0]
+        if not torch.equal(ids.sort().values, marked):
             raise DrafterError(
-                f"the drafter's tensor d2t yields token ids from {int(ids.min())} to "
-                f"{int(ids.max())}, but the target's ids go from 0 to {len(marked) - 1}. d2t must "
-                "hold offsets (target id - draft id), not target ids; correct it."
-            )
-        if (
-            len(ids.unique()) < len(ids)
-            or int(marked.sum()) != len(ids)
-            or not bool(marked[ids].all())
-        ):
-            raise DrafterError(
-                f"the drafter's tensor d2t has {len(ids)} entries for {len(ids.unique())} "
-                f"different tokens, and its tensor t2d marks {int(marked.sum())} tokens. Both "
-                "must name the same tokens, each once; restore the drafter's weights."
+                f"the drafter's tensor d2t yields {len(ids)} token ids from {int(ids.min())} to "
+                f"{int(ids.max())}, and its tensor t2d marks {len(marked)} of the target's ids 0 to "
+                f"{len(self.t2d) - 1}. Both must name the same tokens, each once, and d2t must hold "
+                "offsets (target id - draft id), not target ids; correct d2t, or restore the "
+                "drafter's weights."
             )
 
     @override
@@ -298,12 +283,10 @@ class Eagle3Drafter(FeatureDrafter):
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         indices = true_indices(valid)
-        n_steps = features.shape[0]
-        n_positions = len(indices[0])
         outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])  # [P, J, E]
+        reached = reached.permute(1, 2, 0)[indices]  # [P, J]
         if step.weights.d_pace is None:
-            decay = STEP_DECAY ** torch.arange(n_steps, device=features.device)
-            weights = reached * decay[:, None, None]
+            weights = reached * STEP_DECAY ** torch.arange(outputs.shape[1], device=outputs.device)
         else:
             weights = self.paced(
                 inputs.tokens, queries, indices, outputs, reached, step.weights.d_pace
@@ -312,18 +295,19 @@ class Eagle3Drafter(FeatureDrafter):
             outputs,
             at_queries(inputs.hidden, queries)[indices],  # [P, E]
             frozen.lm_head_weight,
-            weights.permute(1, 2, 0)[indices][..., None],  # [P, J, 1]
+            weights[..., None],
             own_head=self.lm_head.weight,
             tokens=self.draft_tokens,
             divergence=step.weights.divergence,
             cap=frozen.logit_cap,
         )
-        scale = step.scale(n_positions)
+        scale = step.scale(len(outputs))
         # Report the unweighted loss of the first draft step, because other drafters report only one
         # step.
-        return LossTerms(
-            step.weights.forward_kl * scale * total, scale * by_step[:, 0].sum(), None, n_positions
-        )
+        return {
+            "loss": step.weights.forward_kl * scale * total,
+            "forward_kl": scale * by_step[:, 0].sum(),
+        }
 
     def paced(
         self,
@@ -334,35 +318,34 @@ class Eagle3Drafter(FeatureDrafter):
         reached: Tensor,
         smoothing: float,
     ) -> Tensor:
-        """Compute the D-PACE weights [J, B, Q] of the draft steps. Each round counts as a block.
+        """Compute the D-PACE weights [P, J] of the draft steps. Each round counts as a block.
 
         Args:
             tokens: [B, T], token ids.
             queries: [B, Q], positions.
             at: indices of the P loss positions among the queries.
             own: [P, J, E], normed features of the drafter.
-            reached: [J, B, Q] bool, the second result of :meth:`test_time_features`.
+            reached: [P, J] bool, the second result of :meth:`test_time_features`.
             smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
         """
-        labels = tokens[at[0], (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
+        rows, columns = at
+        n_steps = own.shape[1]
+        labels = tokens[rows, (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
         # The drafter gives no probability to a token outside the draft vocabulary.
         if self.draft_tokens is not None:
             order = labels.new_full((self.config.vocab_size,), -1)
             order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
             labels = order[labels]
-        every = labels.clamp(min=0).repeat_interleave(own.shape[1])
+        every = labels.clamp(min=0).repeat_interleave(n_steps)
         wrong = losses.chunked_cross_entropy(own.detach().flatten(0, 1), every, self.lm_head.weight)
         wrong = wrong.view(own.shape[:2]).masked_fill((labels < 0)[:, None], torch.inf)
-        grid = wrong.new_zeros(*queries.shape, own.shape[1])
-        grid[at] = wrong
-        # Step j of the round that starts at a query is j queries further right; see
+        # In step j, a query belongs to the round that starts j queries further left; see
         # test_time_features.
-        by_round = _shifted(grid.unbind(dim=-1), -1)
-        seen = _shifted(reached.unbind(), -1)
-        paced = losses.d_pace_weights(
-            torch.stack(by_round, dim=-1), torch.stack(seen, dim=-1), smoothing
+        steps = torch.arange(n_steps, device=labels.device)
+        rounds = (columns[:, None] - steps) % queries.shape[1]
+        return losses.d_pace_at(
+            (rows[:, None], rounds, steps), (*queries.shape, n_steps), wrong, reached, smoothing
         )
-        return torch.stack(_shifted(paced.unbind(dim=-1), 1))
 
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
@@ -402,14 +385,6 @@ class Eagle3Drafter(FeatureDrafter):
         return torch.stack(features), torch.stack(reached)
 
 
-def _shifted(steps: Sequence[Tensor], direction: int) -> list[Tensor]:
-    """Roll the values [B, Q] of draft step j by j queries, to the right (1) or to the left (-1)."""
-    shifted: list[Tensor] = []
-    for step, values in enumerate(steps):
-        shifted.append(values.roll(direction * step, dims=1))
-    return shifted
-
-
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[KeysValues]
 ) -> Tensor:
@@ -428,39 +403,30 @@ def attend_with_own_steps(
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
-    flat = list(chain.from_iterable(own))
+    # [B, ..., Q, ...], the inputs that belong to queries
+    of_queries = (q, seen[:, None], *chain.from_iterable(own))
     if q.shape[0] * q.shape[2] <= n_queries:
-        return _attend(q, keys, values, seen, *flat)
+        return _attend(keys, values, *of_queries)
     # Recompute the scores in the backward pass, so that only a part of the scores is in memory at a
     # time.
-    attended = []
-    by_rows = [tensor.split(n_rows) for tensor in (q, keys, values, seen, *flat)]
-    for rows in zip(*by_rows, strict=True):
-        row_q, row_keys, row_values, row_seen, *row_own = rows
-        of_queries = (row_q, row_seen[:, None], *row_own)
-        by_queries = [tensor.split(n_queries, dim=2) for tensor in of_queries]
+    attended: list[Tensor] = []
+    for first_row in range(0, q.shape[0], n_rows):
+        rows = slice(first_row, first_row + n_rows)
         parts: list[Tensor] = []
-        for part_q, part_seen, *part_own in zip(*by_queries, strict=True):
-            part = checkpoint(
-                _attend,
-                part_q,
-                row_keys,
-                row_values,
-                part_seen[:, 0],
-                *part_own,
-                use_reentrant=False,
-            )
+        for first in range(0, q.shape[2], n_queries):
+            chosen = [tensor[rows, :, first : first + n_queries] for tensor in of_queries]
+            part = checkpoint(_attend, keys[rows], values[rows], *chosen, use_reentrant=False)
             parts.append(part)
         attended.append(torch.cat(parts, dim=2))
     return torch.cat(attended)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
+def _attend(keys: Tensor, values: Tensor, q: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
     n_kv_heads = keys.shape[1]
     n_slots = keys.shape[2]
     rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5  # [B, H_kv, group, Q, d]
     shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, group, Q, S]
-    scores = [shared.masked_fill(~seen[:, None, None], -torch.inf)]
+    scores = [shared.masked_fill(~seen[:, :, None], -torch.inf)]
     for own_keys in own[::2]:
         scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
     # [B, H_kv, group, Q, S + steps]

@@ -47,7 +47,7 @@ from ..targets.facts import TargetFacts
 from . import training
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, lengths_mask
-from .sizes import LayerSizes
+from .sizes import Flag, Indices, LayerSizes, Size
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
 
@@ -60,13 +60,18 @@ class GlideSizes(LayerSizes):
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
-    kv_width: int
+    kv_width: Size
     # The attended target layer, its number of heads, and the widths of a key and of a value. Empty
     # for targets that rotate keys like Llama. There the last layer is attended to.
-    target_kv: tuple[int, ...] = ()
+    target_kv: Indices = ()
     # True if the attended layer caches a latent as key and a rotated key as value.
-    target_latents: bool = False
-    block_size: int = 5  # number of tokens of a block in training
+    target_latents: Flag = False
+    block_size: Size = 5  # number of tokens of a block in training
+
+    @property
+    @override
+    def reads(self) -> Reads:
+        return Reads(kv=True, kv_layers=(-1,))
 
     @classmethod
     @override
@@ -129,11 +134,6 @@ class GlideDrafter(Drafter):
             )
         self.rotary = config.rotary()
 
-    @classmethod
-    @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        return Reads(kv=True, kv_layers=(-1,))
-
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the forward KL. The feature loss is only for logs."""
@@ -147,7 +147,7 @@ class GlideDrafter(Drafter):
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), step.weights.divergence
         )
-        return LossTerms(step.weights.forward_kl * kl, kl, feature.detach(), len(features))
+        return {"loss": step.weights.forward_kl * kl, "forward_kl": kl, "feature_loss": feature}
 
     @override
     def drafted_features(

@@ -28,7 +28,7 @@ from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import LayerState, causal_features
-from .sizes import DrafterSizes, largest_divisor, multiple_of_32
+from .sizes import DrafterSizes, Size, largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -47,9 +47,9 @@ class IndependentSizes(DrafterSizes):
 
     kind = "independent"
 
-    independent_width: int  # W, the drafter's width
-    independent_mlp_width: int  # MLP width of each layer
-    independent_layers: int = 2  # number of decoder layers
+    independent_width: Size  # W, the drafter's width
+    independent_mlp_width: Size  # MLP width of each layer
+    independent_layers: Size = 2  # number of decoder layers
 
     @override
     def problems(self) -> Iterator[str]:
@@ -128,7 +128,7 @@ class IndependentDrafter(Drafter):
             cap=frozen.logit_cap,
         )  # fmt: skip
         mean = total * step.scale(len(features))
-        return LossTerms(step.weights.forward_kl * mean, mean, None, len(features))
+        return {"loss": step.weights.forward_kl * mean, "forward_kl": mean}
 
     @override
     def drafted_features(

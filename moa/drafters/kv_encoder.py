@@ -33,7 +33,7 @@ from ..nn.layers import DecoderBlock, DecoderBlockSizes, Rotary
 from ..nn.masks import added, positions_of
 from ..targets.cache import KVSource, check_arrived
 from ..targets.facts import TargetFacts
-from .sizes import DrafterSizes, largest_divisor, multiple_of_32
+from .sizes import DrafterSizes, Flag, Indices, Size, SizeOrZero, largest_divisor, multiple_of_32
 
 # Maximum number of positions in one call of layer self-attention. Each position is a sequence of L
 # layers, and CUDA attention kernels accept at most 65,535 sequences. The limit also bounds the
@@ -49,26 +49,26 @@ class KVEncoderSizes(DrafterSizes):
 
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
-    kv_width: int = 0
+    kv_width: SizeOrZero = 0
     # For each layer with KV, the index of its group of layers of the same shape. Empty if all
     # layers have the same shape.
-    kv_groups: tuple[int, ...] = ()
+    kv_groups: Indices = ()
     # KV width of a layer in each group; used in place of D.
-    kv_group_widths: tuple[int, ...] = ()
-    layer_attention_heads: int = 0  # number of query heads; it must divide kv_width
-    layer_attention_head_dim: int = 0  # head dim of layer self-attention
-    layer_attention_kv_heads: int = 0  # number of KV heads of layer self-attention
-    layer_attention_mlp_width: int = 0  # MLP width of layer self-attention
+    kv_group_widths: Indices = ()
+    layer_attention_heads: SizeOrZero = 0  # number of query heads; it must divide kv_width
+    layer_attention_head_dim: SizeOrZero = 0  # head dim of layer self-attention
+    layer_attention_kv_heads: SizeOrZero = 0  # number of KV heads of layer self-attention
+    layer_attention_mlp_width: SizeOrZero = 0  # MLP width of layer self-attention
     # If false, there is no layer self-attention, and only the KV of the target's last layer is
     # encoded.
-    layer_attention: bool = True
+    layer_attention: Flag = True
     # G, number of groups of consecutive layers; 1 in the Mixture of Attentions paper.
-    layer_groups: int = 2
+    layer_groups: Size = 2
     # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
-    unrotated_keys: bool = True
+    unrotated_keys: Flag = True
     # n: the last layer and every n-th layer below it are encoded. 1 encodes all layers, as in the
     # Mixture of Attentions paper.
-    layer_stride: int = 1
+    layer_stride: Size = 1
 
     @property
     def n_kv_layers(self) -> int:
@@ -80,6 +80,13 @@ class KVEncoderSizes(DrafterSizes):
         """The indices of the encoded layers among the L layers with KV."""
         layers = strided_layers(self.n_kv_layers, self.layer_stride)
         return layers if self.layer_attention else layers[-1:]
+
+    @property
+    def read_kv_layers(self) -> tuple[int, ...] | None:
+        """The layers whose KV training reads, among the L layers with KV; None for all of them."""
+        if not self.layer_attention:
+            return (-1,)
+        return None if self.layer_stride == 1 else self.encoded_layers
 
     def encoder_problems(self) -> Iterator[str]:
         """Yield descriptions of sizes of the KV encoder that do not fit together."""
@@ -158,13 +165,6 @@ class KVEncoderSizes(DrafterSizes):
 def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
     """Return the last of ``n_layers`` layers and every ``stride``-th layer below it, ascending."""
     return tuple(range((n_layers - 1) % stride, n_layers, stride))
-
-
-def read_kv_layers(settings: Any, n_layers: int) -> tuple[int, ...] | None:
-    """Return the layers whose KV training reads with these settings; None for all layers."""
-    if not settings.layer_attention:
-        return (-1,)
-    return None if settings.layer_stride == 1 else strided_layers(n_layers, settings.layer_stride)
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
@@ -287,14 +287,42 @@ class KVEncoder(nn.Module):
 
     # Drafting with the target on another machine
 
-    def encode_to_send(self, kv: Tensor, positions: Tensor) -> Tensor:
-        """Encode the KV [n, L, D] of n positions for sending to a remote drafter.
+    def encoded_lengths(self, state: Any) -> Sequence[int]:
+        """Return the number of positions of each row whose encoded KV is in a state."""
+        raise NotImplementedError
 
-        The result is [n, ``sent_width``].
+    def append_encoded(
+        self, state: Any, encoded: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        """Append the encoded KV [B, n, E] of the next positions of each row to a state.
+
+        Only the first ``counts[row]`` positions of a row are real; None if all positions are real.
         """
+        raise NotImplementedError
+
+    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
+        assert kv is not None
         encode = self.encode_means if self._sends_means else self.encode_kv
         return encode(kv[None], positions[None])[0]
 
-    def encoded_of(self, sent: Tensor) -> Tensor:
-        """Convert received values [..., ``sent_width``] to encoded KV [..., E]."""
-        return self.kv_to_hidden(sent) if self._sends_means else sent
+    def _take_context(self, state: Any, context: Tensor) -> Tensor:
+        self._append_sent(state, context[None])
+        return context[:, self.sent_width :]
+
+    def reuse_context(
+        self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """See :meth:`.Drafter.reuse_context`."""
+        state.forget_drafts()
+        fitting: list[int] = []
+        for length, start, count in zip(self.encoded_lengths(state), starts, counts, strict=True):
+            fitting.append(count if length == start else 0)
+        if any(fitting):
+            self._append_sent(state, contexts, fitting)
+
+    def _append_sent(
+        self, state: Any, contexts: Tensor, counts: Sequence[int] | None = None
+    ) -> None:
+        sent = contexts[..., : self.sent_width]
+        encoded = self.kv_to_hidden(sent) if self._sends_means else sent
+        self.append_encoded(state, encoded, counts)

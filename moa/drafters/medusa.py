@@ -35,7 +35,7 @@ from ..targets.bundle import FrozenTarget
 from ..targets.cache import KVSource
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
 from .caches import RowState
-from .sizes import DrafterSizes
+from .sizes import DrafterSizes, Size
 from .training import (
     Draws,
     LossTerms,
@@ -57,8 +57,8 @@ class MedusaSizes(DrafterSizes):
 
     kind = "medusa"
 
-    medusa_heads: int = 6  # K, number of heads and maximum number of draft levels
-    medusa_layers: int = 1  # number of residual layers of each head
+    medusa_heads: Size = 6  # K, number of heads and maximum number of draft levels
+    medusa_layers: Size = 1  # number of residual layers of each head
 
     @property
     @override
@@ -136,7 +136,6 @@ class MedusaDrafter(Drafter):
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()
-        n_positions = counts[0]
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
         indices, rows, positions = true_indices(every)  # [P] for the loss positions of all heads
@@ -151,8 +150,8 @@ class MedusaDrafter(Drafter):
             divergence=step.weights.divergence,
             cap=frozen.logit_cap,
         )
-        mean = kl * step.scale(n_positions)
-        return LossTerms(step.weights.forward_kl * mean, mean, None, n_positions)
+        mean = kl * step.scale(counts[0])
+        return {"loss": step.weights.forward_kl * mean, "forward_kl": mean}
 
     @override
     def drafted_features(

@@ -43,12 +43,12 @@ from ..nn import losses, masks
 from ..nn.kv import KVBuffer, positions_from, unpack_kv
 from ..nn.layers import DecoderBlock
 from ..targets.bundle import FrozenTarget
-from ..targets.cache import ContextCache, KVSource
+from ..targets.cache import KVSource
 from ..targets.facts import TargetFacts
 from .base import CommittedTokens, DraftedFeatures, Drafter, DraftLevel
-from .caches import Fed, LayerState, concatenated, fitting_counts, lengths_mask, write_after
-from .kv_encoder import KVEncoder, KVEncoderSizes, read_kv_layers
-from .sizes import largest_divisor, multiple_of_32
+from .caches import Fed, LayerState, concatenated, lengths_mask, write_after
+from .kv_encoder import KVEncoder, KVEncoderSizes
+from .sizes import Flag, Size, SizeOrZero, largest_divisor, multiple_of_32
 from .training import (
     Draws,
     LossTerms,
@@ -68,13 +68,13 @@ class MoASizes(KVEncoderSizes):
 
     kind = "moa"
 
-    self_attention_kv_heads: int  # number of KV heads of the causal self-attention
-    self_attention_mlp_width: int  # MLP width of the causal self-attention
-    cross_attention_kv_heads: int  # number of KV heads of the cross-attention
-    cross_attention_mlp_width: int  # MLP width of the cross-attention
+    self_attention_kv_heads: Size  # number of KV heads of the causal self-attention
+    self_attention_mlp_width: Size  # MLP width of the causal self-attention
+    cross_attention_kv_heads: Size  # number of KV heads of the cross-attention
+    cross_attention_mlp_width: Size  # MLP width of the cross-attention
     # N, the number of the target's last layers that the drafted features pass through.
-    target_layer_inference: int = 0
-    cross_attention_drafts: bool = True
+    target_layer_inference: SizeOrZero = 0
+    cross_attention_drafts: Flag = True
     """True if cross-attention also sees the drafts of its round. In the Mixture of Attentions paper
     it sees only encoded KV."""
 
@@ -89,6 +89,17 @@ class MoASizes(KVEncoderSizes):
                 f"target_layer_inference ({n_last}) must be from 0 to the target's number of "
                 f"layers ({n_layers})"
             )
+
+    @property
+    @override
+    def reads(self) -> Reads:
+        n_last = self.target_layer_inference
+        layers = self.read_kv_layers
+        # The last N target layers attend to their own KV. So reading only the last layer's KV is
+        # not enough if N is more than 1.
+        if n_last > 1 and layers is not None:
+            layers = None if self.layer_attention else tuple(range(-n_last, 0))
+        return Reads(True, layers, self.n_layers - n_last - 1 if n_last else None)
 
     @classmethod
     @override
@@ -142,18 +153,15 @@ class MoADrafter(KVEncoder, Drafter):
         self.cross_attention = DecoderBlock(cross_sizes)
         self.rotary = config.rotary()
         self.build_encoder()
-        self.context_width = self.sent_width + config.target_layer_inference * config.kv_width
+        self.context_layers = tuple(
+            range(config.n_layers - config.target_layer_inference, config.n_layers)
+        )
+        self.context_width = self.sent_width + len(self.context_layers) * config.kv_width
 
-    @classmethod
+    @property
     @override
-    def reads(cls, n_layers: int, settings: Any) -> Reads:
-        n_last = settings.target_layer_inference
-        layers = read_kv_layers(settings, n_layers)
-        # The last N target layers attend to their own KV. So reading only the last layer's KV is
-        # not enough if N is more than 1.
-        if n_last > 1 and layers is not None:
-            layers = None if settings.layer_attention else tuple(range(-n_last, 0))
-        return Reads(True, layers, n_layers - n_last - 1 if n_last else None)
+    def blocks(self) -> list[DecoderBlock]:
+        return [self.self_attention, self.cross_attention]
 
     @classmethod
     @override
@@ -227,7 +235,6 @@ class MoADrafter(KVEncoder, Drafter):
     ) -> LossTerms:
         """Compute the losses of the outputs of :meth:`forward` at the loss positions."""
         inputs = step.inputs
-        n_layers = self.config.target_layer_inference
         indices = true_indices(rounds.weights > 0)
         weights = rounds.weights[indices]  # [P]
         scale = step.scale(weights.sum())
@@ -249,17 +256,19 @@ class MoADrafter(KVEncoder, Drafter):
         kl, feature = distillation(
             frozen, features, hidden, scale, step.weights.divergence, weights, teachers
         )
-        before = None
+        terms = {"forward_kl": kl, "feature_loss": feature}
         feature_term = feature
-        if n_layers:
+        if self.config.target_layer_inference:
             # Batches have these states if N > 0, because ``reads`` requests them.
             assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
-            before = (losses.feature_loss(entering[indices], goal) * weights).sum() * scale
+            terms["entering_feature_loss"] = (
+                losses.feature_loss(entering[indices], goal) * weights
+            ).sum() * scale
             # The losses before and after the last N layers have the same weight.
-            feature_term = 0.5 * feature + 0.5 * before
+            feature_term = 0.5 * feature + 0.5 * terms["entering_feature_loss"]
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
-        return LossTerms(total, kl, feature, len(features), before)
+        return {"loss": total, **terms}
 
     @override
     def drafted_features(
@@ -303,48 +312,18 @@ class MoADrafter(KVEncoder, Drafter):
         x = self.self_attention.attend_cached(x, fed.rotation, state.slots[0].append, fed.mask)
         return self._attend_to_target(state, frozen, x, fed, cache)
 
+    @override
     def append_encoded(
         self, state: MoADraftState, encoded: Tensor, counts: Sequence[int] | None = None
     ) -> None:
-        """Append the encoded KV [B, n, E] of the next positions of each row.
-
-        Only the first ``counts[row]`` positions of a row are real; None if all positions are real.
-        """
         rotation = self.rotary(
             positions_from(state.encoded.lengths, encoded.shape[1], encoded.device)
         )
         state.encoded.append(*self.cross_attention.keys_values(encoded, rotation), counts)
 
     @override
-    def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        assert kv is not None
-        encoded = self.encode_to_send(kv, positions)
-        n_layers = self.config.target_layer_inference
-        layers = kv[:, kv.shape[1] - n_layers :].flatten(1)  # [n, N * D]
-        return torch.cat((encoded, layers.to(encoded.dtype)), dim=1)
-
-    @override
-    def _take_context(self, state: MoADraftState, cache: ContextCache, context: Tensor) -> None:
-        state.forget_drafts()
-        kv_width = self.config.kv_width
-        n_layers = self.config.target_layer_inference
-        layers = context[:, self.sent_width :]
-        self.append_encoded(state, self.encoded_of(context[None, :, : self.sent_width]))
-        n_kv_heads = kv_width // (2 * self.config.head_dim)
-        cache.extend(
-            len(context),
-            layers.unflatten(1, (n_layers, kv_width)) if n_layers else None,
-            n_kv_heads,
-        )
-
-    @override
-    def reuse_context(
-        self, state: MoADraftState, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
-    ) -> None:
-        state.forget_drafts()
-        fitting = fitting_counts(state.encoded.lengths, starts, counts)
-        if any(fitting):
-            self.append_encoded(state, self.encoded_of(contexts[..., : self.sent_width]), fitting)
+    def encoded_lengths(self, state: MoADraftState) -> list[int]:
+        return state.encoded.lengths
 
     def _attend_to_target(
         self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource

@@ -1,17 +1,26 @@
 """Sizes of drafters: the common fields, their defaults for a target, and their JSON form."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Self, cast
 
+from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import override
 
 from ...errors import DrafterError, TargetError
 from ..nn.layers import DecoderBlockSizes, Rotary
 from ..targets.facts import TargetFacts
+from .training import Reads
 
 _MAX_SIZE = 1 << 26
+# The types of fields of sizes. Values of other types are not converted to them.
+Size = Annotated[int, Field(strict=True, ge=1, le=_MAX_SIZE)]
+SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=_MAX_SIZE)]
+Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# Numbers of target layers, or token ids. A list is converted to a tuple, because JSON has only
+# lists. -1 is the embedding.
+Indices = tuple[Annotated[int, Field(strict=True, ge=-1, le=_MAX_SIZE)], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,44 +35,42 @@ class DrafterSizes:
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
     # Names of fields on which no weight depends.
     without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
-    # Integer fields that may be 0, in addition to the fields whose default is 0.
-    may_be_zero: ClassVar[tuple[str, ...]] = ("n_layers",)
 
-    hidden_size: int  # E, width of the target
+    hidden_size: Size  # E, width of the target
     # Number of query heads of the target. The drafter's self- and cross-attention have the same
     # number.
-    n_heads: int
+    n_heads: Size
     # Head dim of the target. The drafter's self- and cross-attention have the same head dim.
-    head_dim: int
+    head_dim: Size
     # L, number of decoder layers of the target. 0 if a checkpoint of another project does not state
     # it.
-    n_layers: int
-    vocab_size: int  # V, vocabulary size of the target
-    max_position_embeddings: int  # maximum number of positions of the target
-    norm_eps: float  # epsilon of all RMSNorms, the same as in the target
+    n_layers: SizeOrZero
+    vocab_size: Size  # V, vocabulary size of the target
+    max_position_embeddings: Size  # maximum number of positions of the target
+    norm_eps: Number  # epsilon of all RMSNorms, the same as in the target
     # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All blocks use them.
     rope_parameters: dict[str, Any]
     # True if the q, k and v projections of self-attention have biases, as for Qwen2 targets.
-    qkv_bias: bool = False
+    qkv_bias: Flag = False
     # Hashes that identify the target: weights_sha256 and config_sha256.
     target: dict[str, str] = field(default_factory=dict)
     # V_d, number of tokens that can be drafted. 0 means all tokens.
-    draft_vocabulary: int = 0
+    draft_vocabulary: SizeOrZero = 0
     # Ids of the tokens that can be drafted, ascending. Empty until they are chosen.
-    draft_tokens: tuple[int, ...] = ()
+    draft_tokens: Indices = ()
 
     def __post_init__(self) -> None:
         """Check each value, and check that the values are consistent with each other."""
         for item in fields(self):
             value = getattr(self, item.name)
-            if not self._is_valid(value, item):
+            try:
+                value = TypeAdapter[Any](cast(Any, item.type)).validate_python(value)
+            except ValidationError as error:
                 raise DrafterError(
                     f"the drafter has {item.name} {str(value)[:60]!r}, which is not a valid "
                     "value. Restore the drafter's drafter.json or config.json."
-                )
-            # Convert lists to tuples, because JSON has only lists.
-            if isinstance(value, list):
-                object.__setattr__(self, item.name, tuple(value))
+                ) from error
+            object.__setattr__(self, item.name, value)
         problems = list(self.problems())
         if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > self.vocab_size:
             problems.append(
@@ -82,6 +89,15 @@ class DrafterSizes:
         Each size by itself has been checked before.
         """
         yield from ()
+
+    @property
+    def reads(self) -> Reads:
+        """The activations that training reads in addition to those that it always reads.
+
+        Tokens, response masks and the last hidden state are always read. By default nothing else is
+        read.
+        """
+        return Reads()
 
     @property
     def target_layer_inference(self) -> int:
@@ -150,30 +166,13 @@ class DrafterSizes:
             raise DrafterError(
                 f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}."
             )
-        known = {item.name for item in fields(cls)}
-        if unknown := sorted(set(sizes) - known):
-            raise DrafterError(
-                f"drafter.json has unknown keys {', '.join(unknown)}. It was probably written by "
-                "a newer release of moa-data; install that release, or restore the file."
-            )
         try:
             return cls(**sizes)
         except TypeError as error:
-            raise DrafterError(f"drafter.json is incomplete ({error}); restore it.") from error
-
-    @classmethod
-    def _is_valid(cls, value: Any, item: Field[Any]) -> bool:
-        if item.type is int:
-            smallest = 0 if item.default == 0 or item.name in cls.may_be_zero else 1
-            return type(value) is int and smallest <= value <= _MAX_SIZE
-        if item.type is float:
-            return type(value) in (int, float) and math.isfinite(value)
-        if item.type is bool:
-            return type(value) is bool
-        if item.type == tuple[int, ...]:
-            layers = value if isinstance(value, list | tuple) else [None]
-            return all(type(layer) is int and -1 <= layer <= _MAX_SIZE for layer in layers)
-        return isinstance(value, str if item.type is str else dict)
+            raise DrafterError(
+                f"drafter.json has keys that this release of moa-data does not know, or lacks keys "
+                f"({error}). Install the release that wrote it, or restore the file."
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes and the ``kind`` as plain values for JSON."""
@@ -207,8 +206,8 @@ class LayerSizes(DrafterSizes):
     By default the layers also have the target's number of KV heads and the target's MLP width.
     """
 
-    self_attention_kv_heads: int  # number of KV heads of each layer
-    self_attention_mlp_width: int  # MLP width of each layer
+    self_attention_kv_heads: Size  # number of KV heads of each layer
+    self_attention_mlp_width: Size  # MLP width of each layer
 
     @override
     def problems(self) -> Iterator[str]:
@@ -287,16 +286,15 @@ def check_target_fits(
             wrong.append(f"its {name} is {size}, but this target has {sizes[name]}")
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
         wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")
-    if wrong:
-        raise TargetError(
-            f"the drafter was trained for another target: {wrong[0]}. Pass the target that the "
-            "drafter's store was extracted from."
-        )
     expected = config.target.get("weights_sha256")
     got = identity.get("weights_sha256")
     if expected and got and expected != got:
+        wrong.append(
+            f"the weights of that target have the hash {expected[:12]}, but the weights of this "
+            f"target have the hash {got[:12]}"
+        )
+    if wrong:
         raise TargetError(
-            f"the drafter was trained for a target whose weights have the hash {expected[:12]}, "
-            f"but the weights of this target have the hash {got[:12]}. Pass the target that the "
+            f"the drafter was trained for another target: {wrong[0]}. Pass the target that the "
             "drafter's store was extracted from."
         )

@@ -39,7 +39,6 @@ drafts of a block contribute to the loss until the response ends, so no block re
 response.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -106,7 +105,7 @@ class TrainingInputs:
 # Random draws of a step
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockDraws:
     """The blocks of a response that are trained, and the loss weights of their drafts."""
 
@@ -142,7 +141,7 @@ class Draws:
     # standard training. 0 skips the pass.
     teacher_forced_weight: float = 0.0
     # By default all blocks are trained, and each draft of a block has weight 1.
-    blocks: BlockDraws = BlockDraws()
+    blocks: BlockDraws = field(default_factory=BlockDraws)
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
         """List the passes of this step over response masks [B, T], the on-policy pass first.
@@ -214,10 +213,8 @@ class Rounds:
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
         index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
         cell = (at[0], index[at], depth[at])
-        grid = cross_entropy.new_zeros(*depth.shape, int(depth.max()) + 1)
-        supervised = torch.zeros_like(grid, dtype=torch.bool)
-        grid[cell], supervised[cell] = cross_entropy, True
-        paced = losses.d_pace_weights(grid, supervised, smoothing)[cell]
+        shape = (*depth.shape, int(depth.max()) + 1)
+        paced = losses.d_pace_at(cell, shape, cross_entropy, True, smoothing)
         return torch.where(self.pass_index[at[1]] == 0, paced, 1.0)
 
 
@@ -410,23 +407,12 @@ class TrainingStep:
         )
 
 
-@dataclass
-class LossTerms:
-    """Scalar losses of one mini-batch.
+LossTerms = dict[str, Tensor]
+"""Scalar losses of one mini-batch by name. ``loss`` is trained, and all of them are logged.
 
-    Each loss is a sum over loss positions, divided by the denominator.
-    """
-
-    total: Tensor
-    forward_kl: Tensor  # the forward KL, or the divergence that is trained instead
-    # The feature loss. None if the drafter's features are not compared with the target's hidden
-    # states.
-    feature: Tensor | None
-    n_positions: int
-    # The feature loss before the target's last N layers. None if the drafter does not use these
-    # layers.
-    entering_feature: Tensor | None = None
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # further terms by name, for logs
+Each loss is a sum over loss positions, divided by the denominator. ``forward_kl`` is the forward
+KL, or the divergence that is trained instead.
+"""
 
 
 def distillation(

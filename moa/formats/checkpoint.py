@@ -50,7 +50,6 @@ _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-_PICKLE_INDEX = "pytorch_model.bin.index.json"
 # Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
 # some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
@@ -169,27 +168,29 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
     return loaded
 
 
-def ready_drafters(
-    target: Target, folders: Sequence[str], template_kwargs: Sequence[str], where: str
-) -> dict[str, Drafter]:
-    """Load drafters for decoding, and set the target's chat template.
+def load_target_and_drafters(
+    settings: Any, folders: Sequence[str]
+) -> tuple[Target, dict[str, Drafter]]:
+    """Load a target and drafters for decoding, and set the target's chat template.
 
     The template gets the arguments with which the drafters' training chats were rendered.
 
     Args:
-        target: the target.
+        settings: the settings of a target, such as ``config.TargetSettings``. Their arguments of
+            the template override those of the training chats.
         folders: folders of the drafters.
-        template_kwargs: arguments of the template. They override those of the training chats.
-        where: name of the target in error messages.
     """
+    target = Target.load(
+        settings.model, getattr(torch, settings.dtype), settings.device, settings.revision
+    )
     drafters = load_drafters(folders, target, target.model.dtype)
     for drafter in drafters.values():
         drafter.prepare()
     arguments = choose_template_arguments(
-        template_kwargs, {name: loaded.config.target for name, loaded in drafters.items()}
+        settings.template_kwargs, {name: loaded.config.target for name, loaded in drafters.items()}
     )
-    target.template = ChatTemplate(target.tokenizer, arguments, where)
-    return drafters
+    target.template = ChatTemplate(target.tokenizer, arguments, settings.model)
+    return target, drafters
 
 
 def build_drafter(
@@ -305,14 +306,6 @@ def _layout_weights(
     return converted
 
 
-def _recognise(tensors: Weights, config: ForeignConfig) -> Layout | None:
-    """Return the first layout that recognises the files of another program."""
-    for layout in LAYOUTS.values():
-        if layout.recognises(set(tensors), config):
-            return layout
-    return None
-
-
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], str]]:
     """Read a drafter of another program's layout.
 
@@ -324,7 +317,9 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], s
     tensors = _renamed(_read_weight_file(folder), lambda name: name.removeprefix("model."), folder)
     record = config.get(_OWN_KEY)
     if record is None:
-        layout = _recognise(tensors, config)
+        names = set(tensors)
+        recognised = (known for known in LAYOUTS.values() if known.recognises(names, config))
+        layout = next(recognised, None)
     else:
         layout = LAYOUTS.get(str(record.get("format"))) if isinstance(record, dict) else None
     if layout is None:
@@ -426,17 +421,18 @@ def _read_weight_file(folder: Path) -> Weights:
 
     The first of these that exists is read.
     """
-    has_single_file = (folder / _LAYOUT_WEIGHTS).is_file()
-    if not has_single_file and (folder / _LAYOUT_INDEX).is_file():
+    if (folder / _LAYOUT_WEIGHTS).is_file():
+        return _read_safetensors(folder / _LAYOUT_WEIGHTS)
+    if (folder / _LAYOUT_INDEX).is_file():
         return _read_shards(folder / _LAYOUT_INDEX)
     file = folder / _LAYOUT_PICKLE
-    if not has_single_file and not file.is_file() and (folder / _PICKLE_INDEX).is_file():
+    if not file.is_file():
         raise DrafterError(
-            f"{folder} has its weights in several pickled files ({_PICKLE_INDEX}), which are not "
-            f"read. Convert the weights to {_LAYOUT_WEIGHTS}."
+            f"{folder / _LAYOUT_WEIGHTS} does not exist, and the folder has neither "
+            f"{_LAYOUT_INDEX} nor {_LAYOUT_PICKLE}. Download the folder again. Weights in several "
+            f"pickled files (pytorch_model.bin.index.json) are not read: convert them to "
+            f"{_LAYOUT_WEIGHTS}."
         )
-    if has_single_file or not file.is_file():
-        return _read_safetensors(folder / _LAYOUT_WEIGHTS)
     with parsing(f"cannot read {file}", DrafterError):
         weights = load_pickled_tensors(file)
         for name, value in weights.items():

@@ -304,6 +304,7 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     facts = layout.drafter_facts(config)
     key = "eagle_aux_hidden_state_layer_ids"
     eagle_config = layout.nested(config, "eagle_config")
+    settings = dict(config) | eagle_config
     # Refuse keys that would change the computation in a way that is not implemented. The values in
     # this dict do not change the computation.
     for name, plain in {
@@ -315,24 +316,21 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "mlp_bias": False,
         "bias": False,
     }.items():
-        if (value := eagle_config.get(name, config.get(name, plain))) not in (plain, None):
+        if (value := settings.get(name, plain)) not in (plain, None):
             raise DrafterError(
                 f"config.json has {name} {value!r}, but only {plain!r} is supported for EAGLE-3. "
                 "Choose another drafter."
             )
     draft_vocabulary = layout.rows(weights, layout.LM_HEAD)
     layout.check_size(config, "draft_vocab_size", draft_vocabulary, weights, layout.LM_HEAD)
-    read = {
+    read: dict[str, Any] = {
         "draft_vocabulary": draft_vocabulary,
         "fused_layers": layout.read_layer_ids((eagle_config.get(key), 0), (config.get(key), 1)),
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
-        "fc_norm": "fc_norm.0.weight" in weights or bool(config.get("fc_norm", False)),
-        "norm_output": bool(config.get("norm_output", False)),
-        "norm_before_fc": bool(
-            eagle_config.get("norm_before_fc", config.get("norm_before_fc", False))
-        ),
-        "norm_before_residual": bool(config.get("norm_before_residual", False)),
     }
+    for name in EAGLE3_FLAGS:
+        # The norms of ``fc_norm`` also show in the names of tensors.
+        read[name] = bool(settings.get(name)) or f"{name}.0.weight" in weights
     return Eagle3Sizes.from_dict(
         facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read
     )

@@ -93,16 +93,13 @@ def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
 
 
 def _moa_notes(sizes: MoASizes) -> list[str]:
-    kv_heads: list[str] = []
-    mlp_widths: list[str] = []
+    given: list[str] = []
     for block in _BLOCKS.values():
-        kv_heads.append(str(getattr(sizes, f"{block}_kv_heads")))
-        mlp_widths.append(str(getattr(sizes, f"{block}_mlp_width")))
-    n_layers = sizes.target_layer_inference
+        for size in (f"{block}_kv_heads", f"{block}_mlp_width"):
+            given.append(f"{size} {getattr(sizes, size)}")
     return [
-        f"give the drafter's sizes in the settings of moa_spec: KV heads {', '.join(kv_heads)} "
-        f"and MLP widths {', '.join(mlp_widths)} of self-, cross- and layer self-attention"
-        + (f", and target_layer_inference {n_layers}" if n_layers else "")
+        f"give the drafter's sizes in the settings of moa_spec: {', '.join(given)}, "
+        f"target_layer_inference {sizes.target_layer_inference}"
     ]
 
 

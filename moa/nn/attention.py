@@ -201,18 +201,14 @@ def _flex_works(
                 q = drawn(n_heads, n_queries)
                 k = drawn(n_kv_heads, n_keys)
                 v = drawn(n_kv_heads, n_keys)
-                wide_k, wide_v = expand_heads(k.float(), n_heads), expand_heads(v.float(), n_heads)
-                plain = F.scaled_dot_product_attention(
-                    q.float(), wide_k, wide_v, mask.dense.unsqueeze(1)
-                )
+                plain = attend(q.float(), k.float(), v.float(), mask)
                 results: list[list[Tensor]] = []
                 for attended in (attend_blocks(q, k, v, mask), plain):
                     loss = attended.float().square().sum()
-                    results.append([attended, *torch.autograd.grad(loss, (q, k, v))])
+                    gradients = torch.autograd.grad(loss, (q, k, v))
+                    results.append([x.float() for x in (attended.detach(), *gradients)])
                 for got, expected in zip(*results, strict=True):
-                    error = float(
-                        (got.float() - expected.float()).detach().norm() / expected.detach().norm()
-                    )
+                    error = float((got - expected).norm() / expected.norm())
                     # The negated comparison is also true if the error is NaN.
                     if not error <= _MAX_ERROR:
                         raise ValueError(f"its results are {error:.1%} off")

@@ -72,10 +72,8 @@ class FusedWeights:
             x, norm, self.products[0], cosines, sines, self.n_kv_heads, self.attention.head_dim
         )
 
-    def finish(self, attended: Tensor, x: Tensor, n_groups: int = 0) -> Tensor:
-        """Run :func:`after_attention`, or :func:`means_after_attention` if ``n_groups`` > 0."""
-        if n_groups:
-            return means_after_attention(attended, x, self.norms[1], *self.products[1:], n_groups)
+    def finish(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Run :func:`after_attention`."""
         return after_attention(attended, x, self.norms[1], *self.products[1:])
 
 
@@ -192,22 +190,6 @@ def before_attention(
 
 
 @scripted
-def _gated(attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid) -> tuple[Tensor, Tensor]:
-    x = x + product(attended, o)
-    gate, up = product(normed(x, norm), gates).chunk(2, dim=-1)
-    return x, F.silu(gate).mul_(up)
-
-
-@scripted
-def group_means(x: Tensor, n_groups: int) -> Tensor:
-    """Average groups of consecutive tokens: [B, T, E] becomes [B, n_groups, E].
-
-    If T is not a multiple of ``n_groups``, the first groups are one token longer.
-    """
-    return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)
-
-
-@scripted
 def after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid
 ) -> Tensor:
@@ -221,18 +203,6 @@ def after_attention(
         o: The output projection of attention.
         down: The down projection of the MLP.
     """
-    x, gated = _gated(attended, x, norm, gates, o)
-    return x + product(gated, down)
-
-
-@scripted
-def means_after_attention(
-    attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid, n_groups: int
-) -> Tensor:
-    """Average the result of :func:`after_attention` over each group of consecutive tokens.
-
-    Returns:
-        [B, n_groups, E]. :func:`group_means` describes the groups.
-    """
-    x, gated = _gated(attended, x, norm, gates, o)
-    return group_means(x, n_groups) + product(group_means(gated, n_groups), down)
+    x = x + product(attended, o)
+    gate, up = product(normed(x, norm), gates).chunk(2, dim=-1)
+    return x + product(F.silu(gate).mul_(up), down)

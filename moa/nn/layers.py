@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ...errors import DrafterError
 from ...files import parsing
 from .attention import attend
-from .fused import FusedWeights, fuse_weights, group_means
+from .fused import FusedWeights, fuse_weights
 from .masks import AnyMask
 
 Rotation = tuple[Tensor, Tensor]
@@ -36,6 +36,11 @@ AppendKV = Callable[[Tensor, Tensor], KeysValues]
 
 The function returns the keys and values of all tokens in the cache, each [B, H_kv, S, d].
 """
+
+
+def no_cache(keys: Tensor, values: Tensor) -> KeysValues:
+    """Return keys and values unchanged, as :data:`AppendKV` does for an empty cache."""
+    return keys, values
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,6 @@ class DecoderBlockSizes:
     # Input width of the query, key and value projections. None if it equals the width of the block.
     input_width: int | None = None
 
-
-# Up to this many tokens, one fused product for Q, K and V takes less time than two products (K with
-# V, and Q).
-_FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported RoPE types. Their angles do not depend on the length, so cached keys stay valid."""
@@ -401,22 +402,17 @@ class DecoderBlock(nn.Module):
         ``append`` adds the keys and values of x to the cache, and returns the keys and values of
         all tokens.
         """
-        if (fused := self._current(x)) is not None:
-            return self._attend_fused(fused, x, rotation, append, mask)
-        queries, keys, values = self.self_attn.project(self.normed(x), rotation)
-        return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
-
-    def attend_last(self, x: Tensor, rotation: Rotation, append: AppendKV) -> Tensor:
-        """Compute :meth:`attend_cached` for the last token of x [B, Q, E] only, without a mask.
-
-        The result has the shape [B, 1, E].
-        """
-        fused = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
-        if fused is not None:
-            return self._attend_fused(fused, x, rotation, append, None, n_last=1)
-        keys, values = append(*self.keys_values(x, rotation))
+        if (fused := self._current(x)) is None:
+            queries, keys, values = self.self_attn.project(self.normed(x), rotation)
+            return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
+        has_own_norms = type(self).normed is not DecoderBlock.normed
+        block_input = self.normed(x) if has_own_norms else x
         cosines, sines = rotation
-        return self.forward(x[:, -1:], (cosines[:, -1:], sines[:, -1:]), keys, values, None)
+        queries, keys, values = fused.project(
+            block_input, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
+        )
+        attended = attend(queries, *append(keys, values), mask).transpose(1, 2).flatten(2)
+        return fused.finish(attended, self.residual(x))
 
     def fuse(self) -> None:
         """Use fused products (:mod:`.fused`) for drafting if the weights are packed.
@@ -440,53 +436,31 @@ class DecoderBlock(nn.Module):
             return None
         return fused
 
-    def _attend_fused(
-        self,
-        fused: FusedWeights,
-        x: Tensor,
-        rotation: Rotation,
-        append: AppendKV,
-        mask: AnyMask,
-        n_groups: int = 0,
-        # Number of last tokens to compute; 0 computes all tokens.
-        n_last: int = 0,
-    ) -> Tensor:
-        has_own_norms = type(self).normed is not DecoderBlock.normed
-        block_input = self.normed(x) if has_own_norms else x
-        cosines, sines = rotation
-        queries, keys, values = fused.project(
-            block_input, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
-        )
-        attended = (
-            attend(queries[:, :, -n_last:], *append(keys, values), mask).transpose(1, 2).flatten(2)
-        )
-        return fused.finish(attended, self.residual(x[:, -n_last:]), n_groups)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the fused products, because they cannot be copied."""
         return {name: value for name, value in vars(self).items() if name != "fused"}
 
-    def attend_self(self, x: Tensor, rotation: Rotation, mask: AnyMask) -> Tensor:
-        """Let x [B, T, E] attend to itself.
-
-        The result equals that of :meth:`forward` with the keys and values of x. This method
-        normalises x once, whereas separate calls of :meth:`queries` and :meth:`keys_values` would
-        normalise it twice.
-        """
-        return self.finish(x, self._self_attention(x, rotation, mask))
-
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Average the result of :meth:`attend_self` over each of G groups of consecutive tokens.
+        """Let x [B, T, E] attend to itself, and average each of G groups of consecutive tokens.
 
-        x [B, T, E] becomes [B, G, E]. No mask is used.
+        The result [B, G, E] consists of means of the result of :meth:`attend_cached`, without a
+        mask and with :func:`no_cache`.
         """
-        if (fused := self._current(x)) is not None:
-            return self._attend_fused(
-                fused, x, rotation, lambda keys, values: (keys, values), None, n_groups
-            )
+        norm: Any = self.input_layernorm
+        has_own_norms = type(self).normed is not DecoderBlock.normed
+        if has_own_norms or x.requires_grad or not torch.is_grad_enabled():
+            normed = self.normed(x)
+            scale = None
+        else:
+            # The input x is read from a store, so it needs no gradient. If the norm's weight is
+            # folded into the projections, the normalised x needs no gradient either.
+            normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
+            scale = norm.weight
+        keys, values = self.self_attn.keys_values(normed, rotation, scale)
+        queries = self.self_attn.queries(normed, rotation, scale)
         # The down projection and the residual sums are linear. So they are applied to the mean of
         # each group instead of to each token.
-        x = self.residual(x) + self._self_attention(x, rotation, mask=None)
+        x = self.residual(x) + self.self_attn(queries, keys, values, None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
         return out
@@ -502,23 +476,10 @@ class DecoderBlock(nn.Module):
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
-    def _self_attention(self, x: Tensor, rotation: Rotation, mask: AnyMask) -> Tensor:
-        norm = self.input_layernorm
-        scale = None
-        reads_data = (
-            torch.is_grad_enabled()
-            and not x.requires_grad
-            and type(self).normed is DecoderBlock.normed
-        )
-        if isinstance(norm, RMSNorm) and reads_data:
-            # The input x is read from a store, so it needs no gradient. If the norm's weight is
-            # folded into the projections, the normalised x needs no gradient either.
-            normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
-            scale = norm.weight
-        else:
-            normed = self.normed(x)
-        keys, values = self.self_attn.keys_values(normed, rotation, scale)
-        out: Tensor = self.self_attn(
-            self.self_attn.queries(normed, rotation, scale), keys, values, mask
-        )
-        return out
+
+def group_means(x: Tensor, n_groups: int) -> Tensor:
+    """Average groups of consecutive tokens: [B, T, E] becomes [B, n_groups, E].
+
+    If T is not a multiple of ``n_groups``, the first groups are one token longer.
+    """
+    return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)

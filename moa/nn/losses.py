@@ -9,7 +9,7 @@ Shapes: N positions, n positions of one chunk, J draft steps, K loss terms, E hi
 vocabulary, V_d draft vocabulary, r rank of a low-rank correction of the logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -409,3 +409,29 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
     smoothed = (1 - smoothing) * torch.exp(-cross_entropy.detach()) + smoothing
     reached = torch.where(supervised, smoothed, 1.0).cumprod(dim=-1) * supervised
     return reached.flip(-1).cumsum(dim=-1).flip(-1) * supervised
+
+
+def d_pace_at(
+    cells: tuple[Tensor, ...],
+    shape: Sequence[int],
+    cross_entropy: Tensor,
+    supervised: Tensor | bool,
+    smoothing: float,
+) -> Tensor:
+    """Compute :func:`d_pace_weights` of drafts that are cells of a grid of blocks.
+
+    Args:
+        cells: Indices of the drafts in the grid. The last index is that of a draft in its block.
+        shape: The shape of the grid. The other cells of the grid are not supervised.
+        cross_entropy: Cross-entropy of each draft to the actual token.
+        supervised: Whether each draft is supervised.
+        smoothing: See :func:`d_pace_weights`.
+
+    Returns:
+        The weight of each draft, in the shape of ``cross_entropy``.
+    """
+    grid = cross_entropy.new_zeros(shape)
+    is_supervised = torch.zeros_like(grid, dtype=torch.bool)
+    grid[cells] = cross_entropy
+    is_supervised[cells] = supervised
+    return d_pace_weights(grid, is_supervised, smoothing)[cells]

@@ -31,7 +31,7 @@ from ..nn.layers import DecoderBlock, RMSNorm, Rotary
 from ..nn.losses import capped, logits_of
 from ..nn.packed import PackedLinear, as_layer, pack, rows_of
 from .facts import TargetFacts, load_facts
-from .families import text_model
+from .families import first_attribute, text_model
 from .model_files import check_finite, find_problems, read_header, read_json, write_tensors
 
 FROZEN_FILE = "frozen.safetensors"
@@ -64,14 +64,12 @@ def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
 
 def load_eos_token_ids(folder: Path) -> frozenset[int]:
     """Read the token ids that end a generation from a model folder or a bundle."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if not file.is_file():
-            continue
-        eos = read_json(file, TargetError, allows_infinity=True).get("eos_token_id")
-        if eos is not None:
-            return find_eos_token_ids([eos])
-    return frozenset()
+    files = [folder / "generation_config.json", folder / "config.json"]
+    return find_eos_token_ids(
+        read_json(file, TargetError, allows_infinity=True).get("eos_token_id")
+        for file in files
+        if file.is_file()
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -268,11 +266,8 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 def final_norm(body: nn.Module) -> nn.Module:
     """Return the norm after the last layer of a text model; an identity if there is none."""
-    for name in _FINAL_NORMS:
-        norm: nn.Module | None = getattr(body, name, None)
-        if norm is not None:
-            return norm
-    return nn.Identity()
+    norm: nn.Module | None = first_attribute(body, _FINAL_NORMS)
+    return nn.Identity() if norm is None else norm
 
 
 def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:
@@ -320,10 +315,7 @@ class FrozenTarget(nn.Module):
         )
         self.norm = RMSNorm(facts.hidden_size, eps=facts.norm_eps, dtype=dtype)
         self.norm.weight = nn.Parameter(weights["norm.weight"])
-        self.lm_head_weight = nn.Parameter(weights["lm_head.weight"])
-        # The LM head as a packed layer. The tuple prevents PyTorch from registering it as a
-        # submodule.
-        self._laid_head: tuple[nn.Linear, ...] = ()
+        self.lm_head = as_layer(weights["lm_head.weight"])
         self.logit_cap = facts.logit_cap
         self.rotary = Rotary(facts.head_dim, facts.rope_parameters, facts.max_position_embeddings)
         with torch.device("meta"):
@@ -379,9 +371,7 @@ class FrozenTarget(nn.Module):
                 f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {_ADVICE}"
             )
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in expected}
-        if dtype is not None:
-            weights = {name: value.to(dtype) for name, value in weights.items()}
+            weights = {name: file.get_tensor(name).to(dtype=dtype) for name in expected}
         check_finite(weights, path / FROZEN_FILE, TargetError)
         return cls(facts, weights, n_layers)
 
@@ -397,8 +387,13 @@ class FrozenTarget(nn.Module):
             isinstance(head, PackedLinear)
             and head.weight.data_ptr() == frozen.lm_head_weight.data_ptr()
         ):
-            frozen._laid_head = (head,)
+            frozen.lm_head = head
         return frozen
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The weight [V, E] of the LM head."""
+        return self.lm_head.weight
 
     @property
     def blocks(self) -> list[DecoderBlock]:
@@ -411,7 +406,7 @@ class FrozenTarget(nn.Module):
         Embeddings and LM head are not cast.
         """
         self.compute_dtype = dtype
-        for module in self.modules():
+        for module in (self.norm, *self.layers.modules()):
             # Under autocast (`casts_itself`), PyTorch casts the matrices of the decoder layers
             # itself.
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
@@ -422,12 +417,11 @@ class FrozenTarget(nn.Module):
 
         See :func:`..nn.packed.pack`.
         """
-        self._laid_head = (as_layer(self.lm_head_weight),)
-        pack(self._laid_head[0], is_exact=False)
+        pack(self.lm_head, is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
         """Return the LM head for tokens [n] only, as a layer. It is packed if the LM head is."""
-        return rows_of(self.lm_head_weight, tokens, is_packed=bool(self._laid_head))
+        return rows_of(self.lm_head_weight, tokens, isinstance(self.lm_head, PackedLinear))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Look up the embeddings [B, T, E] of token ids [B, T]."""
@@ -436,13 +430,10 @@ class FrozenTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to features [..., E] after the final norm: logits [..., V]."""
-        for head in self._laid_head if not torch.is_grad_enabled() else ():
-            if (
-                hidden.dtype == head.weight.dtype
-                and head.weight.data_ptr() == self.lm_head_weight.data_ptr()
-            ):
-                return capped(head(hidden), self.logit_cap)
-        return capped(logits_of(hidden, self.lm_head_weight), self.logit_cap)
+        weight = self.lm_head_weight
+        is_alike = hidden.dtype == weight.dtype
+        logits = self.lm_head(hidden) if is_alike else logits_of(hidden, weight)
+        return capped(logits, self.logit_cap)
 
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:

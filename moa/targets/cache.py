@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from typing_extensions import override
 
 from ...errors import DrafterError
-from ..nn.kv import KVBuffer, slots_after, unpack_kv, write_slots
+from ..nn.kv import KVBuffer, slots_after, write_slots
 from ..nn.masks import DeviceLengths, added, to_device
 from .facts import KVGroup, KVShape
 
@@ -127,7 +127,6 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # Number of pending tokens that earlier chunks of the current call wrote.
         self._n_before = 0
         self._is_static = False
-        self._shapes = shapes
         self._groups = groups
         # Decoder layers whose outputs each target call stores in this cache.
         self.watched_layers: tuple[int, ...] = ()
@@ -259,7 +258,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         If layers differ, only layers with KV of their own are packed, and narrow layers are padded
         with zeros.
         """
-        if self._shapes is None:
+        if not self._groups:
             return super().packed(starts, n_tokens, first_layer)
 
         def take(layer: int) -> Tensor:
@@ -290,36 +289,28 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
         Returns the layer's keys and values in all slots, [B, H_kv, S, d].
         """
-        if self._is_static:
-            # Static calls have their own path, because a graph must not depend on Python values
-            # such as lengths.
-            view = self.buffer[0, layer], self.buffer[1, layer]
-            write_slots(
-                view, keys, values, self._slots + torch.arange(keys.shape[2], device=keys.device)
-            )
-            return view
         n_slots = self.n_slots
-        if self._shapes is None:
-            self.reserve(n_slots, keys)
-            write_slots(self._layers[layer], keys, values, self._slots)
-            return self.layer_view(layer, n_slots)
-        # Number of heads, and width of a key or value of one head, in the widest layers.
-        n_heads = width = 0
-        for shape in self._shapes:
-            if shape is not None:
-                n_heads = max(n_heads, shape.n_heads)
-                width = max(width, shape.key_width, shape.value_width)
-        self.reserve(n_slots, keys.new_empty(1, n_heads, 1, width))
-        write_slots(
-            self._layers[layer],
-            _widened(keys, n_heads, width),
-            _widened(values, n_heads, width),
-            self._slots,
-        )
-        all_keys, all_values = self.layer_view(layer, n_slots)
-        return all_keys[:, : keys.shape[1], :, : keys.shape[3]], all_values[
-            :, : keys.shape[1], :, : values.shape[3]
-        ]
+        slots = self._slots
+        if self._is_static:
+            # A graph must not depend on Python values such as lengths.
+            n_slots = self.capacity
+            slots = slots + torch.arange(keys.shape[2], device=keys.device)
+        like = keys
+        if self._groups:
+            n_heads = max(group.shape.n_heads for group in self._groups)
+            width = max(
+                max(group.shape.key_width, group.shape.value_width) for group in self._groups
+            )
+            like = keys.new_empty(1, n_heads, 1, width)
+        self.reserve(n_slots, like)
+        all_keys, all_values = self._layers[layer]
+        if self._groups:
+            # A layer uses the first heads, and the first values of each head. The rest of its
+            # buffer is zero.
+            all_keys = all_keys[:, : keys.shape[1], :, : keys.shape[3]]
+            all_values = all_values[:, : values.shape[1], :, : values.shape[3]]
+        write_slots((all_keys, all_values), keys, values, slots)
+        return all_keys[:, :, :n_slots], all_values[:, :, :n_slots]
 
     @override
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -331,10 +322,6 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self.release()
         self._whole = buffer
         super()._set_buffer(buffer)
-
-
-def _widened(x: Tensor, n_heads: int, width: int) -> Tensor:
-    return pad(x, (0, width - x.shape[3], 0, 0, 0, n_heads - x.shape[1]))
 
 
 def _tensors_of(state: LinearAttentionLayer) -> list[Tensor]:
@@ -384,15 +371,16 @@ class ContextCache(KVBuffer):
         super().__init__(n_layers=len(layers))
         self._kept = list(layers)
 
-    def extend(self, n_tokens: int, packed: Tensor | None, n_kv_heads: int) -> None:
-        """Add the next n positions, with packed KV [n, N, D] of N stored layers; None if N is 0."""
+    def extend(self, packed: Tensor, head_dim: int) -> None:
+        """Add the next n positions, with the packed KV [n, N * D] of the N stored layers."""
         start = self.lengths[0]
-        if packed is not None:
-            keys, values = unpack_kv(packed.transpose(0, 1), n_kv_heads)  # [N, H_kv, n, d]
-            self.reserve(start + n_tokens, keys)
-            self.buffer[0, :, 0, :, start : start + n_tokens] = keys
-            self.buffer[1, :, 0, :, start : start + n_tokens] = values
-        self.lengths = [start + n_tokens]
+        stop = start + len(packed)
+        if self._kept:
+            per_layer = packed.unflatten(1, (len(self._kept), -1, 2, head_dim))
+            keys_values = per_layer.permute(3, 1, 2, 0, 4)  # [2, N, H_kv, n, d]
+            self.reserve(stop, keys_values[0])
+            self.buffer[:, :, 0, :, start:stop] = keys_values
+        self.lengths = [stop]
 
     @override
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any, TypeVar
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
 # A function that parses an item of a list. Its second argument is the item's name in error
 # messages.
-_Parse = Callable[[Any, str], _T | "Rejection"]
+_Parse = Callable[[Any, str], _T]
 
 ROLES = {
     "system": "system", "developer": "developer", "tool": "tool",
@@ -41,7 +42,6 @@ _UNREAD = re.compile(
     r"|(?:.+_)?(?:reasoning|think|thinking|thoughts?|cot|chain_?of_?thoughts?|rationales?)"
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
-    re.IGNORECASE,
 )
 # More names of such keys, and of system texts. They count only as keys of a row, a message or a
 # tool call, because objects inside these, such as `metadata`, use the same names for other things.
@@ -51,7 +51,6 @@ _UNREAD_DIRECTLY = re.compile(
     r"|pixel_values)(?:_(?:urls?|uris?|paths?|files?|bytes|base64|b64|data|lists?|\d+))*"
     r"|(?:tool|function)_(?:results?|responses?|outputs?|schemas?|definitions?|lists?)|apis"
     r"|system(?:_instructions?|prompt|message)|sys_?(?:prompt|message|instructions?)",
-    re.IGNORECASE,
 )
 # Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
 # They are ignored.
@@ -68,14 +67,12 @@ _THINKING_SETTINGS = {
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised?|loss|weights?)(?:_.+)?"
     r"|.+_masks?|lossmask|requires_grad",
-    re.IGNORECASE,
 )
 _SKIP_MARK = re.compile(
     r"(?:is_|should_|to_)?mask(?:ed)?(?:_(?:out|loss|from_.+|labels?))?|loss_masked(?:_out)?"
     r"|untrained|(?:no|not|non|do_not|dont)_(?:train|loss|learn).*"
     r"|(?:is_)?(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?"
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
-    re.IGNORECASE,
 )
 # Matches the start of a word inside a name such as isTrainable.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -86,17 +83,18 @@ _ROW_MARK = re.compile(
     r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)|assistant_masks?|train(?:able|_on)?_turns"
     r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask"
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
-    re.IGNORECASE,
 )
 # Columns in which KTO's and LLaMA-Factory's rows mark an answer that a model should not write. Only
 # false marks such an answer, because the number 0 may also be the name of a class.
 _DESIRABLE_COLUMNS = ("label", "kto_tag")
 # Columns that hold the last answer if the messages end before this answer.
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
-# Besides these words, numbers above 0 mean yes, and other numbers mean no. In NeMo's chats the value
-# of `mask` is a role.
-_NO = ("false", "no", "n", "off")
-_YES = ("true", "yes", "y", "on", "assistant")
+# Whether a value of a mark means yes or no. Besides these words, numbers above 0 mean yes, and other
+# numbers mean no. In NeMo's chats the value of `mask` is a role.
+_MEANINGS = {
+    "false": False, "no": False, "n": False, "off": False,
+    "true": True, "yes": True, "y": True, "on": True, "assistant": True,
+}  # fmt: skip
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
@@ -105,7 +103,6 @@ _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
 _USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-COLUMNS_BESIDE_MESSAGES = (*_TOOL_COLUMNS, *_SYSTEM_COLUMNS)
 # How names_beside_chat lists the keys of messages and of tool calls.
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
@@ -113,7 +110,9 @@ NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_pl
 """Keys of messages that the template must show: tools, and what the model plans to do with them."""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
 """Keys of messages that hold text of the model, besides content and tool calls."""
-_READ_COLUMNS = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES}
+_READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
+CHAT_COLUMNS = {*_READ_COLUMNS, "instruction", "history"}
+"""Names of columns that hold a part of a chat."""
 # Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
@@ -170,19 +169,16 @@ class RejectReason(StrEnum):
     NO_PROMPT_TOKENS = "every token of the chat would be a response, none a prompt"
 
 
-@dataclass(frozen=True)
-class Rejection:
-    """A rejected row. The reason is counted, and the detail is shown with an example."""
+@dataclass(unsafe_hash=True)
+class Rejection(Exception):
+    """A rejected row. The reason is counted, and the detail is shown with an example.
+
+    The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
+    :func:`.chat_tokens.tokenize_chat` return it.
+    """
 
     reason: RejectReason
     detail: str = ""
-
-
-@dataclass(frozen=True)
-class UnreadableRow:
-    """A row that cannot be read from its file."""
-
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -213,32 +209,39 @@ def parse_chat(row: Any) -> Chat | Rejection:
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}],
             ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be
-            lists, or lists encoded as JSON.
+            lists, or lists encoded as JSON. Or the rejection of a row that cannot be read, which
+            is returned.
     """
-    chat = _parse(row)
-    if isinstance(chat, Rejection):
-        return chat
+    try:
+        chat = _parse(row)
+        _check_trainable(row, chat)
+    except Rejection as rejection:
+        return rejection
+    return chat
+
+
+def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
+    """Reject a chat without an answer, or with an answer that is not to be trained on."""
     roles = [message["role"] for message in chat.messages]
     if "assistant" not in roles:
-        return Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(roles[:8]))
+        raise Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(roles[:8]))
     if mark := _find_skip_mark(row, is_row=True):
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
+        raise Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     answers = [message for message in chat.messages if message["role"] == "assistant"]
     cut = find_cut(row, is_last=False)
     if roles[-1] != "assistant":
         cut = cut or find_cut(row)
     for answer in answers:
         if mark := _find_skip_mark(answer):
-            return Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
+            raise Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
         if answer is not chat.messages[-1]:
             cut = cut or find_cut(answer)
     if cut:
-        return Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
+        raise Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
     for column in _LAST_ANSWER_COLUMNS:
         if roles[-1] != "assistant" and _is_answer(row.get(column)):
             detail = f"the column {column}, because the messages end before their last answer"
-            return Rejection(RejectReason.CONTENT_NOT_READ, detail)
-    return chat
+            raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
 
 
 def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
@@ -252,7 +255,7 @@ def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
         is_last: True to look at its last answer, False to look at the answers before.
     """
     for key in filter(_is_finish_key, item):
-        reasons = _unpacked(item[key])
+        reasons = unpacked(item[key])
         if not isinstance(reasons, (list, tuple)):
             reasons = [reasons]
         reasons = reasons[-1:] if is_last else reasons[:-1]
@@ -269,7 +272,7 @@ def _reasons(value: Any) -> Iterator[str]:
 
 def _is_finish_key(key: Any) -> bool:
     """Whether a key says why an answer ended. The key may have another spelling."""
-    return _snake_case(str(key)).lower() in _FINISH_KEYS
+    return _snake_case(key) in _FINISH_KEYS
 
 
 def _is_answer(value: Any) -> bool:
@@ -288,27 +291,28 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     prompt does not need a message of the assistant. Contents become texts. Messages lose all other
     keys except name, tool_call_id and tool_calls, because a prompt may be sent to a server.
     """
-    if isinstance(row, Mapping) and "turns" in row and not any(_values(row, _MESSAGE_COLUMNS)):
-        return _parse_questions(row["turns"])
-    chat = _parse(row)
-    if isinstance(chat, Rejection):
-        return chat
-    for index, message in enumerate(chat.messages):
-        for key in _TOOL_COLUMNS:
-            if message.get(key):
-                detail = f"message {index} ({message['role']}) has {key}"
-                return Rejection(RejectReason.CONTENT_NOT_READ, detail)
+    try:
+        if isinstance(row, Mapping) and "turns" in row and not any(_values(row, _MESSAGE_COLUMNS)):
+            return _parse_questions(row["turns"])
+        chat = _parse(row)
+        for index, message in enumerate(chat.messages):
+            for key in _TOOL_COLUMNS:
+                if message.get(key):
+                    detail = f"message {index} ({message['role']}) has {key}"
+                    raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
+    except Rejection as rejection:
+        return rejection
     return Chat([_plain(message) for message in chat.messages], chat.tools)
 
 
-def _parse_questions(turns: Any) -> Chat | Rejection:
+def _parse_questions(turns: Any) -> Chat:
     questions = turns if isinstance(turns, list) else []
     messages: list[Message] = []
     for text in questions:
         if isinstance(text, str) and text.strip():
             messages.append({"role": "user", "content": text})
     if not messages or len(messages) < len(questions):
-        return Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
+        raise Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
     return Chat(messages, asks_each=True)
 
 
@@ -343,25 +347,22 @@ def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str
     return message | {"tool_calls": calls}
 
 
-def _parse(row: Any) -> Chat | Rejection:
-    if isinstance(row, UnreadableRow):
-        return Rejection(RejectReason.MALFORMED_ROW, row.detail)
+def _parse(row: Any) -> Chat:
+    if isinstance(row, Rejection):
+        raise row
     if not isinstance(row, Mapping):
-        return Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
-    messages = _parse_columns(
-        row, _MESSAGE_COLUMNS, _parse_message, "message", RejectReason.MALFORMED_MESSAGES
-    )
-    if messages is None:
-        return Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
-    if unread := _find_unread(row) or _find_other_spelling(row, _READ_COLUMNS):
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
-    if isinstance(messages, Rejection):
-        return messages
+        raise Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
+    lists = _lists(row, _MESSAGE_COLUMNS)
+    if not lists:
+        raise Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
+    if unread := _find_unread(row) or find_key(row, _READ_COLUMNS, ignored=_READ_COLUMNS):
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
+    messages = _parse_lists(lists, _parse_message, "message", RejectReason.MALFORMED_MESSAGES)
     if not messages:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
-    tools = _parse_columns(row, _TOOL_COLUMNS, _parse_tool, "tool", RejectReason.MALFORMED_TOOLS)
-    if isinstance(tools, Rejection):
-        return tools
+        raise Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
+    tools = _parse_lists(
+        _lists(row, _TOOL_COLUMNS), _parse_tool, "tool", RejectReason.MALFORMED_TOOLS
+    )
     return _with_system(Chat(messages, tools), row)
 
 
@@ -382,48 +383,35 @@ def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
     return {key: value for key, value in item.items() if key not in keys}
 
 
-def _parse_columns(
-    row: Mapping[Any, Any],
-    names: Sequence[str],
-    parse: _Parse[_T],
-    item_name: str,
-    malformed: RejectReason,
-) -> list[_T] | Rejection | None:
-    """Parse the list that a row has under one of several names; None without a list."""
-    parsed: list[list[_T] | Rejection] = []
-    for value in _values(row, names):
-        items = _unpacked(value)
-        if items not in (None, "", {}):
-            parsed.append(_parse_list(items, parse, item_name, malformed))
-    for items in parsed:
-        if isinstance(items, Rejection):
-            return items
+def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
+    """Return the filled lists that a row has under alternative names of the same column."""
+    lists = map(unpacked, _values(row, names))
+    return [items for items in lists if items not in (None, "", {})]
+
+
+def _parse_lists(
+    lists: Sequence[Any], parse: _Parse[_T], item_name: str, malformed: RejectReason
+) -> list[_T] | None:
+    """Parse lists that must have the same items, and return one of them; None without a list."""
+    parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(names) + " differ")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"two columns of {item_name}s differ")
     return parsed[0] if parsed else None
 
 
-def _parse_list(
-    items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason
-) -> list[_T] | Rejection:
+def _parse_list(items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason) -> list[_T]:
     if not isinstance(items, (list, tuple)):
-        return Rejection(malformed, f"{item_name}s: got {type(items).__name__} {items!r:.60}")
-    parsed = []
-    for index, item in enumerate(items):
-        value = parse(item, f"{item_name} {index}")
-        if isinstance(value, Rejection):
-            return value
-        parsed.append(value)
-    return parsed
+        raise Rejection(malformed, f"{item_name}s: got {type(items).__name__} {items!r:.60}")
+    return [parse(item, f"{item_name} {index}") for index, item in enumerate(items)]
 
 
-def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
+def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
     """Put the text of the system column first, unless a system message already has this text."""
     column_texts: list[str] = []
     for name in _SYSTEM_COLUMNS:
         value = row.get(name)
         if value and not isinstance(value, str):
-            return Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
+            raise Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
         if value and value.strip():
             column_texts.append(value)
     message_texts: list[str] = []
@@ -431,61 +419,60 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat | Rejection:
         if message["role"] == "system":
             message_texts.append(content_text(message))
     system_texts = [text.strip() for text in column_texts + message_texts]
-    if not column_texts or (message_texts and len(set(system_texts)) == 1):
+    if not column_texts:
         return chat
     if len(set(system_texts)) > 1:
-        return Rejection(
+        raise Rejection(
             RejectReason.TWO_SYSTEM_TEXTS, " and ".join(f"{text!r:.40}" for text in system_texts)
         )
+    if message_texts:
+        return chat
     return Chat([{"role": "system", "content": column_texts[0]}, *chat.messages], chat.tools)
 
 
-def _parse_message(item: Any, where: str) -> Message | Rejection:
+def _parse_message(item: Any, where: str) -> Message:
     """Parse a message with all of its keys into a message of a chat."""
     if not isinstance(item, Mapping):
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
+        raise Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
     names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
     if not names:
-        return Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} has no role")
+        raise Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} has no role")
     role = ROLES.get(names[0])
     if role is None or ROLES.get(names[-1]) != role:
-        return Rejection(
+        raise Rejection(
             RejectReason.UNKNOWN_ROLE,
             f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names),
         )
     where = f"{where} ({role})"
-    unread = _find_unread(item) or _find_other_spelling(item, _READ_KEYS) or _find_channel(item)
+    unread = (
+        _find_unread(item) or find_key(item, _READ_KEYS, ignored=_READ_KEYS) or _find_channel(item)
+    )
     if unread:
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
     calls = _parse_calls(item, where)
-    if isinstance(calls, Rejection):
-        return calls
     if calls and role != "assistant":
-        return Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} calls a tool")
+        raise Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} calls a tool")
     contents = _values(item, ("content", "value"))
     if len(contents) == 2 and contents[0] != contents[1]:
-        return Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
     message = _json_values(_without(item, _MESSAGE_KEYS)) | {"role": role}
     if contents:
-        content = _read_content(contents[0], where)
-        if isinstance(content, Rejection):
-            return content
-        message["content"] = content
+        message["content"] = _read_content(contents[0], where)
     if calls:
         message["tool_calls"] = calls
     elif not "".join(content_texts(message)).strip():
         may_be_empty = role in _MAY_BE_EMPTY and isinstance(message.get("content"), str)
         if not may_be_empty:
-            return Rejection(RejectReason.EMPTY_CONTENT, where)
+            raise Rejection(RejectReason.EMPTY_CONTENT, where)
     return message
 
 
-def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Rejection:
+def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
     """Parse the content of a message: a text, or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        return Rejection(RejectReason.EMPTY_CONTENT, f"{where} has {type(content).__name__}")
+        raise Rejection(RejectReason.EMPTY_CONTENT, f"{where} has {type(content).__name__}")
     parts = []
     for part in content:
         if (
@@ -494,10 +481,10 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]] | Reje
             or not isinstance(part.get("text"), str)
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            return Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
+            raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
         for key, value in part.items():
             if key not in _PART_KEYS and _is_filled(value):
-                return Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {key}")
+                raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {key}")
         # Keep the type of the part, because some templates show only parts whose type is ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
@@ -528,13 +515,12 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _find_unread(item: Mapping[Any, Any]) -> str:
     """Return the first key of a row or message with unread content; empty if there is none."""
     calls = {key: item[key] for key in ("tool_calls", "function_call") if key in item}
-    fields = [(key, value, _UNREAD) for key, value in _fields(item)]
-    for key, value in (*item.items(), *_fields(calls)):
-        fields.append((str(key), value, _UNREAD_DIRECTLY))
-    for key, value, pattern in fields:
-        is_content = _is_filled(value) and not isinstance(value, (bool, int, float))
-        if pattern.fullmatch(_snake_case(key)) and is_content and not _is_switch(value):
-            return key
+    keys_of_item = chain(item.items(), _fields(calls))
+    for pattern, fields in ((_UNREAD, _fields(item)), (_UNREAD_DIRECTLY, keys_of_item)):
+        for key, value in fields:
+            is_unread = pattern.fullmatch(_snake_case(key)) and _is_filled(value)
+            if is_unread and not _is_switch(value):
+                return str(key)
     return ""
 
 
@@ -555,23 +541,13 @@ def _find_channel(message: Mapping[Any, Any]) -> str:
     return "analysis" if _is_filled(message.get("analysis")) else ""
 
 
-def find_chat_column(item: Mapping[Any, Any]) -> str:
-    """Return the first filled key that names a part of a chat; empty if there is none.
+def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collection[str] = ()) -> str:
+    """Return the first filled key of an item that is a name in any spelling, or an empty text.
 
-    The key may have another spelling than the column of a row, such as ``systemPrompt``.
+    Another spelling is, for example, ``systemPrompt``. The keys in ``ignored`` do not count.
     """
-    columns = {*_MESSAGE_COLUMNS, *COLUMNS_BESIDE_MESSAGES, "instruction", "history"}
     for key, value in item.items():
-        if _snake_case(str(key)).lower() in columns and _is_filled(value):
-            return str(key)
-    return ""
-
-
-def _find_other_spelling(item: Mapping[Any, Any], known: Collection[str]) -> str:
-    """Return the first key that is a known key in another spelling; empty if there is none."""
-    for key, value in item.items():
-        name = _snake_case(str(key)).lower()
-        if name in known and key not in known and _is_filled(value):
+        if _snake_case(key) in names and key not in ignored and _is_filled(value):
             return str(key)
     return ""
 
@@ -594,7 +570,7 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
         if not (_is_finish_key(column) and is_known):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:
-        for message in _unpacked(row.get(column)) or ():
+        for message in unpacked(row.get(column)) or ():
             names += [name for name in additional_keys(message) if name not in shown_keys]
     return list(dict.fromkeys(names))
 
@@ -605,8 +581,8 @@ def additional_keys(message: Mapping[Any, Any]) -> list[str]:
     Each name in the list says whether the key belongs to the message or to a tool call.
     """
     names = [f"{_MESSAGE_KEY} {key}" for key in _additional(message, _USUAL_KEYS)]
-    old_call = _unpacked(message.get("function_call")) or {}
-    for call in _unpacked(message.get("tool_calls")) or [old_call]:
+    old_call = unpacked(message.get("function_call")) or {}
+    for call in unpacked(message.get("tool_calls")) or [old_call]:
         function = call.get("function", call)
         is_bare = function is call
         keys = _additional(call, _CALL_KEYS | _FUNCTION_KEYS if is_bare else _CALL_KEYS)
@@ -648,19 +624,19 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
         if is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
         if _SKIP_MARK.fullmatch(name):
-            excludes = any(map(_means_yes, _words(value)))
+            excluding = True
         elif _TRAIN_MARK.fullmatch(name):
-            excludes = any(map(_means_no, _words(value)))
+            excluding = False
         else:
             continue
-        if excludes:
+        if excluding in map(_meaning, _words(value)):
             return f"{key} {value!r:.40}"
     return ""
 
 
 def _words(value: Any) -> Iterator[str]:
     """Yield the values in a mark, at every depth, as lower-case texts."""
-    pending = [_unpacked(value)]
+    pending = [unpacked(value)]
     while pending:
         element = pending.pop()
         if isinstance(element, Mapping):
@@ -671,65 +647,57 @@ def _words(value: Any) -> Iterator[str]:
             yield str(element).strip().lower()
 
 
-def _snake_case(key: str) -> str:
-    """Write a name such as lossMask, loss-mask or loss.mask as loss_mask."""
-    return re.sub(r"[-. ]", "_", _CAMEL_CASE.sub("_", key))
+def _snake_case(key: Any) -> str:
+    """Write a name such as lossMask, loss-mask or LOSS.MASK as loss_mask."""
+    return re.sub(r"[-. ]", "_", _CAMEL_CASE.sub("_", str(key))).lower()
 
 
-def _means_yes(word: str) -> bool:
-    """Whether the value of a mark, as a lower-case text, means yes."""
+def _meaning(word: str) -> bool | None:
+    """Return whether the value of a mark, as a lower-case text, means yes. None for other words."""
     try:
-        return float(word) > 0
+        return float(word) > 0  # NaN means no.
     except ValueError:
-        return word in _YES
+        return _MEANINGS.get(word)
 
 
-def _means_no(word: str) -> bool:
-    """Whether the value of a mark, as a lower-case text, means no. Other words mean neither."""
-    try:
-        return not float(word) > 0  # NaN means no, too.
-    except ValueError:
-        return word in _NO
-
-
-def _parse_tool(item: Any, where: str) -> dict[str, Any] | Rejection:
+def _parse_tool(item: Any, where: str) -> dict[str, Any]:
     """Parse the JSON schema of a tool: an object, or an object encoded as JSON."""
-    tool = _unpacked(item)
+    tool = unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
-        return Rejection(
+        raise Rejection(
             RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}"
         )
     return dict(tool)
 
 
-def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]] | Rejection:
+def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
     """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
-    calls = _unpacked(item.get("tool_calls")) or []
-    old_call = _unpacked(item.get("function_call"))
+    calls = unpacked(item.get("tool_calls")) or []
+    old_call = unpacked(item.get("function_call"))
     # Some libraries write an object of null values instead of null.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:
-            return Rejection(
+            raise Rejection(
                 RejectReason.MALFORMED_TOOL_CALLS, f"{where} has tool_calls and function_call"
             )
         calls = [old_call]
     return _parse_list(calls, _parse_call, f"{where}, call", RejectReason.MALFORMED_TOOL_CALLS)
 
 
-def _parse_call(call: Any, where: str) -> dict[str, Any] | Rejection:
+def _parse_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")
     arguments = {} if arguments in (None, "") else arguments
-    known = _unpacked(arguments)
+    known = unpacked(arguments)
     is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
     others = _values(function, _OTHER_ARGUMENTS)
     if function is not call and isinstance(call, Mapping):
         # Templates read only the inner function, so arguments outside the function would be lost.
         others += _values(call, ("arguments", *_OTHER_ARGUMENTS))
     if not is_call or any(others):
-        return Rejection(
+        raise Rejection(
             RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
         )
     # The item may be the function itself, without an object around the function.
@@ -751,7 +719,7 @@ def tool_name(value: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _unpacked(value: Any) -> Any:
+def unpacked(value: Any) -> Any:
     """Return the JSON value that a text encodes; return any other value unchanged."""
     if not isinstance(value, str):
         return value

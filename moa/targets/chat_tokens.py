@@ -14,15 +14,15 @@ headers or questions. The end-of-turn token belongs to the response. The white s
 token does not.
 
 The tokens are the same as from ``apply_chat_template`` of transformers. Before the tokens are used,
-:func:`_find_hidden_piece` checks that the rendering shows each piece of the chat exactly once.
+:func:`_check_pieces` checks that the rendering shows each piece of the chat exactly once.
 """
 
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
@@ -196,43 +196,36 @@ def tokenize_chat(
     try:
         names = set(itertools.chain.from_iterable(map(additional_keys, messages)))
         bare = [without_keys(message, names) for message in messages]
-        if unusable := template.find_unusable_text(bare, tools):
-            return Rejection(*unusable)
+        template.check_texts(bare, tools)
         text = template.render(messages, tools)
         shown_keys = _find_shown_keys(template, messages, tools, text)
         # Keys that are not shown may hold any text, such as the raw output of a model.
         hidden_keys = names.difference(shown_keys)
         messages = [without_keys(message, hidden_keys) for message in messages]
-        if shown_keys and (unusable := template.find_unusable_text(messages, tools)):
-            return Rejection(*unusable)
+        if shown_keys:
+            template.check_texts(messages, tools)
         marked = _MarkedChat(messages, tools)
-        if hidden := _find_hidden_piece(template, marked, text):
-            return hidden
+        _check_pieces(template, marked, text)
         spans = _response_spans(template, messages, tools, text, marked)
-        if isinstance(spans, Rejection):
-            return spans
         responses = [text[slice(*span)] for span in spans]
         if foreign := _find_foreign_key(template, messages, tools, shown_keys, responses):
             detail = f"{foreign}, which the chat template needs for a response or writes into it"
-            return Rejection(RejectReason.CONTENT_NOT_READ, detail)
+            raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if is_cut and template.has_generation_prompt:
-            cut = _cut_response(template, messages, tools, text, spans, is_generated)
-            if isinstance(cut, Rejection):
-                return cut
-            text, spans[-1] = cut
+            text, spans[-1] = _cut_response(template, messages, tools, text, spans, is_generated)
         elif is_cut:
             spans[-1] = (
-                _located_span(template, messages, tools, len(messages) - 1, text) or spans[-1]
+                _located_span(template, messages, tools, len(messages) - 1, text, marked)
+                or spans[-1]
             )
             text = text[: spans[-1][1]]
+    except Rejection as rejection:
+        return rejection
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
-    tokens, mask = _encode(template, text, spans)
-    chat = _cut(tokens, mask, max_length)
-    if isinstance(chat, Rejection):
-        return chat
-    return replace(chat, shown_keys=tuple(name for name in shown_keys if shown_keys[name]))
+    shown_names = tuple(name for name in shown_keys if shown_keys[name])
+    return _encode(template, text, spans, max_length, shown_names)
 
 
 def _cut_response(
@@ -242,7 +235,7 @@ def _cut_response(
     text: str,
     spans: list[Span],
     is_generated: bool,
-) -> tuple[str, Span] | Rejection:
+) -> tuple[str, Span]:
     """Return the text of a prompt with a cut response after it, and the span of this response.
 
     The template might add text to a complete response.
@@ -256,14 +249,12 @@ def _cut_response(
         is_generated: whether the target has written the response after the generation prompt.
     """
     prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
-    before = _MarkedChat(messages[:-1], tools)
-    if hidden := _find_hidden_piece(template, before, prompt):
-        return hidden
+    _check_pieces(template, _MarkedChat(messages[:-1], tools), prompt)
     # Reject the chat if the template writes earlier responses in a prompt in another way than in
     # the rendering of the whole chat.
     end = spans[-2][1] if len(spans) > 1 else 0
     if prompt[:end] != text[:end]:
-        return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
+        raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
     # The prompt may already contain the beginning of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
     content = "".join(content_texts(messages[-1]))
@@ -273,7 +264,7 @@ def _cut_response(
         if is_generated or text.startswith(cut_text):
             return cut_text, (start, len(cut_text))
     detail = "the last one is cut, and stands after other text than in a prompt"
-    return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, detail)
+    raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, detail)
 
 
 def _find_shown_keys(
@@ -337,9 +328,9 @@ def _find_foreign_key(
         try:
             text = template.render(stripped, tools)
             spans = _response_spans(template, stripped, tools, text, _MarkedChat(stripped, tools))
-        except RENDER_ERRORS:
+        except (Rejection, *RENDER_ERRORS):
             return name
-        if isinstance(spans, Rejection) or responses != [text[slice(*span)] for span in spans]:
+        if responses != [text[slice(*span)] for span in spans]:
             return name
     return ""
 
@@ -366,30 +357,31 @@ def prompt_tokens(
     try:
         template.check_prompt(messages, tools)
         text = template.render(messages, tools, add_generation_prompt=is_open)
-        hidden = _find_hidden_piece(template, _MarkedChat(messages, tools), text)
+        _check_pieces(template, _MarkedChat(messages, tools), text)
     except TemplateError:
         raise
+    except Rejection as rejection:
+        if rejection.reason is RejectReason.NOT_SHOWN:
+            raise TemplateError(
+                f"{rejection.reason}: {rejection.detail}. Leave this part out of the chat, or use "
+                "another target."
+            ) from rejection
     except RENDER_ERRORS as error:
         raise TemplateError(
             f"The chat template refuses the prompt: {first_line(error)}. Correct the messages, "
             "for example their roles."
         ) from error
-    if hidden and hidden.reason is RejectReason.NOT_SHOWN:
-        raise TemplateError(
-            f"{hidden.reason}: {hidden.detail}. Leave this part out of the chat, or use another "
-            "target."
-        )
     return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -> Rejection | None:
-    """Find a piece of a chat that its rendering does not show, or shows more than once.
+def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> None:
+    """Reject a chat if its rendering does not show a piece, or shows a piece more than once.
 
     The chat is rendered once more with placeholders. This shows how often and in which order the
     template writes the pieces. Then each piece is searched for in the rendering ``text``, after the
     previous piece. Pieces of tools may be anywhere, any number of times, because some templates
-    describe a tool both in words and by its schema. A hidden response is returned only if no other
-    piece is hidden.
+    describe a tool both in words and by its schema. A hidden response is the reason only if no
+    other piece is hidden.
     """
     try:
         shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
@@ -421,12 +413,13 @@ def _find_hidden_piece(template: ChatTemplate, marked: _MarkedChat, text: str) -
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
         elif is_hidden:
-            return Rejection(RejectReason.NOT_SHOWN, where + (", twice" if n_shown > 1 else ""))
+            raise Rejection(RejectReason.NOT_SHOWN, where + (", twice" if n_shown > 1 else ""))
         if not is_hidden:
             end = max(end, piece_end)
         if piece.kind == "tool":
             last_result = piece.message
-    return rewritten
+    if rewritten:
+        raise rewritten
 
 
 def _find(text: str, piece: _Piece, start: int) -> int:
@@ -446,31 +439,26 @@ def _find(text: str, piece: _Piece, start: int) -> int:
 
 def _response_spans(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str, marked: _MarkedChat
-) -> list[Span] | Rejection:
+) -> list[Span]:
     """Find the character spans of the responses, with their tool calls, in the rendered text."""
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
-            later = [piece for piece in marked.pieces.values() if piece.message > index]
-            span = span or _located_span(template, messages, tools, index, text, later)
+            span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
             response = text[slice(*span)] if span else ""
             if span is None or any(_find(response, piece, 0) < 0 for piece in pieces):
-                return Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
+                raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, f"message {index}")
             span = _with_end_of_turn(template, text, span)
-            if index == 0 and not _ends_turn(template, text[slice(*span)]):
-                return Rejection(
+            is_ended = text[slice(*span)].endswith(template.end_of_turn)
+            if index == 0 and template.text_after_last and not is_ended:
+                raise Rejection(
                     RejectReason.TEMPLATE_REWRITES_RESPONSE, "message 0, which has no end of turn"
                 )
             spans.append(span)
     return spans
-
-
-def _ends_turn(template: ChatTemplate, response: str) -> bool:
-    """Whether a response has an end-of-turn token, or the template writes none."""
-    return not template.text_after_last or response.endswith(template.end_of_turn)
 
 
 def _with_opening(text: str, span: Span, pieces: list[_Piece]) -> Span:
@@ -543,7 +531,7 @@ def _located_span(
     tools: Tools,
     index: int,
     text: str,
-    later: Sequence[_Piece] = (),
+    marked: _MarkedChat,
 ) -> Span | None:
     """Locate a response by the text before and after its placeholder; None if this is ambiguous.
 
@@ -566,6 +554,7 @@ def _located_span(
     ):
         return None
     if "tool_calls" in message:
+        later = [piece for piece in marked.pieces.values() if piece.message > index]
         is_certain = all(_find(after, piece, 0) >= 0 for piece in later)
     else:
         content = "".join(content_texts(message))
@@ -587,7 +576,13 @@ def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
     return span
 
 
-def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+def _encode(
+    template: ChatTemplate,
+    text: str,
+    spans: list[Span],
+    max_length: int,
+    shown_keys: tuple[str, ...],
+) -> TokenizedChat | Rejection:
     """Encode a rendered chat, and mark the tokens that belong to the spans."""
     # Byte-level tokenizers report offsets that exclude white space, or that are empty. So each
     # token is assumed to begin where the previous token ends. A token that begins before a span
@@ -603,10 +598,6 @@ def _encode(template: ChatTemplate, text: str, spans: list[Span]) -> tuple[np.nd
         for index in np.flatnonzero((ends > start) & (starts < end)):
             if starts[index] >= start or not text[starts[index] : start].strip():
                 mask[index] = 1
-    return tokens, mask
-
-
-def _cut(tokens: np.ndarray, mask: np.ndarray, max_length: int) -> TokenizedChat | Rejection:
     if not mask.any():
         return Rejection(RejectReason.NO_RESPONSE_TOKENS, f"{len(tokens)} tokens")
     if mask.all():
@@ -616,5 +607,8 @@ def _cut(tokens: np.ndarray, mask: np.ndarray, max_length: int) -> TokenizedChat
             RejectReason.TRUNCATED_AWAY, f"first response token at {int(mask.argmax())}"
         )
     return TokenizedChat(
-        tokens[:max_length].copy(), mask[:max_length].copy(), len(tokens) > max_length
+        tokens[:max_length].copy(),
+        mask[:max_length].copy(),
+        truncated=len(tokens) > max_length,
+        shown_keys=shown_keys,
     )

@@ -17,7 +17,15 @@ from ...errors import DrafterError, TargetError
 from ...files import parsing
 from ..nn.layers import ROPE_TYPES, DecoderBlockSizes, Rotary
 from ..nn.masks import Chunk
-from .families import FAMILIES, OTHER, Family, empty_model, text_model, transformers_config
+from .families import (
+    FAMILIES,
+    OTHER,
+    Family,
+    empty_model,
+    first_attribute,
+    text_model,
+    transformers_config,
+)
 from .model_files import FLOATS, check_model_folder, quantised_by, read_config
 
 # Upper limits of the sizes in a config.json. They are far above the sizes of the largest models.
@@ -26,6 +34,8 @@ _LARGEST = {
     "head_dim": 1 << 12, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
     "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26, "sliding_window": 1 << 26,
 }  # fmt: skip
+# Names of the soft cap of the logits. RecurrentGemma uses the second of these names, xLSTM the third.
+_CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Maximum number of positions of a target if the config does not state it.
 _MANY_POSITIONS = 1 << 20
 
@@ -53,7 +63,6 @@ class KVGroup(NamedTuple):
     field: str
     layers: tuple[int, ...]  # Layer indices of the target, ascending.
     shape: KVShape
-    is_rotated: bool = True  # Whether all layers of the target rotate their keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +126,11 @@ class TargetFacts:
             norm_eps=_norm_eps(config),
             rope_parameters=rope_parameters(config),
             logit_scale=logit_scale(config),
-            logit_cap=_logit_cap(config),
+            logit_cap=first_attribute(config, _CAP_NAMES),
             layer_kinds=layer_kinds,
             layer_windows=_layer_windows(config, layer_kinds),
             kv_shapes=kv_shapes,
-            kv_groups=_kv_groups(config, layer_kinds, kv_shapes, family.rotates_all),
+            kv_groups=_kv_groups(config, layer_kinds, kv_shapes),
         )
 
     @classmethod
@@ -307,11 +316,9 @@ def _mlp_width(config: Any) -> int:
 
 
 def _norm_eps(config: Any) -> float:
-    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
-        epsilon: float | None = getattr(config, name, None)
-        if epsilon is not None:
-            return epsilon
-    return 1e-5
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    epsilon: float | None = first_attribute(config, names)
+    return 1e-5 if epsilon is None else epsilon
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
@@ -339,15 +346,6 @@ def logit_scale(config: Any) -> float:
     # Granite divides the logits by this value.
     divisor = getattr(config, "logits_scaling", None)
     return float(1 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0)
-
-
-def _logit_cap(config: Any) -> float | None:
-    # RecurrentGemma uses the second of these names, xLSTM the third.
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
-        cap: float | None = getattr(config, name, None)
-        if cap is not None:
-            return cap
-    return None
 
 
 def _layer_kinds(config: Any, family: Family) -> tuple[str, ...]:
@@ -388,12 +386,13 @@ def _kv_shapes(config: Any, layer_kinds: Sequence[str]) -> tuple[KVShape | None,
 
 
 def _kv_groups(
-    config: Any,
-    layer_kinds: Sequence[str],
-    kv_shapes: Sequence[KVShape | None],
-    is_rotated: bool,
+    config: Any, layer_kinds: Sequence[str], kv_shapes: Sequence[KVShape | None]
 ) -> tuple[KVGroup, ...]:
     sharing_modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kv_shapes)
+    first = kv_shapes[0]
+    is_uniform = set(kv_shapes) == {first} and "reuse" not in sharing_modes
+    if is_uniform and first is not None and first.key_width == first.value_width:
+        return (KVGroup("kv", tuple(range(len(kv_shapes))), first),)
     is_latent = getattr(_layer_configs(config)[0], "kv_lora_rank", None) is not None
     layers_of: dict[tuple[str, KVShape], list[int]] = {}
     for layer, (kind, shape, mode) in enumerate(
@@ -402,18 +401,12 @@ def _kv_groups(
         # A layer with the mode "reuse" reads the KV cache of an earlier layer.
         if shape is not None and mode != "reuse":
             layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
-    distinct_shapes = {shape for _, shape in layers_of}
-    n_layers = sum(map(len, layers_of.values()))
-    if n_layers == len(kv_shapes) and len(distinct_shapes) == 1:
-        (only_shape,) = distinct_shapes
-        if only_shape.key_width == only_shape.value_width:
-            return (KVGroup("kv", tuple(range(n_layers)), only_shape, is_rotated),)
     groups: list[KVGroup] = []
     for (kind, shape), layers in layers_of.items():
         # Number the groups of the same kind, because they have different shapes.
         n_before = sum(entry.field.startswith(f"kv/{kind}") for entry in groups)
         name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
-        groups.append(KVGroup(name, tuple(layers), shape, is_rotated))
+        groups.append(KVGroup(name, tuple(layers), shape))
     return tuple(groups)
 
 
@@ -425,7 +418,7 @@ def load_facts(folder: Path, with_weights: bool = True) -> TargetFacts:
         with_weights: whether the weights will be used. If true, quantised weights raise
             TargetError.
     """
-    folder, values = Path(folder), read_config(Path(folder))
+    values = read_config(folder)
     check_model_folder(folder)
     return parse_facts(values, folder / "config.json", folder, with_weights)
 
@@ -493,11 +486,11 @@ def _check_loads(values: Mapping[str, Any], source: object) -> None:
     if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (
         sees and loads_text
     ):
-        way = "Choose another target, or install a release of transformers that supports it"
         raise TargetError(
             f"{source}: transformers {transformers.__version__} has no text-only causal language "
             f"model for the model type {model_type[:60]!r}. "
-            f"{'Save the text part of this model as a causal language model' if sees else way}."
+            "Choose another target, save the text part of a model with images as a causal language "
+            "model, or install a release of transformers that supports it."
         )
 
 

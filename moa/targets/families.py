@@ -13,13 +13,14 @@ model before they are used (:mod:`.proof`).
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -131,6 +132,15 @@ def model_loader(folder: Path) -> Any:
     return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
+def first_attribute(item: Any, names: Sequence[str]) -> Any:
+    """Return the first attribute that is not None; None if the item has none of these names."""
+    for name in names:
+        value = getattr(item, name, None)
+        if value is not None:
+            return value
+    return None
+
+
 def empty_model(config: Any) -> Any:
     """Make a causal LM on the meta device from a text model's config.
 
@@ -160,3 +170,29 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         f"moa-data cannot find the decoder layers of {type(body).__name__}, so it cannot store "
         "the outputs of single layers. Leave hidden:layer:K out of --activations."
     )
+
+
+@contextlib.contextmanager
+def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs of decoder layers, before any final norm.
+
+    The yielded dict maps the index of a layer to its output [B, T, E] in the last forward pass.
+    """
+    outputs: dict[int, Tensor] = {}
+    width = text_model(model).config.hidden_size
+
+    def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
+        outputs[layer] = output[0] if isinstance(output, tuple | list) else output
+        if outputs[layer].ndim != 3 or outputs[layer].shape[2] != width:
+            raise TargetError(
+                f"the layers of {model.config.model_type} give several states of a token, so "
+                "moa-data cannot store their outputs. Leave hidden:layer:K out of --activations."
+            )
+
+    modules: Any = decoder_layers(model) if layers else []
+    handles = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

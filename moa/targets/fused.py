@@ -45,10 +45,14 @@ class _FusedLayer(nn.Module):
     @override
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         fused: FusedWeights | None = vars(self).get("fused")
-        if fused is None or args or torch.is_grad_enabled() or not fused.is_current():
-            return super().forward(hidden_states, *args, **kwargs)
-        # Layers that rotate only a part of each head run without fused operations.
-        if kwargs["position_embeddings"][0].shape[-1] != fused.attention.head_dim:
+        if (
+            fused is None
+            or args
+            or torch.is_grad_enabled()
+            or not fused.is_current()
+            # Layers that rotate only a part of each head run without fused operations.
+            or kwargs["position_embeddings"][0].shape[-1] != fused.attention.head_dim
+        ):
             return super().forward(hidden_states, *args, **kwargs)
         kwargs["position_embeddings"] = _rotation(*kwargs["position_embeddings"])
         return _forward(fused, hidden_states, **kwargs)
@@ -106,20 +110,17 @@ class FusedBody:
         body: Any = text_model(model)
         self._embed = body.get_input_embeddings()
         self._rotary = body.rotary_emb
-        self._norm = body.norm
         self._layers: list[FusedWeights] = [vars(layer)["fused"] for layer in decoder_layers(model)]
-        head_sizes: set[tuple[int, int, float]] = set()
         # Layers with the same shape of ``o_proj`` have the same number of query heads.
-        output_shapes: set[torch.Size] = set()
+        sizes: set[tuple[int, int, float, torch.Size]] = set()
         for fused in self._layers:
             attention = fused.attention
-            head_sizes.add((fused.n_kv_heads, attention.head_dim, attention.scaling))
-            output_shapes.add(attention.o_proj.weight.shape)
-        is_alike = len(output_shapes) == 1
+            shape = attention.o_proj.weight.shape
+            sizes.add((fused.n_kv_heads, attention.head_dim, attention.scaling, shape))
         # (H_kv, d, scale of attention scores) of all layers; None if layers differ.
-        self.heads = head_sizes.pop() if is_alike and len(head_sizes) == 1 else None
+        self.heads = sizes.pop()[:3] if len(sizes) == 1 else None
         self._weights = [(fused.norms, fused.products) for fused in self._layers]
-        self._last_norm = prepared_norm(self._norm)
+        self._last_norm = prepared_norm(body.norm)
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
@@ -129,10 +130,8 @@ class FusedBody:
             fused_body = cls(model)
             with torch.inference_mode():
                 inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-                expected, (hidden, _) = (
-                    text_model(model)(**inputs).last_hidden_state,
-                    fused_body(tokens, positions),
-                )
+                expected = text_model(model)(**inputs).last_hidden_state
+                hidden, _ = fused_body(tokens, positions)
             is_right = torch.allclose(
                 hidden, expected, rtol=0, atol=_MAX_ERROR * float(expected.abs().max())
             )

@@ -6,8 +6,8 @@ Shapes: B rows, n tokens of a target call, P tokens of a padded call, S slots of
 import importlib.metadata
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from ..nn.masks import to_device
 from . import bundle, gguf, proof
 from .cache import Buffers, TargetCache
 from .facts import TargetFacts, load_facts
-from .families import decoder_layers, text_model, transformers_config
+from .families import layer_outputs, text_model, transformers_config
 from .fused import fuse
 from .loading import load_target_model
 from .model_files import check_model_folder, read_config
@@ -185,10 +185,8 @@ class Target:
         # Kind of layer -> sliding window in tokens; None for full attention.
         self._windows = dict(zip(self.facts.layer_kinds, self.facts.layer_windows, strict=True))
         # The shortest sliding window in tokens; infinity without sliding windows.
-        self._shortest_window = math.inf
-        for window in self._windows.values():
-            if window is not None:
-                self._shortest_window = min(self._shortest_window, window)
+        windows = [window for window in self._windows.values() if window is not None]
+        self._shortest_window: float = min(windows, default=math.inf)
         self._takes_bool_masks = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
         self._static: StaticCalls | None = None
         self._decodes_with_one_thread = False
@@ -256,20 +254,9 @@ class Target:
         if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
 
-    @contextmanager
-    def threads(self) -> Iterator[None]:
-        """Decode with one thread if the target is prepared and small.
-
-        Threads synchronize after each matrix product. For a small target, this costs more time than
-        several threads save. At the end, the process gets back its number of threads.
-        """
-        n_before = torch.get_num_threads()
-        if self._decodes_with_one_thread:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(n_before)
+    def threads(self) -> AbstractContextManager[None]:
+        """Decode with one thread if the target is prepared and small."""
+        return limited_threads(self._decodes_with_one_thread)
 
     def use_static_calls(self, n_slots: int) -> None:
         """Use static shapes for calls after a prefill, with a cache for ``n_slots`` tokens.
@@ -302,13 +289,13 @@ class Target:
         # Short calls after a prefill are static calls.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             return self._static.forward(self, tokens, seen, cache)
-        if seen is not None and self.facts.has_states:
-            raise TargetError(
-                f"the layers of {self.facts.model_type} carry a state from token to token, so "
-                "they cannot verify a tree of drafts; draft a chain, with --tree 5 or eval "
-                "--method chain."
-            )
         if seen is not None:
+            if self.facts.has_states:
+                raise TargetError(
+                    f"the layers of {self.facts.model_type} carry a state from token to token, so "
+                    "they cannot verify a tree of drafts; draft a chain, with --tree 5 or eval "
+                    "--method chain."
+                )
             cache.begin_call(n_tokens, device)
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
             mask = self.attention_mask(lambda window: masks.tree_mask(cache.lengths, seen, window))
@@ -420,29 +407,20 @@ class Target:
 
 
 @contextmanager
-def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of decoder layers, before any final norm.
+def limited_threads(uses_one_thread: bool) -> Iterator[None]:
+    """Limit PyTorch to one thread if ``uses_one_thread`` is true.
 
-    The yielded dict maps the index of a layer to its output [B, T, E] in the last forward pass.
+    Threads synchronize after each matrix product. A waiting thread either occupies a core or has to
+    be woken up. For small products this costs more time than several threads save. At the end, the
+    process gets back its number of threads.
     """
-    outputs: dict[int, Tensor] = {}
-    width = text_model(model).config.hidden_size
-
-    def keep(layer: int, _module: Any, _inputs: Any, output: Any) -> None:
-        outputs[layer] = output[0] if isinstance(output, tuple | list) else output
-        if outputs[layer].ndim != 3 or outputs[layer].shape[2] != width:
-            raise TargetError(
-                f"the layers of {model.config.model_type} give several states of a token, so "
-                "moa-data cannot store their outputs. Leave hidden:layer:K out of --activations."
-            )
-
-    modules: Any = decoder_layers(model) if layers else []
-    handles = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
+    n_before = torch.get_num_threads()
+    if uses_one_thread:
+        torch.set_num_threads(1)
     try:
-        yield outputs
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
+        torch.set_num_threads(n_before)
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor]

@@ -178,33 +178,26 @@ def check_vocabulary(folder: Path) -> None:
     for name, header in headers.items():
         expected = (facts.vocab_size, *header.shape[1:])
         if _PREFIXES.sub("", name) in _VOCABULARY_TENSORS and header.shape != expected:
-            raise TargetError(
-                f"the weights of {folder} do not fit config.json: {name} has shape "
-                f"{list(header.shape)}, expected {list(expected)}. {_ADVICE}"
-            )
+            problem = f"{name} has shape {list(header.shape)}, expected {list(expected)}"
+            raise _misfit(folder, facts.config, problem)
 
 
 def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     """Read the shapes of all weights. Refuses damaged files, and references to files elsewhere."""
     weights = bundle.weight_files(folder)
     headers: dict[str, TensorHeader] = {}
+    # Name without prefixes -> description of the tensor with this name.
+    tensors: dict[str, str] = {}
     for file in weights:
-        found = read_header(file, TargetError)
-        if twice := headers.keys() & found.keys():
-            raise TargetError(
-                f"{folder}: the tensor {min(twice)} is in two files of weights, which may hold "
-                "different values. Remove the files that are not part of the model."
-            )
-        headers |= found
-    names_in_files: dict[str, str] = {}
-    for name, header in headers.items():
-        other = names_in_files.setdefault(_PREFIXES.sub("", name), name)
-        if other != name:
-            raise TargetError(
-                f"{folder}: transformers may read the tensors {name} {list(header.shape)} and "
-                f"{other} {list(headers[other].shape)} as the same tensor. Remove the one that is "
-                "not part of the model."
-            )
+        for name, header in read_header(file, TargetError).items():
+            tensor = f"{name} {list(header.shape)} in {file.name}"
+            other = tensors.setdefault(_PREFIXES.sub("", name), tensor)
+            if other != tensor:
+                raise TargetError(
+                    f"{folder}: transformers may read {other} and {tensor} as the same tensor. "
+                    "Remove the one that is not part of the model."
+                )
+            headers[name] = header
     index = folder / "model.safetensors.index.json"
     weight_map = read_json(index, TargetError).get("weight_map") if index.is_file() else {}
     names = [*weight_map.values()] if isinstance(weight_map, dict) else [weight_map]
@@ -221,17 +214,6 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     return headers
 
 
-def _count_values(headers: Mapping[str, TensorHeader]) -> int:
-    return sum(math.prod(header.shape) for header in headers.values())
-
-
-def _too_few(folder: Path, n_held: int, n_needed: int) -> TargetError:
-    return TargetError(
-        f"{folder}: the files of weights hold {n_held:,} values, but config.json calls for more "
-        f"than {n_needed:,}. {_ADVICE}"
-    )
-
-
 def _check_memory(
     folder: Path,
     headers: Mapping[str, TensorHeader],
@@ -243,7 +225,7 @@ def _check_memory(
 
     Otherwise the kernel would kill the process silently.
     """
-    n_held = _count_values(headers)
+    n_held = sum(math.prod(header.shape) for header in headers.values())
     # Count all weights that config.json describes, because transformers allocates them before it
     # reports that some are missing.
     n_values = max(n_held, facts.n_weights)
@@ -256,7 +238,8 @@ def _check_memory(
         if n_free is None or n_bytes <= n_free:
             continue
         if n_values > n_held:
-            raise _too_few(folder, n_held, n_values)
+            problem = f"config.json calls for more than {n_values:,} values, but the files hold {n_held:,}"
+            raise _misfit(folder, facts.config, problem)
         narrow = n_values * torch.bfloat16.itemsize
         advice = (
             f"With --dtype bfloat16 they take {format_bytes(narrow)}."
@@ -320,7 +303,7 @@ def _find_cast_tensor(
     )
 
 
-def _differing_head(head: Tensor) -> str:
+def _differing_head(head: Tensor | TensorHeader) -> str:
     return (
         f"lm_head.weight {list(head.shape)} differs from the embeddings, to which config.json ties "
         "it (tie_word_embeddings)"
@@ -379,11 +362,7 @@ def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: 
     # Some configs do not have the attribute ``tie_word_embeddings``.
     is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and head and embeddings and head.shape != embeddings.shape:
-        raise TargetError(
-            f"the weights of {folder} do not fit config.json: lm_head.weight has the shape "
-            f"{list(head.shape)}, but the embeddings, to which config.json ties it, have the "
-            f"shape {list(embeddings.shape)}. {_ADVICE}"
-        )
+        raise _misfit(folder, config, _differing_head(head))
 
 
 def _is_for_drafting(name: str, headers: Mapping[str, TensorHeader], config: Any) -> bool:

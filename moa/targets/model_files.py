@@ -30,6 +30,12 @@ _NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 _KERNELS = (
     "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 )
+# Keys of config.json that describe quantised weights -> the method if it is not named.
+_QUANTISATION_KEYS = {
+    "quantization_config": "unknown",
+    "compression_config": "compressed-tensors",
+    "quantization": "mlx",
+}
 # Names of files that older quantisation programs write next to config.json -> quantisation method.
 _QUANTISED_FILES = {
     "quantize_config.json": "gptq",
@@ -137,16 +143,13 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
     """
     text = values.get("text_config")
     for config in (values, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config", "quantization"):
+        for key, default in _QUANTISATION_KEYS.items():
             if (entry := config.get(key)) is None:
                 continue
             known = entry if isinstance(entry, dict) else {"quant_method": entry}
             # The first release of bitsandbytes support wrote no quant_method, because there was no
             # other method.
             is_old = any(name.startswith("load_in_") for name in known)
-            default = {"compression_config": "compressed-tensors", "quantization": "mlx"}.get(
-                key, "unknown"
-            )
             return str(known.get("quant_method") or ("bitsandbytes" if is_old else default))[:60]
     if folder:
         for name, method in _QUANTISED_FILES.items():
@@ -238,17 +241,10 @@ def check_finite(
         ):
             n_bad = int((~values.isfinite()).sum())
             dtype = str(values.dtype).removeprefix("torch.")
-            # For float16, recommend a dtype with larger numbers, because the largest float16 number
-            # is only 65,504.
-            is_narrow = values.dtype == torch.float16
-            advice = (
-                "Choose --dtype bfloat16 or float32, which hold larger numbers, or r"
-                if is_narrow
-                else "R"
-            )
             raise error_class(
                 f"{source}: {n_bad:,} values of {name} {list(values.shape)} are NaN or infinity in "
-                f"{dtype}. {advice}estore the file."
+                f"{dtype}. Restore the file. Numbers that are too large for float16 need "
+                "--dtype bfloat16 or float32."
             )
 
 

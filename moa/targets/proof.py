@@ -14,8 +14,12 @@ from ...files import parsing
 from ...text import first_line
 from ..nn.losses import capped, logits_of
 from .bundle import final_norm, scaled_head
-from .families import decoder_layers
+from .families import layer_outputs
 
+# Runs the next tokens of a sequence, of which the last ones are drafts. The second argument has the
+# parent of each draft, -1 for the token before the drafts. It returns the hidden states [n, E] of
+# the tokens, and rolls back the drafts.
+Call = Callable[[list[int], tuple[int, ...]], Tensor]
 # A :class:`.live.Target`. The class cannot be imported here, because its module imports this one.
 Target = Any
 _N_TOKENS = 12
@@ -90,17 +94,12 @@ def prove_norm(target: Target) -> nn.Module:
         TargetError: after the last layer, the model computes something else than this norm.
     """
     norm = final_norm(target.body)
-    outputs = list[Any]()
     if target.facts.family.has_llama_layers:
         return norm
-    last_layer: Any = decoder_layers(target.model)[-1]
-    handle = last_layer.register_forward_hook(lambda *call: outputs.append(call[-1]))
-    try:
+    last = target.facts.n_layers - 1
+    with layer_outputs(target.model, [last]) as outputs:
         _, hidden = _sample(target)
-    finally:
-        handle.remove()
-    before: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-    normed = norm(before)
+    normed = norm(outputs[last])
     if normed.shape != hidden.shape or not _agrees(normed, hidden):
         raise TargetError(
             f"moa-data does not know how {target.facts.model_type} turns the output of its last "
@@ -117,67 +116,67 @@ def decoding_problem(target: Target) -> str:
     Drafts can be verified if several calls with a KV cache give the same hidden states as one call
     without a cache.
     """
-    half = _N_TOKENS // 2
-    is_right = True
-    why = "calls with its KV cache give other hidden states than one call without it"
-    try:
-        tokens, hidden = _sample(target)
-        cache = target.make_cache()
-        target.forward(tokens[:, :half], cache)
-        cache.commit([range(half)])
-        # Feed two branches after the same token: a wrong draft, and the right token with its
-        # successor.
-        if not target.facts.has_states:
-            branches = torch.cat(
-                (tokens[:, half : half + 1], tokens[:, :1], tokens[:, half + 1 : half + 2]), dim=1
-            )
-            seen = torch.tensor(
-                [[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=target.device
-            )
-            is_right = _agrees(target.forward(branches, cache, seen)[:, 2], hidden[:, half + 1])
-            cache.commit([[]])
-        is_right = _agrees(target.forward(tokens[:, half:], cache), hidden[:, half:]) and is_right
-    # The calls run code of transformers, which may raise any of these errors.
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        is_right, why = False, first_line(error)[:200]
+    cache = target.make_cache()
+
+    def call(tokens: list[int], parents: tuple[int, ...]) -> Tensor:
+        device = target.device
+        seen = None
+        if parents:
+            # All drafts follow the first token.
+            seen = torch.eye(len(tokens), dtype=torch.bool, device=device)[None]
+            seen[:, :, 0] = True
+        hidden: Tensor = target.forward(torch.tensor([tokens], device=device), cache, seen)
+        cache.commit([range(len(tokens) - len(parents))])
+        return hidden[0]
+
+    why = _problem_of_calls(target, call, not target.facts.has_states, (None,))
     name = target.facts.model_type
-    return (
-        ""
-        if is_right
-        else f"{name} can't be decoded here ({why}), but drafters can be trained for it"
-    )
+    return why and f"{name} can't be decoded here ({why}), but drafters can be trained for it"
 
 
 @torch.inference_mode()
-def serving_problem(target: Target, call: Callable[[list[int], tuple[int, ...]], Tensor]) -> str:
+def serving_problem(target: Target, call: Call) -> str:
     """Return the reason why an engine cannot serve the target; empty if it can.
-
-    An engine can serve the target if its calls over parts of a sequence give the same hidden states
-    as one call over the whole sequence.
 
     Args:
         target: the loaded target.
-        call: takes the next tokens and the parents of the drafts among them. It returns the hidden
-            states [n, E] of these tokens, and rolls back the drafts.
+        call: the engine's call.
     """
-    half = _N_TOKENS // 2
-    why = "the calls of the engine give other hidden states than one call over the whole sequence"
+    # Engines may treat calls of one token as a special case, so the last call has only one token.
+    why = _problem_of_calls(target, call, takes_trees=True, ends=(-1, None))
+    return why and f"{why}. `moa-data generate` decodes it"
+
+
+def _problem_of_calls(
+    target: Target, call: Call, takes_trees: bool, ends: tuple[int | None, ...]
+) -> str:
+    """Return why calls over parts of the sample differ from one call over all of it, or "".
+
+    Args:
+        target: the loaded target.
+        call: runs a part of a sequence.
+        takes_trees: whether a call may verify several drafts of the same token.
+        ends: the ends of the last parts in the sample.
+    """
+    start = _N_TOKENS // 2
     try:
-        tokens, hidden = _sample(target)
+        tokens, (known,) = _sample(target)
         text = tokens[0].tolist()
-        (known,) = hidden
-        is_right = _agrees(call(text[:half], ()), known[:half])
-        # This call verifies a wrong draft and the right draft.
-        branches = call([text[half], text[0], text[half + 1]], (-1, -1))
-        is_right = _agrees(branches[[0, 2]], known[half : half + 2]) and is_right
-        # Engines may treat calls of one token as a special case, so the last call has only one
-        # token.
-        for first, last in ((half + 1, -1), (-1, None)):
-            is_right = _agrees(call(text[first:last], ()), known[first:last]) and is_right
+        is_right = _agrees(call(text[:start], ()), known[:start])
+        if takes_trees:
+            # Verify two drafts after the same token: a wrong draft and the right draft.
+            branches = call([text[start], text[0], text[start + 1]], (-1, -1))
+            start += 1
+            is_right = _agrees(branches[2:], known[start : start + 1]) and is_right
+        for end in ends:
+            is_right = _agrees(call(text[start:end], ()), known[start:end]) and is_right
+            start = end or 0
     # The calls run code of transformers, which may raise any of these errors.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        is_right, why = False, first_line(error)[:200]
-    return "" if is_right else f"{why}. `moa-data generate` decodes it"
+        return first_line(error)[:200]
+    if is_right:
+        return ""
+    return "calls over parts of a sequence give other hidden states than one call over all of it"
 
 
 def _sample(target: Target) -> tuple[Tensor, Tensor]:

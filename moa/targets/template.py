@@ -11,7 +11,6 @@ Several threads may use the same ChatTemplate.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -22,7 +21,15 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ...errors import OptionInvalid, PromptUnusable, TemplateError
 from ...text import first_line
-from .chat import Message, RejectReason, content_text, content_texts, with_functions
+from .chat import (
+    Message,
+    Rejection,
+    RejectReason,
+    content_text,
+    content_texts,
+    unpacked,
+    with_functions,
+)
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -96,15 +103,6 @@ def template_source(tokenizer: Any) -> str:
 
 _as_json = partial(json.dumps, ensure_ascii=False)
 
-# The formats with which the current rendering has asked for the time.
-_time_requests: ContextVar[list[str]] = ContextVar("_time_requests")
-
-
-def _fixed_time(form: str) -> str:
-    """Return the fixed time. In our templates, this replaces transformers' `strftime_now`."""
-    _time_requests.get().append(form)
-    return TEMPLATE_TIME.strftime(form)
-
 
 class ChatTemplate:
     """A tokenizer's chat template with its extra arguments, such as Qwen3's ``enable_thinking``.
@@ -140,11 +138,6 @@ class ChatTemplate:
         self._takes_no_content = True
         try:
             self.text = template_text(tokenizer, uses_tools)
-            if not getattr(tokenizer, "is_fast", False):
-                raise TemplateError(
-                    "the tokenizer does not tell which characters each token covers (offsets). "
-                    "Save it as a fast tokenizer (tokenizer.json)."
-                )
             self._check_program()
         except TemplateError as error:
             raise TemplateError(f"{where}: {error}") from error
@@ -153,15 +146,15 @@ class ChatTemplate:
         plain = self._try_render([user])
         prompt = self._try_render([user], add_generation_prompt=True)
         # Whether the template writes a generation prompt after a user message.
-        self.has_generation_prompt = None not in (plain, prompt) and plain != prompt
+        self.has_generation_prompt = "" not in (plain, prompt) and plain != prompt
         # The text after the last response: an end-of-turn token, and in some templates a further
         # token that ends the whole text, such as Phi-3's <|endoftext|>.
         after_last = self._text_after([user, _ANSWER])
         self.text_after_last = after_last.rstrip()
         # The white space after the last response, if the template writes nothing else there.
         self.space_after_last = "" if self.text_after_last else after_last
-        self.end_of_turn = self._find_end_of_turn(plain or "")
-        self.header = self._find_header(plain or "", prompt or "")
+        self.end_of_turn = self._find_end_of_turn(plain)
+        self.header = self._find_header(plain, prompt)
         has_tool_template = template_text(tokenizer, uses_tools=True) != self.text
         self._with_tools = (
             ChatTemplate(tokenizer, arguments, where, uses_tools=True)
@@ -183,7 +176,7 @@ class ChatTemplate:
 
     def _text_after(self, messages: list[Message]) -> str:
         """Return the text after the placeholder in a chat; empty if the template refuses it."""
-        return (self._try_render(messages) or "").partition(PLACEHOLDER)[2]
+        return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
         """Return the text that ends a response.
@@ -241,7 +234,7 @@ class ChatTemplate:
             plain: rendering of a chat with one user message.
             prompt: the same with a generation prompt.
         """
-        chat = self._try_render([_message("user"), _ANSWER]) or ""
+        chat = self._try_render([_message("user"), _ANSWER])
         if not (prompt.startswith(plain) and chat.startswith(plain)):
             return ""
         before_response = chat.removeprefix(plain).partition(PLACEHOLDER)[0]
@@ -277,22 +270,21 @@ class ChatTemplate:
         text = _OURS + self.text
         # Replace the function for each rendering, because transformers may have evicted the
         # template from its cache and compiled it again.
-        _compile_jinja_template(text).globals["strftime_now"] = _fixed_time
-        requests: list[str] = []
-        token = _time_requests.set(requests)
-        try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                list(messages) if is_shaped else self.shape(messages),
-                tools=None if tools is None else list(tools),
-                chat_template=text,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.arguments,
-            )
-        finally:
-            _time_requests.reset(token)
-            self._asked_the_time = self._asked_the_time or bool(requests)
+        _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
+        rendered: str = self.tokenizer.apply_chat_template(
+            list(messages) if is_shaped else self.shape(messages),
+            tools=None if tools is None else list(tools),
+            chat_template=text,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.arguments,
+        )
         return rendered
+
+    def _fixed_time(self, form: str) -> str:
+        """Return the fixed time. In our templates, this replaces transformers' `strftime_now`."""
+        self._asked_the_time = True
+        return TEMPLATE_TIME.strftime(form)
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
         """Convert contents and call arguments of messages to the form that the template shows."""
@@ -326,10 +318,8 @@ class ChatTemplate:
         Raises:
             TemplateError: the tokens cannot be found.
         """
-        text = (
-            self._try_render([{"role": "user", "content": PLACEHOLDER}], add_generation_prompt=True)
-            or ""
-        )
+        question = {"role": "user", "content": PLACEHOLDER}
+        text = self._try_render([question], add_generation_prompt=True)
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
         # Cut off a space before the text, because a tokenizer includes the space in the token of
@@ -348,13 +338,14 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = False,
         is_shaped: bool = False,
-    ) -> str | None:
+    ) -> str:
+        """Render a test chat. The result is empty if the template refuses the chat."""
         try:
             return self.render(
                 messages, add_generation_prompt=add_generation_prompt, is_shaped=is_shaped
             )
         except RENDER_ERRORS:
-            return None
+            return ""
 
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or may not terminate."""
@@ -395,8 +386,8 @@ class ChatTemplate:
                 self._parts_roles.add(role)
         user = self._shaped(_message("user"))
         arguments = {"key": PLACEHOLDER}
-        as_object = self._try_render([user, _call(arguments)], is_shaped=True) or ""
-        as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True) or ""
+        as_object = self._try_render([user, _call(arguments)], is_shaped=True)
+        as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
         # Inference engines turn JSON texts into objects. So a template that writes objects in
         # another form than texts must get an object.
@@ -404,7 +395,7 @@ class ChatTemplate:
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
         del call["content"]
-        self._takes_no_content = self._try_render([user, call]) is not None
+        self._takes_no_content = bool(self._try_render([user, call]))
 
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows the text of this content, and not the JSON of its parts."""
@@ -421,7 +412,7 @@ class ChatTemplate:
         # Render both chats in any case, because this also detects whether the template reads the
         # time.
         for chat in (as_texts, as_parts):
-            text = self._try_render(chat, is_shaped=True) or ""
+            text = self._try_render(chat, is_shaped=True)
             is_shown = is_shown or (PLACEHOLDER in text and not _PARTS_AS_JSON.search(text))
         return is_shown
 
@@ -445,7 +436,7 @@ class ChatTemplate:
         written = self.text
         turns = [_message(role) for role in ("system", "user", "assistant", "user")]
         for chat in (turns, turns[1:], turns[1:2]):
-            written += self._try_render(chat, add_generation_prompt=True) or ""
+            written += self._try_render(chat, add_generation_prompt=True)
         others = {token for token in added if token in written} - special
         paired: set[str] = set()
         for token in others:
@@ -455,14 +446,8 @@ class ChatTemplate:
                     paired |= pair
         return ControlTokens(_any_of(special | others - paired), _any_of(special | others))
 
-    def find_unusable_text(
-        self, messages: Sequence[Message], tools: Tools = None
-    ) -> tuple[RejectReason, str] | None:
-        """Find control tokens, unpaired surrogates, or too many characters in a chat.
-
-        Returns:
-            The reason, and a detail that names the place; None if all texts can be used.
-        """
+    def check_texts(self, messages: Sequence[Message], tools: Tools = None) -> None:
+        """Reject a chat with control tokens, unpaired surrogates, or too many characters."""
         control = self.control_tokens
         n_chars = 0
         # Tuples of a name for error messages, a value, and a pattern that the texts in the value
@@ -473,36 +458,39 @@ class ChatTemplate:
             for key, value in message.items():
                 is_framed = key != "content" or message["role"] == "tool"
                 pattern = control.framed if is_framed else control.everywhere
-                parts.append((f"message {index}", value, pattern))
                 if key == "content" and not isinstance(value, str):
                     # The template joins the parts, so a control token may begin in one part and end
                     # in another.
-                    parts.append((f"message {index}", "".join(content_texts(message)), pattern))
+                    value = [*value, "".join(content_texts(message))]
+                parts.append((f"message {index}", value, pattern))
         for index, tool in enumerate(tools or ()):
             parts.append((f"tool {index}", tool, control.framed))
         for where, value, pattern in parts:
             for text in texts(value):
                 n_chars += len(text)
                 if n_chars > MAX_CHAT_CHARS:
-                    return RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}"
+                    raise Rejection(RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}")
                 if control_token := pattern.search(text):
-                    return (
+                    raise Rejection(
                         RejectReason.SPECIAL_TOKEN_IN_CONTENT,
                         f"{where} contains {control_token.group()!r}",
                     )
                 try:
                     text.encode()
                 except UnicodeEncodeError as error:
-                    return (
+                    raise Rejection(
                         RejectReason.NO_UNICODE,
                         f"{where}, character {error.start:,}: {text[error.start]!a}",
-                    )
-        return None
+                    ) from error
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
         """Raise PromptUnusable if a text cannot be part of a prompt."""
-        if unusable := self.find_unusable_text(messages, tools):
-            raise PromptUnusable("{}: {}. Correct the text.".format(*unusable))
+        try:
+            self.check_texts(messages, tools)
+        except Rejection as rejection:
+            raise PromptUnusable(
+                f"{rejection.reason}: {rejection.detail}. Correct the text."
+            ) from rejection
 
 
 def _common_start(text: str, other: str) -> str:
@@ -567,7 +555,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     json_text = ",".join(texts).strip()
     if json_text.startswith("{"):
         try:
-            arguments = json.loads(json_text)
+            arguments: dict[str, Any] = json.loads(json_text)
         except ValueError as error:
             raise OptionInvalid(
                 f"template_kwargs is {json_text!r}, which is not a JSON object ({error})"
@@ -576,26 +564,19 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
         arguments = {}
         for text in texts:
             name, equals, value = text.partition("=")
-            if not equals or not name.strip():
+            if not equals:
                 raise OptionInvalid(
                     f"template_kwargs has {text!r}, expected NAME=VALUE such as "
                     "enable_thinking=false"
                 )
-            try:
-                arguments[name.strip()] = json.loads(value)
-            except ValueError:
-                arguments[name.strip()] = value
+            arguments[name.strip()] = unpacked(value)
     for name in arguments:
-        if name in _TAKEN:
+        if name in _TAKEN or not name.isidentifier():
             raise OptionInvalid(
-                f"template_kwargs has {name}, which moa-data sets itself; leave it out of "
-                "template_kwargs"
+                f"template_kwargs has {name!r}, expected the name of a variable of the template "
+                "that moa-data does not set itself"
             )
-        if not name.isidentifier():
-            raise OptionInvalid(
-                f"template_kwargs has {name!r}, expected the name of a variable of the template"
-            )
-    return dict(arguments)
+    return arguments
 
 
 def choose_template_arguments(

@@ -91,9 +91,9 @@ class ImportConfig(Config):
 def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
     problems = []
     if layers and name in ("eagle", "index"):
-        holds = "only the last hidden state" if name == "eagle" else "no hidden states"
         problems.append(
-            f"--layers has no meaning with --format {name}, whose files hold {holds}; leave it out"
+            f"--layers has no meaning with --format {name}, which holds no outputs of chosen "
+            "layers; leave it out"
         )
     if len(set(layers)) < len(layers):
         problems.append(

@@ -95,14 +95,10 @@ class FileFormat(ABC):
     def files(self, folder: Path) -> list[Path]:
         """Return the files below a folder, sorted by name. Numbers in names sort by value."""
 
-        def numbers(path: Path) -> list[tuple[int, str]]:
-            key: list[tuple[int, str]] = []
-            for word in re.findall(r"\d+|\D+", path.relative_to(folder).as_posix()):
-                if word.isdigit():
-                    key.append((int(word), ""))
-                else:
-                    key.append((-1, word))
-            return key
+        def words(path: Path) -> list[Any]:
+            split: list[Any] = re.split(r"(\d+)", path.relative_to(folder).as_posix())
+            split[1::2] = map(int, split[1::2])  # Every second word is a number.
+            return split
 
         paths: list[Path] = []
         for path in folder.rglob(self.pattern):
@@ -113,15 +109,14 @@ class FileFormat(ABC):
                 f"{folder} has no file named like {self.pattern}, so it is not in the format "
                 f"{self.name}. Check the folder and --format."
             )
-        return sorted(paths, key=numbers)
+        return sorted(paths, key=words)
 
     @abstractmethod
-    def read_tokens(self, path: Path) -> np.ndarray:
-        """Return the token ids of a file, int64 [S], without reading its hidden states."""
+    def read_text(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids and the loss mask of a file, int64 [S] each.
 
-    @abstractmethod
-    def read_mask(self, path: Path) -> np.ndarray:
-        """Return the loss mask of a file, int64 [S]."""
+        The hidden states are not read.
+        """
 
     @abstractmethod
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
@@ -156,12 +151,11 @@ class EagleFormat(FileFormat):
         return {"hidden_state": hidden[HIDDEN_LAST].contiguous()}
 
     @override
-    def read_tokens(self, path: Path) -> np.ndarray:
-        return _tensor(_load_checkpoint(path), "input_ids", path).flatten().long().numpy()
-
-    @override
-    def read_mask(self, path: Path) -> np.ndarray:
-        return _tensor(_load_checkpoint(path), "loss_mask", path).flatten().long().numpy()
+    def read_text(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        record = _load_checkpoint(path)
+        tokens = _tensor(record, "input_ids", path)
+        mask = _tensor(record, "loss_mask", path)
+        return tokens.flatten().long().numpy(), mask.flatten().long().numpy()
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
@@ -263,11 +257,8 @@ class SpeculatorsFormat(FileFormat):
         return save(tensors, metadata={"target_layer_ids": ids})
 
     @override
-    def read_tokens(self, path: Path) -> np.ndarray:
-        return _read_tensor(path, "token_ids").flatten().long().numpy()
-
-    @override
-    def read_mask(self, path: Path) -> np.ndarray:
+    def read_text(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        tokens = _read_tensor(path, "token_ids").flatten().long().numpy()
         rows = self._dataset(path)
         number = path.stem.removeprefix("hs_")
         row = int(number) if number.isdecimal() else len(rows)
@@ -284,12 +275,12 @@ class SpeculatorsFormat(FileFormat):
         ):
             ids = rows["input_ids"][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
             mask = rows["loss_mask"][row].values.to_numpy(zero_copy_only=False).astype(np.int64)
-        if not np.array_equal(ids, self.read_tokens(path)):
+        if not np.array_equal(ids, tokens):
             raise DatasetError(
                 f"The token_ids of {path} differ from the input_ids of row {row} of the Arrow "
                 "dataset, so the file was made from another dataset. Make the files again."
             )
-        return np.asarray(mask)
+        return tokens, mask
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:

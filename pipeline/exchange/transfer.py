@@ -10,7 +10,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ from ...files import (
     write_atomic,
 )
 from ...moa.targets.bundle import FrozenTarget, hash_target, save_target_bundle
+from ...moa.targets.chat_tokens import TokenizedChat
 from ...moa.targets.facts import load_facts
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage import schema
-from ...storage.backend import backend_of, open_path
+from ...storage.backend import backend_of
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
-from ...storage.commit import has_parts
 from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
 from ...storage.write.store import StoreWriter
@@ -44,7 +43,7 @@ from ...text import SILENT, Progress, counted
 from ..card import write_card
 from ..recode import write_parts
 from ..report import WriteReport
-from ..sequences import content_id
+from ..sequences import Sequences, TokensAndMask
 from .config import ExportConfig, ImportConfig
 from .formats import FileFormat, make_format, write_rows
 from .torch_dataset import ActivationDataset, check_fields
@@ -96,17 +95,12 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(0 if config.rows_only else n):
                 path = file_format.file(folder, i)
-                tokens = store.read(i, "tokens")
                 if not path.exists():
+                    tokens = store.read(i, "tokens")
                     data = file_format.encode(tokens, store.read(i, "response_mask"), dataset[i])
                     path.parent.mkdir(parents=True, exist_ok=True)
                     pending.append(threads.submit(write_atomic, path, data))
                     sizes.append(len(data))
-                elif not np.array_equal(file_format.read_tokens(path), tokens):
-                    raise OutputOccupied(
-                        f"{path} exists already and holds other tokens than sequence {i} of the "
-                        "store. Choose another --out, or delete the file."
-                    )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
                 exporting(i + 1, n)
@@ -255,35 +249,27 @@ def import_folder(
         facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
     file_format = make_format(config.format, config.layers, facts.n_layers)
     paths = file_format.files(folder)[: config.max_sequences]
-    texts = _read_texts(file_format, paths, facts.vocab_size, progress)
-    plan = plan_parts(texts, config.part_tokens, schema.ALIGNMENT_TOKENS)
+    sequences = _read_texts(file_format, paths, facts.vocab_size, progress)
+    plan = plan_parts(sequences.table(), config.part_tokens, schema.ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, paths[0], facts.hidden_size)
-    manifest = _manifest(config, file_format, texts, plan, specs, facts.sizes, target_folder)
-    load = partial(
-        Target.load,
-        str(target_folder),
-        getattr(facts.config, "dtype", None) or torch.float32,
-        "cpu",
-    )
-    # If the files lack the state after the final norm, the import applies the norm. The norm of a
-    # target with Llama layers is read from the store's bundle below. Other families have other
-    # kinds of norm, so load the target here to get its norm.
-    norm_of = None if file_format.gives_last or facts.family.has_llama_layers else load()
-    norm: nn.Module | None = copy.deepcopy(prove_norm(norm_of)).float() if norm_of else None
+    manifest = _manifest(config, file_format, sequences, plan, specs, facts.sizes, target_folder)
     # Load the target before the store is created, so that no store is left behind if the target
     # cannot be loaded.
-    target = norm_of if norm_of or has_parts(open_path(config.out)) else load()
+    dtype = getattr(facts.config, "dtype", None) or torch.float32
+    target = Target.load(str(target_folder), dtype, "cpu")
+    norm = None if file_format.gives_last else _final_norm(target)
     with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:
-            target = target or load()
             with store.target() as bundle:
                 save_target_bundle(target.model, target.tokenizer, bundle, config.target_layers)
-        if norm is None and not file_format.gives_last:
-            norm = FrozenTarget.load(store.target_path, sizes=facts.sizes).norm
         timings = write_parts(
             store,
             lambda row: _read_sequence(
-                file_format, paths[row["source_row"]], row["n_tokens"], specs, norm
+                file_format,
+                paths[row["source_row"]],
+                sequences.text(row["sequence_id"]),
+                specs,
+                norm,
             ),
             progress.of(f"import from {file_format.name}", "token"),
         )
@@ -291,26 +277,31 @@ def import_folder(
         command = f"moa-data import --format {config.format}"
         write_card(store.path, config.model, config.folder, licences, command)
         report = WriteReport.of(store, timings)
-        n_left_out = counted(len(paths) - texts.num_rows, "duplicate")
+        n_left_out = counted(sequences.n_duplicates, "duplicate")
         fields = ", ".join(spec.name for spec in specs)
         report.lines = [f"imported     {fields} from {file_format.name}; {n_left_out} left out"]
         store.record_run(report.record(provenance) | {"import": config.named()})
     return report
 
 
+def _final_norm(target: Target) -> nn.Module:
+    """Return the target's final norm in float32."""
+    if target.facts.family.has_llama_layers:
+        norm: nn.Module = FrozenTarget.from_model(target.model).norm
+    else:
+        norm = prove_norm(target)
+    return copy.deepcopy(norm).float()
+
+
 def _read_texts(
     file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress
-) -> pa.Table:
-    """Read the token ids and masks of all files.
-
-    Returns:
-        A table for ``plan_parts``, with one row per distinct sequence.
-    """
-    rows: dict[str, tuple[int, int, int]] = {}
+) -> Sequences:
+    """Read the token ids and masks of all files."""
+    sequences = Sequences()
+    has_response = False
     reading = progress.of("read tokens", "row")
     for row, path in enumerate(paths):
-        tokens = file_format.read_tokens(path)
-        mask = file_format.read_mask(path)
+        tokens, mask = file_format.read_text(path)
         if not len(tokens) or len(tokens) != len(mask):
             raise DatasetError(
                 f"{path} has {len(tokens)} token ids and a loss mask of length {len(mask)}. "
@@ -327,22 +318,17 @@ def _read_texts(
                 f"vocabulary has {vocab_size:,} tokens. Give the --model that the files were made "
                 "with."
             )
-        rows.setdefault(content_id(tokens, mask), (row, len(tokens), int(mask.sum())))
+        has_response = has_response or bool(mask.any())
+        chat = TokenizedChat(tokens.astype(np.int32), mask.astype(np.uint8), truncated=False)
+        sequences.add(row, chat)
         reading(row + 1, len(paths))
-    source_rows, n_tokens, n_response = zip(*rows.values(), strict=True)
-    if not any(n_response):
+    if not has_response:
         raise DatasetError(
             f"The loss masks of all {len(paths)} files, such as {paths[0]}, are 0 at every token, "
             "so there is nothing to learn. Make the files again with masks that are 1 in the "
             "answers."
         )
-    columns = {
-        "sequence_id": text_column(rows),
-        "source_row": column(np.array(source_rows, np.int64)),
-        "n_tokens": column(np.array(n_tokens, np.int32)),
-        "n_response_tokens": column(np.array(n_response, np.int32)),
-    }
-    return pa.table(columns)
+    return sequences
 
 
 def _field_specs(
@@ -366,15 +352,15 @@ def _field_specs(
 def _manifest(
     config: ImportConfig,
     file_format: FileFormat,
-    texts: pa.Table,
+    sequences: Sequences,
     plan: pa.Table,
     specs: tuple[schema.FieldSpec, ...],
     sizes: Mapping[str, Any],
     target_folder: Path,
 ) -> schema.StoreManifest:
-    identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
-    dataset = hashlib.sha256("\n".join(texts["sequence_id"].to_pylist()).encode()).hexdigest()
     counts = plan_counts(plan)
+    identities = {f"target.{key}": value for key, value in hash_target(target_folder).items()}
+    dataset = hashlib.sha256("\n".join(sequences.ids).encode()).hexdigest()
     last = (
         "as in the files"
         if file_format.gives_last
@@ -389,15 +375,15 @@ def _manifest(
             "dtype": specs[-1].dtype,
             "hidden_last": last,
             "imported_from": file_format.name,
-            "max_length": max(texts["n_tokens"].to_pylist()),
+            "max_length": int(numbers(plan, "n_tokens").max()),
             "max_sequences": config.max_sequences,
             "part_tokens": config.part_tokens,
             "target_layers": config.target_layers,
         },
+        codec=StoreCodec(LOSSLESS, specs).describe(),
         n_sequences=counts["n_sequences"],
         n_parts=counts["n_parts"],
         n_tokens=counts["n_tokens"],
-        codec=StoreCodec(LOSSLESS, specs).describe(),
         alignment_tokens=schema.ALIGNMENT_TOKENS,
     )
 
@@ -405,12 +391,11 @@ def _manifest(
 def _read_sequence(
     file_format: FileFormat,
     path: Path,
-    n_tokens: int,
+    text: TokensAndMask,
     specs: tuple[schema.FieldSpec, ...],
     norm: Callable[[Tensor], Tensor] | None,
 ) -> dict[str, np.ndarray]:
-    tokens = file_format.read_tokens(path)
-    mask = file_format.read_mask(path)
+    tokens, mask = text
     hidden = file_format.read_hidden(path)
     if norm is not None:
         # speculators' files hold the last hidden state only before the final norm. Apply the norm
@@ -418,17 +403,14 @@ def _read_sequence(
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[schema.HIDDEN_LAST] = norm(last.float()).to(last.dtype)
-    fields: dict[str, np.ndarray] = {
-        "tokens": tokens.astype(np.int32),
-        "response_mask": mask.astype(np.uint8),
-    }
+    fields = {"tokens": tokens, "response_mask": mask}
     for spec in specs[2:]:
         values = hidden[spec.name]
-        if _DTYPES.get(values.dtype) != spec.dtype or values.shape != (n_tokens, *spec.token_shape):
+        shape = [len(tokens), *spec.token_shape]
+        if _DTYPES.get(values.dtype) != spec.dtype or list(values.shape) != shape:
             raise DatasetError(
                 f"{path}: {spec.name} has type and shape {values.dtype} {list(values.shape)}, "
-                f"expected {spec.dtype} {[n_tokens, *spec.token_shape]} as in the first file. Make "
-                "the file again."
+                f"expected {spec.dtype} {shape} as in the first file. Make the file again."
             )
         if not bool(torch.isfinite(values).all()):
             raise DatasetError(

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +86,6 @@ def learning_on(device: str | torch.device, folder: Path | None, progress: Progr
     )
 
 
-class _Float32Rows:
-    """Gives rows of a tensor as float32 NumPy arrays. Rows are converted when they are read."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()
-        self.shape = tuple(tensor.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, ids: slice | np.ndarray) -> np.ndarray:
-        chosen = (
-            ids
-            if isinstance(ids, slice)
-            else torch.from_numpy(ids.astype(np.int64)).to(self._tensor.device)
-        )
-        return np.asarray(self._tensor[chosen].float().cpu())
-
-
 def calibrate(
     codec: StoreCodec,
     lengths: np.ndarray,
@@ -140,8 +120,10 @@ def calibrate(
         observations: dict[str, Observation] = {}
         for name, field in codec.learned.items():
             field.rope = target_rope(facts) if field.is_kv else None
-            field.embeddings = _Float32Rows(embeddings) if field.needs_tokens else None
-            observations[name] = stack.enter_context(closing(Observation(field, learning)))
+            field.embeddings = embeddings.detach() if field.needs_tokens else None
+            sources = [observations[source.spec.name] for source in field.sources]
+            observation = Observation(field, learning, sources)
+            observations[name] = stack.enter_context(closing(observation))
         for i, row in enumerate(rows):
             learning.progress(i, len(rows), f"sample {i + 1}/{len(rows)}")
             values = read(row)
@@ -153,53 +135,24 @@ def calibrate(
                     values[HIDDEN_LAST][positions[(positions >= 0) & (positions < lengths[row])]]
                 )
         bits: dict[str, float] = {}
-        offered: dict[str, list[np.ndarray]] = {}
-        used = set(chain.from_iterable(codec.sources.values()))
-        for name in codec.in_order:
-            if name not in observations:
-                continue
-            observation = observations[name]
-            learned = codec.learned[name]
+        for name, learned in codec.learned.items():
             if name in joint and not bits:
-                bits = _joint_bits(codec, joint, observations, offered, learning)
+                bits = _joint_bits(codec, joint, observations, learning)
             if name == HIDDEN_LAST:
                 learning.progress(0, 1, "metric of the next-token distribution")
                 head = lm_head.detach().float().cpu().numpy()
-                learned.metrics = [
-                    [logit_metric(np.concatenate(last), head, to_device=learning.to_device)]
-                ]
-            observation.learn(_features(codec, name, offered), bits.get(name))
-            if name in used:
-                offered[name] = observation.as_features()
+                metric = logit_metric(np.concatenate(last), head, learning.to_device)
+                learned.metrics = [[metric]]
+            observations[name].learn(bits.get(name))
             # Drop the references to the embeddings and to the matrices that weigh errors, so that
             # their memory is free while parts are written.
             learned.embeddings = learned.metrics = None
-
-
-def _features(
-    codec: StoreCodec, name: str, offered: Mapping[str, Sequence[np.ndarray]]
-) -> list[np.ndarray] | None:
-    """Concatenate the features of other fields from which the codec predicts field ``name``.
-
-    Args:
-        codec: the codec to fit.
-        name: name of the predicted field.
-        offered: maps each field that predicts others to its features, one array per sequence.
-
-    Returns:
-        One array per sequence of the sample, or None if no other field predicts this field.
-    """
-    by_source = [offered[source] for source in codec.sources.get(name, ())]
-    if not by_source:
-        return None
-    return [np.concatenate(features, axis=1) for features in zip(*by_source, strict=True)]
 
 
 def _joint_bits(
     codec: StoreCodec,
     joint: Sequence[str],
     observations: Mapping[str, Observation],
-    offered: Mapping[str, Sequence[np.ndarray]],
     learning: Learning,
 ) -> dict[str, float]:
     """Split the bit budget among hidden states that are encoded jointly.
@@ -218,7 +171,7 @@ def _joint_bits(
         features = list[np.ndarray]()
         for source in codec.sources.get(name, ()):
             if source not in joint:
-                features.append(np.concatenate(offered[source]))
+                features.append(np.concatenate(observations[source].features))
         features += below
         known = np.concatenate(features, axis=1) if features else None
         variances.append(left_variances(values, known, learning.to_device))

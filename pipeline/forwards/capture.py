@@ -6,22 +6,16 @@ head dim, E width.
 Sequences are padded on the right. Attention is causal, so no token of a sequence attends to the
 padding, and no mask is needed. Values computed at padding positions are discarded.
 
-A device copies asynchronously only to pinned memory. Pinned memory is slow to allocate and is never
-returned to the system. Each batch in flight therefore uses a slot, a set of pinned buffers that is
-reused by later batches::
+A CUDA device copies asynchronously only to pinned memory, which torch keeps and reuses when a batch
+is freed. Each batch is copied on a stream of its own::
 
     main thread    forward 4 | forward 5 | forward 6 |
-    copy stream      copy 3  |   copy 4  |   copy 5  |      waits only for the forward
-    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy, releases the slot
-
-A slot belongs to one batch until the writer has encoded the entire batch. If a slot were reused
-earlier, the device would overwrite values that the writer is still reading.
+    copy streams     copy 3  |   copy 4  |   copy 5  |      waits only for the forward
+    writer thread    write 2 |   write 3 |   write 4 |      waits for the copy
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,84 +25,10 @@ from torch import Tensor
 from ...errors import TargetError
 from ...moa.nn.kv import cache_layers, new_cache, pack_kv
 from ...moa.targets.facts import TargetFacts
-from ...moa.targets.families import text_model
-from ...moa.targets.live import layer_outputs, mark_moment, seconds_between
+from ...moa.targets.families import layer_outputs, text_model
+from ...moa.targets.live import Mark, mark_moment, seconds_between
 from ...storage.codecs.registry import StoreCodec
-from ...storage.schema import StoredArray
 from ..config import ActivationSpec
-
-
-class HostSlots:
-    """Pinned host memory for ``n_slots`` batches in flight, filled on a separate CUDA stream."""
-
-    def __init__(self, device: torch.device, n_slots: int) -> None:
-        self._device = device
-        self.free = deque[HostSlot]()
-        for _ in range(n_slots):
-            self.free.append(HostSlot(self))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def allocate(self, n_bytes: int) -> Tensor:
-        """Allocate pinned host memory, uint8 [n_bytes]."""
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
-        """Queue copies, given as (source, target), behind all work queued on the device so far.
-
-        Returns:
-            A function that waits for the copies and returns their duration in seconds.
-        """
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            began = mark_moment(self._device)
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-                # Without this call, the allocator could reuse the source's memory before the copy
-                # is done.
-                source.record_stream(self._stream)
-            return partial(seconds_between, began, mark_moment(self._device))
-
-
-class HostSlot:
-    """Pinned memory for the copies of one batch at a time.
-
-    ``wait`` waits for the copies and returns their duration in seconds.
-    """
-
-    def __init__(self, slots: HostSlots) -> None:
-        self._slots = slots
-        self._buffers: list[Tensor] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self.wait: Callable[[], float] = lambda: 0.0
-
-    def reserve(self, source: Tensor) -> Tensor:
-        """Reserve host memory for a copy of a tensor.
-
-        Returns:
-            An unfilled host tensor with the shape and dtype of the source.
-        """
-        index = len(self._copies)
-        n_bytes = source.numel() * source.element_size()
-        if index == len(self._buffers):
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[index].numel() < n_bytes:
-            # torch's allocator rounds pinned memory up to a power of two anyway. Ask for that size,
-            # so that larger batches can use all of the buffer.
-            self._buffers[index] = self._slots.allocate(1 << (n_bytes - 1).bit_length())
-        target = self._buffers[index][:n_bytes].view(source.dtype).view(source.shape)
-        self._copies.append((source, target))
-        return target
-
-    def start(self) -> None:
-        """Start the copies of all tensors passed to :meth:`reserve`."""
-        self.wait = self._slots.copy(self._copies)
-
-    def release(self) -> None:
-        """Free the slot for another batch. The values in the slot must not be read afterwards."""
-        self.wait()  # A copy still in progress would overwrite values of the next batch.
-        self._copies.clear()
-        self._slots.free.append(self)
 
 
 @dataclass(frozen=True)
@@ -124,13 +44,13 @@ class Capture:
     # Maps each field that is not encoded to its values, [B, T, *token_shape]. kv is
     # [B, T, L, H_kv, 2, d] with keys after RoPE. hidden/last and hidden/layer_k are [B, T, E].
     fields: dict[str, Tensor]
-    # Maps each encoded field to its stored arrays, and each stored array to the concatenated rows
-    # of all sequences, [n_rows, *row_shape].
-    codes: dict[str, dict[StoredArray, Tensor]] = field(default_factory=dict)
+    # For each sequence, maps each encoded field to its stored arrays, and the name of each stored
+    # array to its rows, [n_rows, *row_shape]. Empty if no field is encoded.
+    codes: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
     # Maps each field of keys and values to the target's layers along the field's layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # Pinned memory that the values are copied to; None if they were not copied asynchronously.
-    slot: HostSlot | None = None
+    # Marks at the start and the end of an asynchronous copy from the device.
+    copying: tuple[Mark, Mark] | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
         """Encode fields with the store's codec, on the device. Lossless fields are not encoded.
@@ -140,65 +60,54 @@ class Capture:
             names: names of the sequences, for error messages.
         """
         plain: dict[str, Tensor] = {}
-        lossy_names: list[str] = []
+        lossy: dict[str, Tensor] = {}
         for name, activations in self.fields.items():
             if codec.fields[name].is_identity:
                 plain[name] = activations
             else:
-                lossy_names.append(name)
-        codecs = codec.only(lossy_names)
-        if not codecs.fields:
+                lossy[name] = activations
+        if not lossy:
             return self
         self.check_finite(names)
-        codes: dict[str, dict[StoredArray, Tensor]] = {}
+        lossy_codec = codec.only(lossy)
+        codes: list[dict[str, dict[str, Any]]] = []
         with torch.inference_mode():
-            encoded: list[dict[str, dict[str, Any]]] = []
             for index, n_tokens in enumerate(self.n_tokens):
                 values: dict[str, Tensor] = {}
-                for name in codecs.fields:
-                    values[name] = self.fields[name][index, :n_tokens]
+                for name, activations in lossy.items():
+                    values[name] = activations[index, :n_tokens]
                 tokens = self.tokens[index, :n_tokens]
-                encoded.append(codecs.encode(values, tokens, is_finite=True))
-            for name, field_codec in codecs.fields.items():
-                codes[name] = {}
-                for array in field_codec.arrays:
-                    rows_of_sequences = [rows[name][array.name] for rows in encoded]
-                    codes[name][array] = _concatenate(rows_of_sequences)
+                codes.append(lossy_codec.encode(values, tokens, is_finite=True))
         return replace(self, fields=plain, codes=codes)
 
-    def to_host(self, slots: HostSlots | None = None) -> "Capture":
+    def to_host(self) -> "Capture":
         """Copy the values to host memory.
 
-        Args:
-            slots: pinned memory for an asynchronous copy. The caller must call `wait` before it
-                reads the values. None copies synchronously.
-
-        Raises:
-            IndexError: no slot is free.
+        Copies from a CUDA device are asynchronous: call :meth:`wait` before the values are read.
         """
-        if slots is None:
+        device = self.tokens.device
+        if device.type != "cuda":
             return self._mapped(Tensor.cpu)
-        slot = slots.free.popleft()
-        copies = self._mapped(slot.reserve)
-        slot.start()
-        return replace(copies, slot=slot)
+        # torch reuses pinned memory when all work queued on the stream of its copy is done. On a
+        # shared stream, this would include the copies of later batches.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            began = mark_moment(device)
+            copies = self._mapped(_start_copy)
+            return replace(copies, copying=(began, mark_moment(device)))
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> "Capture":
         finite = _each_moved(self.finite, move)
         fields = _each_moved(self.fields, move)
-        codes: dict[str, dict[StoredArray, Tensor]] = {}
-        for name, rows_by_array in self.codes.items():
-            codes[name] = _each_moved(rows_by_array, move)
+        codes: list[dict[str, dict[str, Tensor]]] = []
+        for by_field in self.codes:
+            codes.append({name: _each_moved(rows, move) for name, rows in by_field.items()})
         return replace(self, finite=finite, fields=fields, codes=codes)
 
     def wait(self) -> float:
-        """Wait for the copies and return their duration in seconds."""
-        return 0.0 if self.slot is None else self.slot.wait()
-
-    def release(self) -> None:
-        """Release the pinned memory. The values must not be read afterwards."""
-        if self.slot is not None:
-            self.slot.release()
+        """Wait for an asynchronous copy and return its duration in seconds."""
+        return 0.0 if self.copying is None else seconds_between(*self.copying)
 
     def check_finite(self, names: Sequence[str]) -> None:
         """Refuse NaN and infinity. The error names the first such sequence, field and layer."""
@@ -226,30 +135,23 @@ class Capture:
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]
             return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
-        rows_by_array = {}
-        for array, rows in self.codes[name].items():
-            start = sum(array.n_rows(n_tokens) for n_tokens in self.n_tokens[:index])
-            rows_by_array[array.name] = rows[
-                start : start + array.n_rows(self.n_tokens[index])
-            ].numpy()
-        return rows_by_array
+        return {array: rows.numpy() for array, rows in self.codes[index][name].items()}
+
+
+def _start_copy(source: Tensor) -> Tensor:
+    """Start copying a tensor to pinned host memory, on the current CUDA stream."""
+    copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    copied.copy_(source, non_blocking=True)
+    # Without this call, the allocator could reuse the source's memory before the copy is done.
+    source.record_stream(torch.cuda.current_stream(source.device))
+    return copied
 
 
 def _each_moved(
-    tensors: Mapping[Any, Tensor], move: Callable[[Tensor], Tensor]
-) -> dict[Any, Tensor]:
+    tensors: Mapping[str, Tensor], move: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Return a dict with the same keys, in which each tensor is replaced by ``move(tensor)``."""
     return {key: move(tensor) for key, tensor in tensors.items()}
-
-
-def _concatenate(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along axis 0.
-
-    torch has few kernels for uint16, so uint16 tensors are viewed as int16 for this.
-    """
-    if rows[0].dtype == torch.uint16:
-        return torch.cat([part.view(torch.int16) for part in rows]).view(torch.uint16)
-    return torch.cat(list(rows))
 
 
 def capture(

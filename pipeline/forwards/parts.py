@@ -4,7 +4,7 @@ A part of a store is a group of sequences that is committed as a whole. ``extrac
 share this loop. Its stages form a pipeline, in which each stage works on a different batch::
 
     main thread    runs the forward, gathers the activations, runs lossy codecs on the device
-    copy stream    copies from the device to pinned host memory (``capture``)
+    copy streams   copy from the device to pinned host memory (``capture``)
     writer thread  cuts values into chunks, has them encoded, writes them (``storage.write.part``)
     encoders       encode chunks to bytes, on ``n_encode_threads`` threads (``storage.chunk``)
 
@@ -33,13 +33,14 @@ from ...moa.targets.loading import load_target_model
 from ...storage.chunk import EncodePool
 from ...storage.codecs.registry import StoreCodec
 from ...storage.plan import numbers
+from ...storage.read.store import ActivationStore
 from ...storage.write.addition import StoreAddition
 from ...storage.write.part import PartWriter
 from ...storage.write.store import StoreWriter
 from ...text import SILENT, Progress
 from ..config import ActivationSpec
 from ..report import PartProgress, Timings
-from .capture import Capture, HostSlots, capture
+from .capture import Capture, capture
 
 _BATCHES_AHEAD = 2
 """Maximum number of tasks in the writer thread's queue.
@@ -47,25 +48,38 @@ _BATCHES_AHEAD = 2
 The queue keeps the forwards running during a slow write, such as the end of a part.
 """
 # Maximum number of batches in host memory: those queued for the writer thread, one that is being
-# written, and one that is being copied from the device.
-N_HOST_SLOTS = _BATCHES_AHEAD + 2
+# written, one whose last chunks are being encoded, and one that is being copied from the device.
+N_HOST_BATCHES = _BATCHES_AHEAD + 3
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """Which activations are kept, and how the target runs to compute them."""
+
+    spec: ActivationSpec  # The activations that are kept.
+    codec: StoreCodec  # The codec of the kept activations.
+    dtype: str  # The dtype of the kept activations.
+    # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
+    batch_tokens: int
+    # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
+    # the last bits of the activations may differ.
+    uses_cache: bool
+    n_encode_threads: int
+
+    def capture(self, target: Target, sequences: Sequence[np.ndarray]) -> Capture:
+        """Run the target over a batch of token ids, int32 [n_tokens] each."""
+        dtype = getattr(torch, self.dtype)
+        return capture(target.model, sequences, self.spec, dtype, self.uses_cache)
 
 
 @dataclass(frozen=True)
 class Forwards:
     """Runs the target over batches and keeps the requested activations."""
 
+    settings: CaptureSettings
     target: Target
-    spec: ActivationSpec  # The activations that are kept.
-    codec: StoreCodec  # The codec of the kept activations.
-    dtype: torch.dtype  # The dtype of the kept activations.
-    batch_tokens: int  # Maximum tokens per forward, including padding.
-    # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
-    # the last bits of the activations may differ.
-    uses_cache: bool
     # Maps a sequence id to the token ids (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
-    n_encode_threads: int
     # Function that computes the activations of a batch of token ids, int32 [n_tokens] each, in
     # place of the target. None runs the target.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
@@ -74,7 +88,7 @@ class Forwards:
         """Compute the activations of a batch, with the engine if there is one, or the target."""
         if self.engine is not None:
             return self.engine(tokens)
-        return capture(self.target.model, tokens, self.spec, self.dtype, self.uses_cache)
+        return self.settings.capture(self.target, tokens)
 
 
 def run_parts(
@@ -97,10 +111,8 @@ def run_parts(
     """
     keep_freed_memory()
     start = time.perf_counter()
-    device = forwards.target.device
-    pool = EncodePool(forwards.n_encode_threads)
+    pool = EncodePool(forwards.settings.n_encode_threads)
     writer = BackgroundWriter()
-    slots = HostSlots(device, N_HOST_SLOTS) if device.type == "cuda" else None
     open_parts: list[PartWriter] = []
     counter = PartProgress(progress, store)
 
@@ -110,14 +122,16 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            counter.look()
+            # Open the part before commits are counted again: another process may have committed the
+            # part since it was chosen, which is noticed when it is published.
             out = store.part(part, pool)
             # Earlier parts may still be queued for the writer thread: more than one if each part
             # is a single batch.
             open_parts = [earlier for earlier in open_parts if earlier.is_open]
             open_parts.append(out)
-            for batch in batches(out.sequences, forwards.batch_tokens):
-                done = _run_batch(forwards, batch, slots)
+            counter.look()
+            for batch in batches(out.sequences, forwards.settings.batch_tokens):
+                done = _run_batch(forwards, batch)
                 waiting = time.perf_counter()
                 writer.submit(partial(_write_batch, out, done, timings))
                 timings.wait_s += time.perf_counter() - waiting
@@ -160,7 +174,7 @@ def sequence_name(row: Mapping[str, Any]) -> str:
     return f"{row['sequence_id'][:12]} (row {row['source_row']} of the dataset)"
 
 
-def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> _Batch:
+def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
     """Run the target over a batch, encode on the device, and start the copy to the host."""
     names: list[str] = []
     texts: list[tuple[np.ndarray, np.ndarray]] = []
@@ -171,7 +185,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table, slots: HostSlots | None) -> 
     began = mark_moment(forwards.target.device)
     captured = forwards.capture(tokens)
     span = began, mark_moment(forwards.target.device)
-    copied = captured.encode(forwards.codec, names).to_host(slots)
+    copied = captured.encode(forwards.settings.codec, names).to_host()
     return _Batch(batch["first_token"].to_pylist(), texts, names, copied, span)
 
 
@@ -188,8 +202,6 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
             out.write(
                 field, first_token, text[field] if field in text else captured.rows(field, index)
             )
-    out.settle()
-    captured.release()
     # Reading the duration of the forward does not wait, because the copies ran after the forward
     # and are done.
     timings.forward_s += seconds_between(*batch.span)
@@ -268,8 +280,10 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
     The forward may compute in another dtype.
     """
     with store.publishing("target"):
-        if store.has_target and n_layers_kept <= held_layers(store.target_path):
-            return  # Another process has written the bundle.
+        if store.has_target:
+            with ActivationStore(store.path, parts=()) as reader:
+                if n_layers_kept <= held_layers(reader.target_path):
+                    return  # Another process has written the bundle.
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:

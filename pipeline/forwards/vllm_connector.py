@@ -70,24 +70,15 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed
 
 
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse settings of vLLM under which the KV cache lacks values that a store needs."""
-    parallel = vllm_config.parallel_config
-    cache = vllm_config.cache_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise ValueError(
-                f"{name} is {getattr(parallel, name)}, so each worker would hold only some of the "
-                "heads, layers or tokens. Set it to 1."
-            )
-    if cache.cache_dtype not in ("auto", "bfloat16"):
+    """Refuse targets whose KV cache in vLLM lacks values that a store needs.
+
+    `VllmSource` chooses all other settings, but a target's config.json can choose the cache's dtype.
+    """
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in ("auto", "bfloat16"):
         raise ValueError(
-            f"kv_cache_dtype is {cache.cache_dtype}, which would round the keys and values. Set it "
-            "to auto."
-        )
-    if cache.enable_prefix_caching:
-        raise ValueError(
-            "Prefix caching is on, so the hidden states of a cached prefix would be missing. Turn "
-            "it off."
+            f"kv_cache_dtype is {cache_dtype}, which would round the keys and values. Set it to "
+            "auto."
         )
     for group in kv_cache_config.kv_cache_groups:
         for name, spec in layer_specs(group).items():
@@ -149,12 +140,6 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None: ...
-
-    @override
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
 
     @override
     def request_finished_all_groups(
@@ -226,8 +211,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Start the copies that the scheduler has requested, and report the requests whose blocks
         # have been copied.
         if self.has_connector_metadata():
-            metadata = self._get_connector_metadata()
-            for save in metadata.saves if isinstance(metadata, Saves) else ():
+            for save in self._get_connector_metadata().saves:
                 self._begin(save)
         self._finished |= finished_req_ids
         copied: set[str] = set()

@@ -125,9 +125,7 @@ class Engine:
                 + "."
             )
         for name, drafter in self.drafters.items():
-            if drafter.reads(target.facts.n_layers, drafter.config).kv and hasattr(
-                target.facts.config, "kv_lora_rank"
-            ):
+            if drafter.config.reads.kv and hasattr(target.facts.config, "kv_lora_rank"):
                 raise TargetError(
                     f"drafter {name!r} can't be served: it reads latents (compressed keys and "
                     f"values) of {target.facts.model_type}, which the server does not keep. "

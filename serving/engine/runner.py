@@ -19,7 +19,7 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ...moa.nn.masks import to_device
 from ...moa.targets.bundle import FrozenTarget
-from ...moa.targets.families import text_model
+from ...moa.targets.families import layer_outputs, text_model
 from ...moa.targets.fused import FusedBody, fuse
-from ...moa.targets.live import Target, layer_outputs
+from ...moa.targets.live import Target, limited_threads
 from .attention import ATTENTION, BatchedAttention, Segment, SegmentAttention
 
 # Several threads pay off if a linear layer of average size needs at least this many
@@ -96,17 +96,9 @@ class Runner:
         """Return the target weights that drafters need, with the LM head as the runner packs it."""
         return FrozenTarget.from_model(self._model, n_layers)
 
-    @contextlib.contextmanager
-    def threads(self, n_tokens: int) -> Iterator[None]:
+    def threads(self, n_tokens: int) -> contextlib.AbstractContextManager[None]:
         """Limit PyTorch to one thread if several threads do not pay off for ``n_tokens``."""
-        # Threads synchronize after every matrix product. A waiting thread either occupies a core or
-        # has to be woken up. For few tokens this costs more time than several threads save.
-        n_before = torch.get_num_threads()
-        torch.set_num_threads(n_before if n_tokens * self._n_values >= _FEWEST_PRODUCTS else 1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(n_before)
+        return limited_threads(n_tokens * self._n_values < _FEWEST_PRODUCTS)
 
     def run(
         self,

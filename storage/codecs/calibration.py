@@ -25,6 +25,7 @@ from array_api_compat import array_namespace
 
 from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
+from .field import to_device_of
 
 # Type of functions that move a NumPy array to the device on which large matrix products run. See
 # ``codecs.field.Learning``.
@@ -77,7 +78,7 @@ class Sample:
     a hidden state. The file is deleted when it is closed.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.lengths: list[int] = []
         # Token ids of each sequence, int [n_tokens]. The list is empty if the codec does not use
         # token ids.
@@ -108,6 +109,13 @@ class Sample:
             out[...] = self.read(entry)
         return rows
 
+    def sequence(self, index: int) -> list[list[np.ndarray]]:
+        """Read the parts of all layer groups of one sequence, in the form that :meth:`add` takes."""
+        groups: list[list[np.ndarray]] = []
+        for entries in self._kept[index]:
+            groups.append([self.read(entry) for entry in entries])
+        return groups
+
     def keep(self, array: np.ndarray) -> Kept:
         """Append a float32 array to the file."""
         entry = Kept(self._file.seek(0, os.SEEK_END), array.shape)
@@ -117,9 +125,7 @@ class Sample:
     def read(self, kept: Kept) -> np.ndarray:
         """Read an array that :meth:`keep` wrote."""
         self._file.seek(kept.offset_bytes)
-        return np.frombuffer(self._file.read(4 * math.prod(kept.shape)), np.float32).reshape(
-            kept.shape
-        )
+        return np.fromfile(self._file, np.float32, math.prod(kept.shape)).reshape(kept.shape)
 
     def close(self) -> None:
         """Close the file, which frees its disk space."""
@@ -184,10 +190,7 @@ def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
 
 
 def learn_basis(
-    sample: PackedSequences,
-    metric: np.ndarray | None,
-    scale: np.ndarray,
-    to_device: ToDevice = np.asarray,
+    sample: PackedSequences, metric: np.ndarray | None, scale: np.ndarray, to_device: ToDevice
 ) -> Basis:
     """Learn means and principal axes of one part: keys, values or a hidden state.
 
@@ -207,13 +210,13 @@ def learn_basis(
         values -= means[mean_rows(0, len(values))]
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
-        axes = principal_axes(sample.values, to_device).T * scale
+        axes = principal_axes(to_device(sample.values)).T * scale
         # The store holds the axes in float16. Round them first, so that encoding (analysis) uses
         # the same axes as decoding (synthesis).
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, to_device)
-    weighted = on_host(to_device(sample.values) @ to_device(on_host(factor).astype(np.float32)))
-    axes = to_device(principal_axes(weighted, to_device).astype(np.float64))
+    weighted = to_device(sample.values) @ to_device(on_host(factor).astype(np.float32))
+    axes = to_device(principal_axes(weighted).astype(np.float64))
     analysis = on_host(factor @ axes)
     synthesis = on_host(array_namespace(axes).linalg.solve(factor.T, axes)).T
     return Basis(
@@ -232,17 +235,15 @@ def metric_scale(metric: np.ndarray) -> float:
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
 
-def token_features(
-    embeddings: Array, tokens: np.ndarray, to_device: ToDevice = np.asarray
-) -> np.ndarray:
+def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -> np.ndarray:
     """Compute features of every token id, from which its keys and values are predicted.
 
     The keys and values of the first layer (before RoPE) are a function of the token's normalised
     embedding. The keys and values of the other layers partly depend on that embedding.
 
     Args:
-        embeddings: The target's input embeddings, float32 [vocab_size, width], or an object that
-            returns their rows for slices and for arrays of ids.
+        embeddings: The target's input embeddings, [vocab_size, width], of any float dtype and on
+            any device.
         tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
             ``MAX_FEATURES``, they are projected on the directions in which the embeddings of these
             tokens have the largest variance.
@@ -253,7 +254,11 @@ def token_features(
     """
     axes = None
     if embeddings.shape[1] > MAX_FEATURES:
-        axes = to_device(principal_axes(_normalised(embeddings[tokens]), to_device, MAX_FEATURES))
+        rows = array_namespace(embeddings).take(
+            embeddings, to_device_of(tokens, embeddings), axis=0
+        )
+        sample = to_device(_normalised(rows))
+        axes = to_device(principal_axes(sample, MAX_FEATURES))
     blocks = []
     # Convert the embeddings in blocks: all of them in float32 would take 2 GB for Llama-3-8B.
     for start in range(0, len(embeddings), _VOCABULARY_BLOCK):
@@ -264,13 +269,15 @@ def token_features(
     return np.concatenate(blocks)
 
 
-def _normalised(embeddings: np.ndarray) -> np.ndarray:
-    scale = np.sqrt(np.square(embeddings).mean(1, keepdims=True))
-    return np.asarray(embeddings / np.maximum(scale, 1e-12))
+def _normalised(embeddings: Array) -> np.ndarray:
+    xp = array_namespace(embeddings)
+    values = on_host(xp.astype(embeddings, xp.float32))
+    scale = np.sqrt(np.square(values).mean(1, keepdims=True))
+    return np.asarray(values / np.maximum(scale, 1e-12))
 
 
 def learn_regression(
-    features: Sequence[np.ndarray], sample: PackedSequences, to_device: ToDevice = np.asarray
+    features: Sequence[np.ndarray], sample: PackedSequences, to_device: ToDevice
 ) -> np.ndarray:
     """Learn a linear prediction of a part by ridge regression.
 
@@ -298,10 +305,10 @@ def learn_regression(
     return np.linalg.solve(gram, product).astype(np.float16).astype(np.float32)
 
 
-def principal_axes(
-    rows: np.ndarray, to_device: ToDevice = np.asarray, max_axes: int | None = None
-) -> np.ndarray:
+def principal_axes(rows: Array, max_axes: int | None = None) -> np.ndarray:
     """Compute the principal axes of rows [n, width] without centring, sorted by falling variance.
+
+    The products and decompositions run on the device of the rows.
 
     The axes are exact if the width is at most ``EXACT_WIDTH``. For wider rows, subspace iteration
     from a fixed start computes at most n axes.
@@ -313,37 +320,34 @@ def principal_axes(
     n, width = rows.shape
     max_axes = min(width, MAX_COMPONENTS if max_axes is None else max_axes)
     axes = (
-        _exact_axes(rows, max_axes, to_device)
+        _exact_axes(rows, max_axes)
         if width <= EXACT_WIDTH
-        else _leading_axes(rows, min(max_axes, n), to_device)
+        else _leading_axes(rows, min(max_axes, n))
     )
     largest = np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0)
     return np.asarray(axes * np.where(largest < 0, -1.0, 1.0).astype(axes.dtype), dtype=np.float32)
 
 
-def _exact_axes(rows: np.ndarray, n_axes: int, to_device: ToDevice) -> np.ndarray:
-    moved = to_device(rows)
-    xp = array_namespace(moved)
+def _exact_axes(rows: Array, n_axes: int) -> np.ndarray:
+    xp = array_namespace(rows)
     dtype = xp.float64 if rows.shape[1] <= _PRECISE_WIDTH else xp.float32
-    _, vectors = xp.linalg.eigh(xp.astype(moved.T @ moved, dtype))
+    _, vectors = xp.linalg.eigh(xp.astype(rows.T @ rows, dtype))
     return on_host(vectors)[:, ::-1][:, :n_axes]
 
 
-def _leading_axes(rows: np.ndarray, n_axes: int, to_device: ToDevice) -> np.ndarray:
+def _leading_axes(rows: Array, n_axes: int) -> np.ndarray:
     width = rows.shape[1]
     start = np.random.default_rng(0).standard_normal(
         (width, min(width, n_axes + _OVERSAMPLING)), dtype=np.float32
     )
-    moved = to_device(rows)
-    subspace = to_device(start)
-    xp = array_namespace(moved)
-    subspace = xp.linalg.qr(subspace)[0]
+    xp = array_namespace(rows)
+    subspace = xp.linalg.qr(to_device_of(start, rows))[0]
     for _ in range(_POWER_ITERATIONS):
-        subspace = xp.linalg.qr(moved.T @ (moved @ subspace))[0]
-    projected = moved @ subspace
+        subspace = xp.linalg.qr(rows.T @ (rows @ subspace))[0]
+    projected = rows @ subspace
     _, vectors = xp.linalg.eigh(xp.astype(projected.T @ projected, xp.float64))
     ordered = np.ascontiguousarray(on_host(vectors)[:, ::-1][:, :n_axes], np.float32)
-    return on_host(subspace @ to_device(ordered))
+    return on_host(subspace @ to_device_of(ordered, rows))
 
 
 def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
@@ -367,7 +371,7 @@ def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
 
 
 def logit_metric(
-    hidden: np.ndarray, head: np.ndarray, batch_tokens: int = 256, to_device: ToDevice = np.asarray
+    hidden: np.ndarray, head: np.ndarray, to_device: ToDevice, batch_tokens: int = 256
 ) -> np.ndarray:
     """Compute how errors of the last hidden state change the target's next-token distribution.
 
@@ -378,8 +382,8 @@ def logit_metric(
     Args:
         hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].
         head: Weight of the LM head, float32 [vocab_size, width].
-        batch_tokens: Number of tokens whose logits are in memory at once.
         to_device: Moves an array to the device on which large matrix products run.
+        batch_tokens: Number of tokens whose logits are in memory at once.
 
     Returns:
         The metric, float64 [width, width].

@@ -258,16 +258,13 @@ class GroupTransform:
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
         rows = to_device_of(mean_rows(0, parts[0].shape[0]), parts[0])
-        if constants["regression"]:
-            residuals: list[Array] = []
-            for values, matrix in zip(parts, constants["regression"], strict=True):
-                residuals.append(values - features @ matrix)
-            parts = residuals
         scaled: list[Array] = []
-        for values, mean, analysis in zip(
-            parts, constants["mean"], constants["analysis"], strict=True
-        ):
-            scaled.append((values - xp.take(mean, rows, axis=0)) @ analysis)
+        for part, values in enumerate(parts):
+            residual = values
+            if constants["regression"]:
+                residual = values - features @ constants["regression"][part]
+            mean = xp.take(constants["mean"][part], rows, axis=0)
+            scaled.append((residual - mean) @ constants["analysis"][part])
         # The components are sorted by part. Reorder them to the stored order, in which codes with
         # similar statistics are neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
@@ -306,7 +303,7 @@ class GroupTransform:
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        early = to_device_of(mean_rows(first_position, n_tokens), columns)
+        rows = to_device_of(mean_rows(first_position, n_tokens), columns)
 
         def matrix_of(name: str, part: int) -> Array:
             matrix = constants[name][part]
@@ -318,14 +315,7 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            # Most reads start after the early positions. In that case all tokens have the same
-            # mean, and no gather is needed.
-            late = (
-                mean[EARLY_POSITIONS, :]
-                if first_position >= EARLY_POSITIONS
-                else xp.take(mean, early, axis=0)
-            )
-            decoded.append(product + late)
+            decoded.append(product + xp.take(mean, rows, axis=0))
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
@@ -457,9 +447,12 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
     The shape changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
     """
-    by_layer = xp.reshape(matrix, (matrix.shape[0], n_layers, -1))
+    n_rows, width = matrix.shape
+    # A part may have no components, so `reshape` cannot infer a length from the number of values.
+    by_layer = xp.reshape(matrix, (n_rows, n_layers, width // n_layers))
     ids = to_device_of(np.asarray(layers, np.int32), matrix)
-    return xp.reshape(xp.take(by_layer, ids, axis=1), (matrix.shape[0], -1))
+    selected_width = width // n_layers * len(layers)
+    return xp.reshape(xp.take(by_layer, ids, axis=1), (n_rows, selected_width))
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:

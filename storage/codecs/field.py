@@ -18,6 +18,8 @@ from ..schema import Array, FieldSpec, StoredArray
 Codes = Mapping[str, Array]  # Name of a stored array -> its rows.
 # Indices of the layers to decode, on the field's layer axis and in this order. None for all layers.
 Layers = list[int] | None
+# Stored array -> the indices along axis 1 to read. None to read whole rows.
+Selection = dict[StoredArray, list[int] | None]
 
 
 def to_device_of(array: np.ndarray, like: Array) -> Array:
@@ -95,10 +97,10 @@ class FieldCodec:
 
         Args:
             codes: Name of a stored array -> the rows that cover the tokens, from
-                ``first_position`` on. The arrays are those of ``arrays_of(layers)`` and all arrays
-                of the ``sources``. Along axis 1, the rows have the indices that ``indices_of``
-                returns. If this codec or a source ``needs_tokens``, there is also the key
-                ``"tokens"`` with the token ids, int [at least n_tokens].
+                ``first_position`` on. The arrays, and the indices of the rows along axis 1, are
+                those that ``arrays_read(layers)`` returns. If this codec or a source
+                ``needs_tokens``, there is also the key ``"tokens"`` with the token ids, int
+                [at least n_tokens].
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
             layers: The layers to decode. None for all.
@@ -109,23 +111,19 @@ class FieldCodec:
         """
         raise NotImplementedError
 
-    def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
-        """Return the members of ``arrays`` that are needed to decode these layers."""
-        return self.arrays
+    def arrays_of(self, layers: Layers) -> Selection:
+        """Select the members of ``arrays`` that are needed to decode these layers."""
+        selection: Selection = {}
+        for array in self.arrays:
+            selection[array] = None if array.layer_axis is None else layers
+        return selection
 
-    def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
-        """Return the indices along axis 1 of an array that are needed to decode these layers.
-
-        None means that whole rows are needed.
-        """
-        return None if array.layer_axis is None else layers
-
-    def arrays_read(self, layers: Layers = None) -> tuple[StoredArray, ...]:
-        """Return all arrays that are read to decode these layers, including those of sources."""
-        arrays = list(self.arrays_of(layers))
+    def arrays_read(self, layers: Layers = None) -> Selection:
+        """Select the arrays that are read to decode these layers, including those of sources."""
+        selection = self.arrays_of(layers)
         for source in self.sources:
-            arrays += source.arrays_read()
-        return tuple(dict.fromkeys(arrays))
+            selection |= source.arrays_read()
+        return selection
 
     def with_sources(self) -> "list[FieldCodec]":
         """List the codecs that are needed to decode this field.

@@ -183,20 +183,16 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     start = np.concatenate(
         [np.zeros((len(steps), 1), np.int64), first_index, np.full((len(steps), 1), n)], axis=1
     )
+    fewer_levels_top = 0
     for levels in LEVELS:
         top = (levels - 1) // 2
-        useful = max_code >= 1 and (
-            levels == LEVELS[0] or (LEVELS[LEVELS.index(levels) - 1] - 1) // 2 < max_code
-        )
-        if not useful:
+        if max_code <= fewer_levels_top:
+            # Fewer levels cover all codes already.
             never = zeros + np.inf
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
-        cut = (
-            start
-            if top >= max_code
-            else np.concatenate([start[:, : top + 1], start[:, -1:]], axis=1)
-        )
+        fewer_levels_top = top
+        cut = np.concatenate([start[:, : min(top, max_code) + 1], start[:, -1:]], axis=1)
         counts = np.diff(np.arange(n + 1.0)[cut], axis=1)
         s1 = np.diff(sums[cut], axis=1)
         s2 = np.diff(squares[cut], axis=1)
@@ -354,21 +350,21 @@ class _FittedPart(NamedTuple):
     # quantisers are measured: an array [n_tokens, n_components].
     components: Kept
     variances: np.ndarray  # Variance of each component, [n_components].
-    energy: float  # Mean over tokens of the sum of squares of the part's values.
+    weight: float  # Factor by which the squared error of each component is multiplied.
 
 
 class _MeasuredGroup(NamedTuple):
-    """A layer group, and the quantisers that were measured for its hopeful components.
+    """The quantisers that were measured for the hopeful components of a layer group.
 
-    A component is hopeful if it may get bits. ``hopeful`` are the indices of these components,
-    ascending, counted through all parts of the group.
+    A component is hopeful if it may get bits. The components of the keys come first, then those of
+    the values.
     """
 
-    parts: Sequence[_FittedPart]
-    hopeful: np.ndarray
-    # Where the file of the sample holds these components: an array [n_tokens, len(hopeful)].
+    part: np.ndarray  # The part of each hopeful component.
+    component: np.ndarray  # Index of each hopeful component among all components of its part.
+    # Where the file of the sample holds the hopeful components: an array [n_tokens, n_hopeful].
     components: Kept
-    options: Quantisers  # [len(hopeful), n_options]
+    options: Quantisers  # [n_hopeful, n_options]
 
 
 def fit_groups(
@@ -376,9 +372,9 @@ def fit_groups(
     n_layers: Sequence[int],
     n_parts: int,
     bits_per_token: float,
-    metrics: Sequence[Sequence[np.ndarray]] | None = None,
-    features: Sequence[np.ndarray] | None = None,
-    learning: Learning | None = None,
+    metrics: Sequence[Sequence[np.ndarray]] | None,
+    features: Sequence[np.ndarray] | None,
+    learning: Learning,
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
@@ -395,12 +391,11 @@ def fit_groups(
             None for the relative errors described above.
         features: Features of each sequence, float32 [n_tokens, n_features], from which the values
             are predicted. None for no prediction.
-        learning: Settings of learning. None for the defaults.
+        learning: Settings of learning.
 
     Returns:
         One fit per group. Its bases contain only the components that are stored.
     """
-    learning = learning or Learning()
     n_bases = len(n_layers) * n_parts
     n_steps = n_bases + _FIT_ROUNDS + 1
     fitted: list[list[_FittedPart]] = []
@@ -414,26 +409,25 @@ def fit_groups(
                 _fit_part(sample, group, part, n_layers[group], metric, features, learning)
             )
     learning.progress(n_bases, n_steps, "quantisers")
-    groups = _measure_groups(sample, fitted, _weights(fitted, n_layers, metrics), bits_per_token)
+    groups = _measure_groups(sample, fitted, bits_per_token)
     options = _concatenated(group.options for group in groups)
-    ends = np.cumsum([len(group.hopeful) for group in groups])[:-1]
+    ends = np.cumsum([len(group.component) for group in groups])[:-1]
     # The estimated bits differ from the stored bits by a few percent, so the budget of the
     # estimated bits is scaled until the stored bits meet ``bits_per_token``.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
         learning.progress(n_bases + 1 + fit_round, n_steps, f"bytes, round {fit_round + 1}")
         columns_of_groups: list[coding.CodeColumns] = []
-        group_bits: list[float] = []
+        stored = 0.0
         for measured, index in zip(groups, np.split(allocate(options, budget), ends), strict=True):
             columns, bits = _order_codes(
                 sample.read(measured.components),
                 measured.options.chosen(index),
-                measured.hopeful,
-                [len(part.variances) for part in measured.parts],
+                measured.part,
+                measured.component,
             )
             columns_of_groups.append(columns)
-            group_bits.append(bits)
-        stored = sum(group_bits)
+            stored += bits
         if abs(stored / bits_per_token - 1) < _RATE_TOLERANCE:
             break
         budget *= bits_per_token / stored
@@ -469,102 +463,68 @@ def _fit_part(
     basis = learn_basis(rows, metric, scale, move)
     del rows  # Free the memory before the next rows are read.
     rows = sample.rows(group, part, others)
-    square_sum = 0.0
-    for values in rows.sequences:
-        square_sum += np.square(values, dtype=np.float64).sum()
-    energy = float(square_sum / len(rows.values))
+    if metric is None:
+        # The basis was learned from values divided by the scale of their layer. After this
+        # division, all layers have the same sum of squares: the part's energy (mean over tokens of
+        # the sum of squares) divided by the number of layers. Errors are measured relative to it.
+        square_sum = 0.0
+        for values in rows.sequences:
+            square_sum += np.square(values, dtype=np.float64).sum()
+        weight = n_layers / max(float(square_sum / len(rows.values)), 1e-30)
+    else:
+        # ``learn_basis`` has divided the matrix that weighs errors by this number.
+        weight = metric_scale(metric)
     for i, values in zip(others, rows.sequences, strict=True):
         if features is not None and regression is not None:
             values -= features[i] @ regression
         values -= basis.mean[coding.mean_rows(0, len(values))]
     components = on_host(move(rows.values) @ move(np.ascontiguousarray(basis.analysis)))
     variances = (components.astype(np.float64) ** 2).mean(0)
-    return _FittedPart(regression, basis, sample.keep(components), variances, energy)
-
-
-def _weights(
-    fitted: Sequence[Sequence[_FittedPart]],
-    n_layers: Sequence[int],
-    metrics: Sequence[Sequence[np.ndarray]] | None,
-) -> list[np.ndarray]:
-    """Return the factor by which the squared error of each principal component is multiplied.
-
-    Returns:
-        One array [n_components] per layer group. The components of the keys come first, then those
-        of the values.
-    """
-    weights = []
-    for group, parts in enumerate(fitted):
-        # The basis was learned from values divided by the scale of their layer. After this
-        # division, all layers have the same sum of squares: the part's energy divided by the number
-        # of layers. Errors are measured relative to this sum.
-        part_weights: list[float] = []
-        for part in parts:
-            part_weights.append(n_layers[group] / max(part.energy, 1e-30))
-        if metrics is not None:
-            # ``learn_basis`` has divided the matrix that weighs errors by ``metric_scale``, so
-            # errors must be multiplied by this number.
-            part_weights = [metric_scale(metric) for metric in metrics[group]]
-        weights.append(np.repeat(part_weights, [len(part.variances) for part in parts]))
-    return weights
+    return _FittedPart(regression, basis, sample.keep(components), variances, weight)
 
 
 def _measure_groups(
-    sample: Sample,
-    fitted: Sequence[Sequence[_FittedPart]],
-    weights: Sequence[np.ndarray],
-    bits_per_token: float,
+    sample: Sample, fitted: Sequence[Sequence[_FittedPart]], bits_per_token: float
 ) -> list[_MeasuredGroup]:
     """Measure quantisers for the components of each group that may get bits.
 
-    These are the components whose variance is above a tenth of the water level, and in each group
-    the one with the largest variance. ``weights`` are those that :func:`_weights` returns.
+    These are the components whose weighted variance is above a tenth of the water level, and in
+    each group the one with the largest weighted variance.
     """
     variances: list[np.ndarray] = []
-    for parts, group_weights in zip(fitted, weights, strict=True):
-        variances.append(np.concatenate([part.variances for part in parts]) * group_weights)
+    for parts in fitted:
+        variances.append(np.concatenate([part.variances * part.weight for part in parts]))
     level = water_level(np.concatenate(variances), bits_per_token)
     base_step = float(np.sqrt(12 * level))
     groups: list[_MeasuredGroup] = []
-    for parts, group_weights, group_variances in zip(fitted, weights, variances, strict=True):
-        is_above = group_variances > _HOPELESS * level
-        hopeful = np.union1d(np.flatnonzero(is_above), np.argmax(group_variances))
-        components = _hopeful_components(sample, parts, hopeful)
-        options = measure_options(sample.read(components), group_weights[hopeful], base_step)
-        groups.append(_MeasuredGroup(parts, hopeful, components, options))
+    for parts, group_variances in zip(fitted, variances, strict=True):
+        is_hopeful = group_variances > _HOPELESS * level
+        is_hopeful[np.argmax(group_variances)] = True
+        ends = np.cumsum([len(part.variances) for part in parts])
+        by_part = [np.flatnonzero(flags) for flags in np.split(is_hopeful, ends[:-1])]
+        n_hopeful = [len(ids) for ids in by_part]
+        values = [
+            sample.read(part.components)[:, ids] for part, ids in zip(parts, by_part, strict=True)
+        ]
+        components = sample.keep(np.concatenate(values, axis=1))
+        del values  # Free the memory before the components are read again.
+        weights = np.repeat([part.weight for part in parts], n_hopeful)
+        options = measure_options(sample.read(components), weights, base_step)
+        part_of = np.repeat(np.arange(len(parts)), n_hopeful)
+        groups.append(_MeasuredGroup(part_of, np.concatenate(by_part), components, options))
     return groups
 
 
-def _hopeful_components(sample: Sample, parts: Sequence[_FittedPart], hopeful: np.ndarray) -> Kept:
-    """Copy the hopeful components of a group, those that may get bits, to one array on disk.
-
-    Args:
-        sample: The sample, whose file the array is written to.
-        parts: The fitted parts of the group.
-        hopeful: Indices of these components, ascending, counted through all parts of the group.
-
-    Returns:
-        Offset and shape of this array, which is float32 [n_tokens, len(hopeful)].
-    """
-    first = 0
-    chosen = []
-    for part in parts:
-        ids = hopeful[(hopeful >= first) & (hopeful < first + len(part.variances))] - first
-        chosen.append(sample.read(part.components)[:, ids])
-        first += len(part.variances)
-    return sample.keep(np.concatenate(chosen, axis=1))
-
-
 def _order_codes(
-    sample: np.ndarray, quantisers: Quantisers, component: np.ndarray, part_sizes: list[int]
+    sample: np.ndarray, quantisers: Quantisers, part: np.ndarray, component: np.ndarray
 ) -> tuple[coding.CodeColumns, float]:
     """Order the codes of a group, and split them into runs.
 
     Args:
         sample: Components of the sample's tokens, float32 [n_tokens, n_components].
         quantisers: The chosen quantiser of each component, [n_components].
-        component: Index of each component, counted through all parts of the group, [n_components].
-        part_sizes: Number of components of each part: keys and values, or a hidden state.
+        part: The part of each component, [n_components].
+        component: Index of each component among all components of its part, [n_components].
 
     Returns:
         The columns of codes, and the bits per token that they take in a store.
@@ -605,32 +565,28 @@ def _order_codes(
         counts = np.stack(histograms) / len(packed)
         per_byte = coding.CODES_PER_BYTE[levels]
         n_left = int((levels_of == levels).sum())
-        start = 0
         # Bytes with different statistics need different Huffman codes, so each run gets an array or
         # pieces of its own.
-        for end in split_by_statistics(counts, CHUNK_TOKENS):
-            n_digits = min((end - start) * per_byte, n_left)
+        ends = split_by_statistics(counts, CHUNK_TOKENS)
+        for run in np.split(packed, ends[:-1], axis=1):
+            n_digits = min(run.shape[1] * per_byte, n_left)
             arrays += [n_arrays] * n_digits
-            bits += _stored_bits(packed[:, start:end])
+            bits += _stored_bits(run)
             n_arrays += 1
             n_left -= n_digits
-            start = end
-    # The indices of components count through all parts of the group: first the keys, then the
-    # values.
-    firsts = np.concatenate([[0], np.cumsum(part_sizes)])
-    part = np.searchsorted(firsts, component[ids], side="right") - 1
-    columns_table = coding.CodeColumns(
-        part=part.astype(np.int32),
-        component=(component[ids] - firsts[part]).astype(np.int32),
-        array=np.array(arrays, np.int32),
-        levels=levels_of.astype(np.int32),
+    columns = coding.CodeColumns(
+        part=part[ids],
+        component=component[ids],
+        array=np.array(arrays),
+        levels=levels_of,
         step=quantisers.step[ids],
-        is_high=is_high.astype(np.float32),
+        is_high=is_high,
         rounding=quantisers.rounding[ids],
-        shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids].astype(np.float32),
-        shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids].astype(np.float32),
+        shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids],
+        shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids],
     )
-    return columns_table, bits
+    # Convert the columns to the dtypes in which readers load them.
+    return coding.CodeColumns.from_table(columns.table()), bits
 
 
 def _stored_bits(rows: np.ndarray) -> float:
@@ -673,9 +629,7 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
 # takes ``0.5 * log2((v + d) / d)`` bits. Variances and errors are divided by each state's energy.
 
 
-def left_variances(
-    values: np.ndarray, known: np.ndarray | None = None, to_device: ToDevice = np.asarray
-) -> np.ndarray:
+def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDevice) -> np.ndarray:
     """Compute the variances that remain in a hidden state after a linear prediction.
 
     Args:

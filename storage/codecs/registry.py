@@ -17,10 +17,9 @@ from ..paths import StorePath
 from ..schema import CODEC_NAME, FLOAT_DTYPES, TOKENS, Array, FieldSpec, StoredArray, StoreManifest
 from .field import FieldCodec, LosslessCodec
 from .int8 import INT8, Int8Codec
-from .transform import TRANSFORM_GRAMMAR, TransformCodec, TransformSettings, side_by_side
+from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
-TRANSFORM = "transform"
 BASIS_NAME = "basis.safetensors"
 # Name of the new basis file while fields are added to a store. The file is renamed to BASIS_NAME
 # after its hash is in store.json.
@@ -53,7 +52,7 @@ class StoreCodec:
         sources: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.name = name
-        settings = _settings(name)
+        settings = None if name in (LOSSLESS, INT8) else TransformSettings.parse(name)
         self.fields: dict[str, FieldCodec] = {}
         for spec in specs:
             self.fields[spec.name] = _field_codec(name, settings, spec)
@@ -101,22 +100,6 @@ class StoreCodec:
                 source_names[name] = tuple(source.spec.name for source in codec.sources)
         return source_names
 
-    def with_sources(self, name: str) -> list[str]:
-        """List the names of the fields that are needed to decode a field.
-
-        These are its sources (the fields from which it is predicted), their sources, and the field
-        itself.
-        """
-        return [codec.spec.name for codec in self.fields[name].with_sources()]
-
-    @property
-    def in_order(self) -> list[str]:
-        """Names of all fields, ordered so that each field follows its sources."""
-        needed: list[str] = []
-        for name in self.fields:
-            needed += self.with_sources(name)
-        return [name for name in dict.fromkeys(needed) if name in self.fields]
-
     def encode(
         self, values: Mapping[str, Array], tokens: Array, is_finite: bool = False
     ) -> dict[str, dict[str, Array]]:
@@ -134,34 +117,27 @@ class StoreCodec:
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
-        sources = self.sources
-        used = set(chain.from_iterable(sources.values()))
-        for name in self.in_order:
+        used = set(chain.from_iterable(self.sources.values()))
+        learned = self.learned
+        # The codecs that learn follow their sources, the fields from which they are predicted.
+        for name in dict.fromkeys([*learned, *self.fields]):
             if name not in values:
                 continue
-            names = sources.get(name, ())
-            # The sources of a field are the fields from which it is predicted. If the caller gave
-            # no values for them, the field's codec gets no features, and raises an error that names
-            # the sources.
-            has_all = bool(names) and set(names) <= offered.keys()
-            features = side_by_side([offered[source] for source in names]) if has_all else None
+            codec = self.fields[name]
             if not is_finite:
-                self.fields[name].check_finite(values[name])
-            encoded[name] = self.fields[name].encode(values[name], tokens, features)
+                codec.check_finite(values[name])
+            known = [offered[source.spec.name] for source in codec.sources]
+            features = side_by_side(known) if known else None
+            encoded[name] = codec.encode(values[name], tokens, features)
             if name in used:
                 codes = encoded[name] | {TOKENS: tokens}
-                offered[name] = self.learned[name].as_features(
-                    codes, 0, len(values[name]), features
-                )
+                offered[name] = learned[name].as_features(codes, 0, len(values[name]), features)
         return encoded
 
     @property
     def arrays(self) -> list[StoredArray]:
         """All stored arrays, field by field."""
-        arrays: list[StoredArray] = []
-        for codec in self.fields.values():
-            arrays += codec.arrays
-        return arrays
+        return list(chain.from_iterable(codec.arrays for codec in self.fields.values()))
 
     @property
     def is_lossless(self) -> bool:
@@ -172,12 +148,14 @@ class StoreCodec:
     def learned(self) -> dict[str, TransformCodec]:
         """Field name -> codec, for the field codecs that learn from a sample of sequences.
 
-        All of them must have learned before ``describe`` and ``files`` are called.
+        Each codec follows its sources. All of them must have learned before ``describe`` and
+        ``files`` are called.
         """
+        ordered = chain.from_iterable(codec.with_sources() for codec in self.fields.values())
         learned: dict[str, TransformCodec] = {}
-        for name, codec in self.fields.items():
-            if isinstance(codec, TransformCodec):
-                learned[name] = codec
+        for codec in ordered:
+            if isinstance(codec, TransformCodec) and codec.spec.name in self.fields:
+                learned[codec.spec.name] = codec
         return learned
 
     @property
@@ -244,16 +222,13 @@ class StoreCodec:
             ) from error
         # Load the sources of a field before the field: their number of features determines the
         # shapes of the field's regressions.
-        learned = self.learned
-        for name in self.in_order:
-            if name not in learned:
-                continue
+        for name, codec in self.learned.items():
             prefix = f"{name}:"
             state: dict[str, np.ndarray] = {}
             for key, array in arrays.items():
                 if key.startswith(prefix):
                     state[key.removeprefix(prefix)] = array
-            learned[name].load_state(state)
+            codec.load_state(state)
 
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
@@ -344,24 +319,6 @@ def _recorded_sources(manifest: StoreManifest) -> dict[str, list[str]]:
     return sources
 
 
-def _settings(name: str) -> TransformSettings | None:
-    """Parse the name of a codec. Return None for ``lossless`` and ``int8``, which have no settings.
-
-    Raises:
-        CodecUnknown: No codec has this name.
-    """
-    if name in (LOSSLESS, INT8):
-        return None
-    if name.split(":")[0] != TRANSFORM:
-        raise CodecUnknown(
-            f"Unknown codec {name!r}. Use one of: {', '.join((LOSSLESS, INT8, TRANSFORM_GRAMMAR))}."
-        )
-    try:
-        return TransformSettings.parse(name)
-    except ValueError as error:
-        raise CodecUnknown(str(error)) from error
-
-
 def _field_codec(name: str, settings: TransformSettings | None, spec: FieldSpec) -> FieldCodec:
     if name == LOSSLESS or spec.dtype not in FLOAT_DTYPES:
         return LosslessCodec(spec)
@@ -369,5 +326,5 @@ def _field_codec(name: str, settings: TransformSettings | None, spec: FieldSpec)
         return Int8Codec(spec)
     try:
         return TransformCodec(spec, settings)
-    except ValueError as error:
+    except CodecUnknown as error:
         raise CodecUnknown(f"Codec {name!r}: {error}") from error

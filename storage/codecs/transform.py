@@ -38,7 +38,8 @@ read the codes of its sources.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -46,8 +47,8 @@ import numpy as np
 from array_api_compat import array_namespace, device
 from typing_extensions import override
 
-from ...errors import StoreError
-from ..schema import HIDDEN_LAST, KV_AXES, TOKENS, Array, FieldSpec, StoredArray
+from ...errors import CodecUnknown, StoreError
+from ..schema import HIDDEN_LAST, KV_AXES, TOKENS, Array, FieldSpec
 from .calibration import Sample, on_host, token_features
 from .coding import (
     CODES_PER_BYTE,
@@ -60,7 +61,7 @@ from .coding import (
     piece_bytes,
     row_bytes,
 )
-from .field import Codes, FieldCodec, Layers, Learning, to_device_of
+from .field import Codes, FieldCodec, Layers, Learning, Selection, to_device_of
 from .fit import fit_groups
 
 # Largest width of the keys of a layer group if the codec's name does not set the size of the
@@ -116,20 +117,21 @@ class TransformSettings:
         """Parse a name of the form :data:`TRANSFORM_GRAMMAR`.
 
         Raises:
-            ValueError: The name does not have this form, or a number of bits is outside 0.05 to 10.
+            CodecUnknown: The name does not have this form, or a number of bits is outside 0.05 to
+                10.
         """
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ValueError(
-                f"Codec {name!r} does not have the form {TRANSFORM_GRAMMAR}, in this order. "
-                "Examples: transform:1.0, transform:0.5,hidden=0.9@group4, "
+            raise CodecUnknown(
+                f"Unknown codec {name!r}. Use lossless, int8 or {TRANSFORM_GRAMMAR}, in this "
+                "order. Examples: transform:1.0, transform:0.5,hidden=0.9@group4, "
                 "transform:0.88,tokens@all."
             )
         kv_bits = float(match["kv"])
         hidden_bits = float(match["hidden"]) if match["hidden"] else None
         for bits in (kv_bits, kv_bits if hidden_bits is None else hidden_bits):
             if not 0.05 <= bits <= MAX_BITS:
-                raise ValueError(
+                raise CodecUnknown(
                     f"Codec {name!r}: the number of bits per value must be from 0.05 to 10, not "
                     f"{bits:g}. For more bits, use the codec lossless."
                 )
@@ -172,15 +174,14 @@ class TransformSettings:
             return -(-n_layers // n_groups)
         size = min(self.group_layers, n_layers)
         if size > max_layers:
-            raise ValueError(
-                f"a group of {size} layers is too large for one basis: its keys have "
+            raise CodecUnknown(
+                f"A group of {size} layers is too large for one basis: its keys have "
                 f"{layer_width:,} numbers per layer, {size * layer_width:,} in all, but the limit "
                 f"is {MAX_BASIS_WIDTH:,}. Use at most @group{max_layers}."
             )
         return size
 
 
-@dataclass(frozen=True, eq=False)
 class Rope:
     """Applies a target's rotary position embedding (RoPE) to keys, or undoes it.
 
@@ -190,19 +191,19 @@ class Rope:
     ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except for
     YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
     embedding).
+
+    Args:
+        inv_freq: Radians per position, [rotary_dim / 2]. If the layers have different rotations:
+            [n_layers, rotary_dim / 2].
+        scaling: Factor of the rotated dimensions, one number or [n_layers].
     """
 
-    # Radians per position, float32 [rotary_dim / 2]. If the layers have different rotations:
-    # [n_layers, rotary_dim / 2].
-    inv_freq: np.ndarray
-    scaling: np.ndarray  # Factor of the rotated dimensions, float32 [] or [n_layers].
-    # Cached tables of cosine and sine at positions from 0 on. A key of this mapping names the array
-    # library, the device, and whether the rotation is undone.
-    _kept: dict[str, list[Array]] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inv_freq", np.asarray(self.inv_freq, np.float32))
-        object.__setattr__(self, "scaling", np.asarray(self.scaling, np.float32))
+    def __init__(self, inv_freq: np.ndarray, scaling: np.ndarray) -> None:
+        self.inv_freq = np.asarray(inv_freq, np.float32)
+        self.scaling = np.atleast_1d(np.asarray(scaling, np.float32))
+        # Cached tables of cosine and sine at positions from 0 on. A key of this mapping names the
+        # array library, the device, and whether the rotation is undone.
+        self._kept: dict[str, list[Array]] = {}
         if (
             not np.isfinite(self.inv_freq).all()
             or not (np.isfinite(self.scaling) & (self.scaling > 0)).all()
@@ -218,7 +219,7 @@ class Rope:
         if (
             self.inv_freq.shape not in (half, (n_layers, *half))
             or 2 * sum(half) > head_dim
-            or self.scaling.shape not in ((), (n_layers,))
+            or self.scaling.shape not in ((1,), (n_layers,))
         ):
             raise ValueError(
                 f"inv_freq of shape {self.inv_freq.shape} and scaling of shape "
@@ -255,7 +256,7 @@ class Rope:
 
         Each table is float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2].
         """
-        if self.inv_freq.ndim == 2 or self.scaling.ndim == 1:
+        if self.inv_freq.ndim == 2 or len(self.scaling) > 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
         # All layers share the tables, which are cached, so that they are not computed and copied to
         # the device again for the next sequence.
@@ -276,7 +277,7 @@ class Rope:
         scaling = self.scaling
         if layers is not None:
             frequencies = frequencies[layers] if frequencies.ndim == 2 else frequencies
-            scaling = scaling[layers] if scaling.ndim == 1 else scaling
+            scaling = scaling[layers] if len(scaling) > 1 else scaling
         # Compute in float64: float32 is not precise enough for the large angles of late positions.
         angles = positions[:, None, None].astype(np.float64) * np.atleast_2d(frequencies).astype(
             np.float64
@@ -309,13 +310,13 @@ class TransformCodec(FieldCodec):
         self.is_kv = spec.axes[1:] == KV_AXES
         super().__init__(spec, settings.bits(spec))
         if spec.layers is not None:
-            raise ValueError(
-                "transform codecs do not support fields with the keys and values of only some "
+            raise CodecUnknown(
+                "Transform codecs do not support fields with the keys and values of only some "
                 f"layers, such as {spec.name!r}. Use the codec lossless or int8."
             )
         if not self.is_kv and len(spec.token_shape) != 1:
-            raise ValueError(
-                f"transform codecs support only kv and hidden states, but {spec.name!r} has the "
+            raise CodecUnknown(
+                f"Transform codecs support only kv and hidden states, but {spec.name!r} has the "
                 f"axes {spec.axes}. Use the codec lossless."
             )
         self.settings = settings
@@ -339,8 +340,8 @@ class TransformCodec(FieldCodec):
         # hidden state.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
-            raise ValueError(
-                f"field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, but "
+            raise CodecUnknown(
+                f"Field {spec.name!r} has {self.layer_width:,} numbers per token in a layer, but "
                 f"transform codecs support at most {MAX_BASIS_WIDTH:,}. Use the codec lossless or "
                 "int8."
             )
@@ -420,7 +421,7 @@ class TransformCodec(FieldCodec):
         if self.rope is not None:
             state |= {
                 "rope/inv_freq": self.rope.inv_freq,
-                "rope/scaling": np.atleast_1d(self.rope.scaling),
+                "rope/scaling": self.rope.scaling,
             }
         if self._features is not None:
             state["tokens/features"] = self._features
@@ -446,22 +447,18 @@ class TransformCodec(FieldCodec):
         """
         try:
             if self.is_kv and "rope/inv_freq" in state:
-                # If all layers have the same scaling, it is stored as an array of one number.
-                scaling = np.asarray(state["rope/scaling"]).reshape(-1)
-                self.rope = Rope(
-                    state["rope/inv_freq"], scaling[0] if len(scaling) == 1 else scaling
-                )
+                self.rope = Rope(state["rope/inv_freq"], state["rope/scaling"])
                 self.rope.check_fits(self._n_layers, self.spec.token_shape[-1])
-            features = (
-                np.asarray(state["tokens/features"], np.float16) if self.needs_tokens else None
-            )
-            if features is not None and (features.ndim != 2 or not len(features)):
-                raise ValueError(
-                    f"array tokens/features has shape {features.shape}, expected [vocab_size, "
-                    "n_features]"
-                )
-            n_features = 0 if features is None else features.shape[1]
-            n_features += sum(source.n_features for source in self.sources)
+            features = None
+            n_features = sum(source.n_features for source in self.sources)
+            if self.needs_tokens:
+                features = np.asarray(state["tokens/features"], np.float16)
+                if features.ndim != 2 or not len(features):
+                    raise ValueError(
+                        f"array tokens/features has shape {features.shape}, expected [vocab_size, "
+                        "n_features]"
+                    )
+                n_features += features.shape[1]
             fits: list[GroupFit] = []
             for group, layers in enumerate(self.groups):
                 fits.append(self._load_group(state, group, layers, n_features))
@@ -486,26 +483,28 @@ class TransformCodec(FieldCodec):
 
         width = len(layers) * self.layer_width
         bases = []
-        for part in map(str, range(self.n_parts)):
+        regressions: list[np.ndarray] = []
+        for part in range(self.n_parts):
             mean = load(f"{part}/mean", EARLY_POSITIONS + 1, width)
             synthesis = load(f"{part}/synthesis", None, width)
             if f"{group}/{part}/analysis" in state:
-                bases.append(
-                    Basis(mean, synthesis, load(f"{part}/analysis", width, len(synthesis)))
-                )
-                continue
-            # Bases that earlier releases wrote have no array of scales. Their scales are 1.
-            has_scale = f"{group}/{part}/scale" in state
-            scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
-            bases.append(Basis.scaled(mean, synthesis, scale))
+                analysis = load(f"{part}/analysis", width, len(synthesis))
+                bases.append(Basis(mean, synthesis, analysis))
+            else:
+                # Bases that earlier releases wrote have no array of scales. Their scales are 1.
+                has_scale = f"{group}/{part}/scale" in state
+                scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
+                bases.append(Basis.scaled(mean, synthesis, scale))
+            if n_features:
+                regressions.append(load(f"{part}/regression", n_features, width))
         table = load("columns", None, len(CodeColumns._fields))
         columns = CodeColumns.from_table(table)
         n_components = np.array([len(basis.synthesis) for basis in bases])
-        part = np.clip(columns.part, 0, self.n_parts - 1)
+        known_part = np.clip(columns.part, 0, self.n_parts - 1)
         is_valid = (
-            (columns.part == part)
+            (columns.part == known_part)
             & (columns.component >= 0)
-            & (columns.component < n_components[part])
+            & (columns.component < n_components[known_part])
             & np.isin(columns.levels, list(CODES_PER_BYTE))
             & np.isfinite(table).all(axis=1)
         )
@@ -514,9 +513,6 @@ class TransformCodec(FieldCodec):
                 f"the codec file is damaged: array {group}/columns has an entry that is NaN, "
                 "infinite or out of range"
             )
-        regressions: list[np.ndarray] = []
-        for part_index in range(self.n_parts if n_features else 0):
-            regressions.append(load(f"{part_index}/regression", n_features, width))
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
@@ -586,22 +582,14 @@ class TransformCodec(FieldCodec):
 
     @override
     def decode(
-        self, codes: Codes, first_position: int, n_tokens: int, layers: Layers = None
-    ) -> Array:
-        return self._decode(codes, first_position, n_tokens, layers, None)
-
-    def _decode(
         self,
         codes: Codes,
         first_position: int,
         n_tokens: int,
-        layers: Layers,
-        features: Array | None,
+        layers: Layers = None,
+        features: Array | None = None,
     ) -> Array:
-        """Decode tokens as :meth:`decode` does, with given ``features`` of the ``sources``.
-
-        If ``features`` is None, the sources are decoded first to compute their features.
-        """
+        # Without given features of the ``sources``, decode the sources first.
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
@@ -610,8 +598,6 @@ class TransformCodec(FieldCodec):
                 [source.as_features(codes, first_position, n_tokens) for source in self.sources]
             )
         codes = self._split(codes, layers)
-        if not self.is_kv:
-            return groups[0].decode(codes, first_position, n_tokens, 1, None, features)[0]
         # Decode group by group, because each group has its own basis. At the end, put the layers in
         # the requested order.
         decoded: list[Array] = []
@@ -650,7 +636,7 @@ class TransformCodec(FieldCodec):
             features: Features of the ``sources``. None to decode them from ``codes``.
         """
         if not self.is_kv:
-            return self._decode(codes, first_position, n_tokens, None, features)
+            return self.decode(codes, first_position, n_tokens, None, features)
         of_tokens = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
         codes = self._split(codes, None)
         all_features: list[Array] = []
@@ -661,20 +647,14 @@ class TransformCodec(FieldCodec):
         return side_by_side(all_features)
 
     @override
-    def arrays_of(self, layers: Layers) -> tuple[StoredArray, ...]:
+    def arrays_of(self, layers: Layers) -> Selection:
         groups = self._learned()
+        group_ids = self._groups_of(layers)
         if self._pieces is not None:
-            return self.arrays
-        arrays: list[StoredArray] = []
-        for group in self._groups_of(layers):
-            arrays += groups[group].arrays
-        return tuple(arrays)
-
-    @override
-    def indices_of(self, array: StoredArray, layers: Layers) -> list[int] | None:
-        if self._pieces is None or array != self._pieces.array or layers is None:
-            return None
-        return self._pieces.of_groups(self._groups_of(layers))
+            indices = None if layers is None else self._pieces.of_groups(group_ids)
+            return {self._pieces.array: indices}
+        arrays = chain.from_iterable(groups[group].arrays for group in group_ids)
+        return dict.fromkeys(arrays)
 
     def parts(self, values: Array) -> list[list[Array]]:
         """Split a sequence into groups of layers, and each group into its keys and its values.
@@ -701,9 +681,7 @@ class TransformCodec(FieldCodec):
         return groups
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
-        """Undo :meth:`parts`: join the layer groups of a sequence, and rotate the keys again."""
-        if not self.is_kv:
-            return groups[0][0]
+        """Undo :meth:`parts`: join the groups of keys and values, and rotate the keys again."""
         assembled: list[Array] = []
         for parts, layers in zip(groups, self.groups, strict=True):
             assembled.append(self._assemble(parts, 0, layers))
@@ -713,8 +691,10 @@ class TransformCodec(FieldCodec):
         """Rotate the decoded keys of some layers, and stack the keys and the values.
 
         Returns:
-            [n_tokens, len(layers), n_kv_heads, 2, head_dim].
+            [n_tokens, len(layers), n_kv_heads, 2, head_dim]. The part itself for a hidden state.
         """
+        if not self.is_kv:
+            return parts[0]
         _, n_heads, _, head_dim = self.spec.token_shape
         xp = array_namespace(*parts)
         shape = (parts[0].shape[0], len(layers), n_heads, head_dim)
@@ -747,9 +727,7 @@ class TransformCodec(FieldCodec):
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
         # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
         # device is unusable.
-        ids = xp.minimum(
-            xp.maximum(ids, xp.zeros_like(ids)), xp.zeros_like(ids) + (len(self._features) - 1)
-        )
+        ids = xp.clip(ids, 0, len(self._features) - 1)
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
@@ -767,7 +745,7 @@ class TransformCodec(FieldCodec):
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
     def _groups_of(self, layers: Layers) -> list[int]:
-        wanted = range(self._n_layers) if layers is None or not self.is_kv else layers
+        wanted = range(self._n_layers) if layers is None else layers
         groups: list[int] = []
         for group, members in enumerate(self.groups):
             if not set(members).isdisjoint(wanted):
@@ -787,13 +765,20 @@ class Observation(Sample):
     """The sample of sequences from which the transform codec of one field learns.
 
     The sample is on disk. Sequences are added one at a time.
+
+    Args:
+        codec: The codec that learns.
+        learning: Settings of learning.
+        sources: The observations of the codec's ``sources``, which learn before this one.
     """
 
-    def __init__(self, codec: TransformCodec, learning: Learning) -> None:
+    def __init__(
+        self, codec: TransformCodec, learning: Learning, sources: "Sequence[Observation]" = ()
+    ) -> None:
         super().__init__(learning.folder)
         self._codec = codec
         self._learning = learning
-        self._features: Sequence[np.ndarray] | None = None
+        self._sources = sources
 
     def observe(self, values: np.ndarray, tokens: np.ndarray | None = None) -> None:
         """Add a sequence.
@@ -817,15 +802,10 @@ class Observation(Sample):
         """Read all tokens of the sample of a hidden state: float32 [n_tokens, width]."""
         return self.rows(0, 0, range(len(self.lengths))).values
 
-    def learn(
-        self, features: Sequence[np.ndarray] | None = None, bits: float | None = None
-    ) -> None:
+    def learn(self, bits: float | None = None) -> None:
         """Let the codec learn from the sample. The same sample gives the same state.
 
         Args:
-            features: For each sequence, the features from which the field is predicted: those of
-                all its ``sources`` (:meth:`as_features`), concatenated along axis 1. None without
-                sources.
             bits: Budget of bits per token of the field. None for the budget in the codec's name.
         """
         codec = self._codec
@@ -835,52 +815,49 @@ class Observation(Sample):
                 "sequence, but it got none."
             )
         table = None
-        sample_features = features if codec.sources else None
+        features = self._source_features
         if codec.needs_tokens and codec.embeddings is not None:
             table = token_features(
                 codec.embeddings, np.concatenate(self.tokens), self._learning.to_device
             )
-            sample_features = [table[ids].astype(np.float32) for ids in self.tokens]
+            features = [table[ids].astype(np.float32) for ids in self.tokens]
         bits = codec.expected_bits * math.prod(codec.spec.token_shape) if bits is None else bits
         n_layers = [len(group) for group in codec.groups]
         fits = fit_groups(
-            self, n_layers, codec.n_parts, bits, codec.metrics, sample_features, self._learning
+            self, n_layers, codec.n_parts, bits, codec.metrics, features, self._learning
         )
         codec.take_over(fits, table)
-        self._features = features
 
-    def _sequence(self, index: int) -> list[list[Array]]:
-        """Read the parts of all groups of one sequence, and move them to the device of learning."""
-        move = self._learning.to_device
-        groups: list[list[Array]] = []
-        for group in range(len(self._codec.groups)):
-            parts: list[Array] = []
-            for part in range(self._codec.n_parts):
-                parts.append(move(self.rows(group, part, [index]).values))
-            groups.append(parts)
-        return groups
+    @cached_property
+    def _source_features(self) -> list[np.ndarray] | None:
+        """For each sequence, the features of all sources side by side. None without sources."""
+        if not self._sources:
+            return None
+        by_source = [source.features for source in self._sources]
+        return [np.concatenate(arrays, axis=1) for arrays in zip(*by_source, strict=True)]
 
-    def as_features(self) -> list[np.ndarray]:
-        """Compute the features of each sequence, from which other fields are predicted.
+    @cached_property
+    def features(self) -> list[np.ndarray]:
+        """For each sequence, the features from which other fields are predicted.
 
-        Call :meth:`learn` first, because features are computed from encoded and decoded values.
-
-        Returns:
-            For each sequence, float32 [n_tokens, n_features].
+        Each array is float32 [n_tokens, n_features]. The codec must have learned, because features
+        are computed from encoded and decoded values.
         """
         codec = self._codec
         move = self._learning.to_device
+        source_features = self._source_features
         all_features = []
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None
-            features = None if self._features is None else move(self._features[i])
+            features = None if source_features is None else move(source_features[i])
             # Encode and decode the values, because a reader has only decoded values.
-            codes = codec.encode_parts(self._sequence(i), tokens, features)
+            groups = [list(map(move, parts)) for parts in self.sequence(i)]
+            codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
             all_features.append(on_host(codec.as_features(codes, 0, n_tokens, features)))
         return all_features
 
 
-def side_by_side(arrays: Sequence[Array]) -> Array:
+def side_by_side(arrays: list[Array]) -> Array:
     """Concatenate arrays [n_tokens, n] along axis 1. All must be on the same device."""
-    return array_namespace(*arrays).concat(list(arrays), axis=1) if len(arrays) > 1 else arrays[0]
+    return array_namespace(*arrays).concat(arrays, axis=1)

@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import get_ident
 from typing import NamedTuple
@@ -178,7 +178,7 @@ class PartShards:
             (commit.allocated_tokens for commit in commits.values()), default=0
         )
         self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
-        self._grids: dict[str, tuple[StoredArray, ArrayGrid]] = {}
+        self._grids: dict[StoredArray, ArrayGrid] = {}
         # Cache a function and not a method: the cache of a method would hold a reference to this
         # object, and this cycle would keep all files open until the garbage collector runs.
         self._open = lru_cache(MAX_SHARDS)(
@@ -193,10 +193,9 @@ class PartShards:
         """
         # No lock is needed: if two threads read the metadata at the same time, they get equal
         # grids.
-        if array.name not in self._grids:
-            grid = read_grid(self._folder, array, self._n_parts, self._longest_part)
-            self._grids[array.name] = array, grid
-        return self._grids[array.name][1]
+        if array not in self._grids:
+            self._grids[array] = read_grid(self._folder, array, self._n_parts, self._longest_part)
+        return self._grids[array]
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
         """Open a shard of a part, and read and verify its index, unless it is cached.
@@ -207,7 +206,7 @@ class PartShards:
             number: number of the shard in the part, counted from 0.
         """
         self.grid(array)
-        return self._open(part, array.name, number)
+        return self._open(part, array, number)
 
     @property
     def n_bytes_read(self) -> int:
@@ -226,17 +225,17 @@ class PartShards:
 def _open(
     folder: StorePath,
     commits: Mapping[int, PartCommit],
-    grids: Mapping[str, tuple[StoredArray, ArrayGrid]],
+    grids: Mapping[StoredArray, ArrayGrid],
     cache: ReadCache | None,
     part: int,
-    name: str,
+    array: StoredArray,
     number: int,
 ) -> ShardReader:
-    array, grid = grids[name]
+    grid = grids[array]
     commit = commits[part]
     n_chunk_rows = grid.n_chunk_rows(array.n_rows(commit.allocated_tokens))
     n_rows = min(grid.rows_per_shard, n_chunk_rows - number * grid.rows_per_shard)
-    file = f"{name}/{grid.shard_key(part, number)}"
+    file = f"{array.name}/{grid.shard_key(part, number)}"
     if (record := commit.files.get(file)) is None:
         raise StoreDamaged(
             f"{folder / file} belongs to part {part}, but the commit of this part does not list "
@@ -272,18 +271,17 @@ class _Destination(NamedTuple):
     out: np.ndarray
 
 
-@dataclass
-class _ShardPlan:
-    """All rows that are requested from one shard.
-
-    ``wanted`` maps the index of a chunk along axis 0 to the destinations of the chunk's rows.
-    """
+class _Shard(NamedTuple):
+    """A shard of a part, and the layers that are read from it. None for all layers."""
 
     part: int
     array: StoredArray
     number: int
     layers: tuple[int, ...] | None
-    wanted: dict[int, list[_Destination]] = field(default_factory=dict)
+
+
+# Index of a chunk of a shard along axis 0 -> the destinations of the chunk's rows.
+_Wanted = dict[int, list[_Destination]]
 
 
 @dataclass
@@ -319,11 +317,11 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
         ranges: the rows to read. Their buffers must not share memory.
         n_threads: number of threads that decode, including the calling thread.
     """
-    plans = _plan_shards(shards, ranges)
+    plans = list(_plan_shards(shards, ranges).items())
     for start in range(0, len(plans), MAX_SHARDS_AT_ONCE):
         reads: list[_Read] = []
-        for plan in plans[start : start + MAX_SHARDS_AT_ONCE]:
-            reads.extend(_plan_reads(shards, plan))
+        for shard, wanted in plans[start : start + MAX_SHARDS_AT_ONCE]:
+            reads.extend(_plan_reads(shards, shard, wanted))
         for window in _windows(reads):
             _fetch_ahead(window)
             run_in_threads([partial(_decode, read) for read in window], n_threads)
@@ -371,10 +369,10 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
         helper.result()
 
 
-def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardPlan]:
+def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard, _Wanted]:
     # Requests for different layers of a shard get separate plans, because all rows of a plan use
     # the same columns of chunks.
-    plans: dict[tuple[int, str, int, tuple[int, ...] | None], _ShardPlan] = {}
+    plans: dict[_Shard, _Wanted] = defaultdict(lambda: defaultdict(list))
     for item in ranges:
         grid = shards.grid(item.array)
         shard_rows = grid.shard_shape[0]
@@ -384,17 +382,14 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> list[_ShardP
             number = position // shard_rows
             base = number * shard_rows
             next_position = min(item.stop, base + shard_rows)
-            key = (item.part, item.array.name, number, item.layers)
-            plan = plans.get(key)
-            if plan is None:
-                plan = plans[key] = _ShardPlan(item.part, item.array, number, item.layers)
+            wanted = plans[_Shard(item.part, item.array, number, item.layers)]
             destination = _Destination(
                 position - base, next_position - base, item.out[position - item.start :]
             )
             for row in range(destination.low // chunk_rows, -(-destination.high // chunk_rows)):
-                plan.wanted.setdefault(row, []).append(destination)
+                wanted[row].append(destination)
             position = next_position
-    return list(plans.values())
+    return plans
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
@@ -424,18 +419,18 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
     return columns
 
 
-def _plan_reads(shards: PartShards, plan: _ShardPlan) -> Iterator[_Read]:
-    """Open the shard of a plan. Yield its reads, each of which merges adjacent chunks."""
-    reader = shards.shard(plan.part, plan.array, plan.number)
-    columns = _columns(plan.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
+def _plan_reads(shards: PartShards, shard: _Shard, wanted: _Wanted) -> Iterator[_Read]:
+    """Open a shard. Yield its reads, each of which merges adjacent chunks."""
+    reader = shards.shard(shard.part, shard.array, shard.number)
+    columns = _columns(shard.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
         return
     # Visit the chunks in file order, so that adjacent chunks can be merged.
-    rows = sorted(plan.wanted)
+    rows = sorted(wanted)
     chunk_ranges = reader.index[np.ix_(rows, [column.number for column in columns])].tolist()
     read: _Read | None = None
     for row, row_chunk_ranges in zip(rows, chunk_ranges, strict=True):
-        destinations = plan.wanted[row]
+        destinations = wanted[row]
         for column, (offset, n_bytes) in zip(columns, row_chunk_ranges, strict=True):
             if (
                 read

@@ -17,11 +17,11 @@ import pyarrow as pa
 from ...errors import SelectionInvalid, StoreDamaged, StoreError, StoreNotFound
 from ...files import kind_of
 from ..backend import MISSING, backend_of, download, open_path
-from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec
+from ..codecs.field import Codes, FieldCodec, Layers, LosslessCodec, Selection
 from ..codecs.registry import StoreCodec
 from ..commit import check_manifest, check_size, read_commits, read_file_records
 from ..paths import StorePath
-from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan, rows_where
+from ..plan import check_plan_of, numbers, part_counts, read_plan, rows_where
 from ..read_cache import ReadCache, cache_at
 from ..schema import (
     MANIFEST_NAME,
@@ -38,6 +38,9 @@ from ..schema import (
     tokens_field,
 )
 from .batch import PartShards, RowRange, read_ranges, run_in_threads
+
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Function that returns a new array of a shape and dtype; its values do not matter."""
 
 _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
@@ -93,13 +96,7 @@ class ActivationStore:
         self.manifest, self.codec = _open_manifest(self.path)
         self.fields: dict[str, FieldSpec] = {spec.name: spec for spec in self.manifest.fields}
         plan = read_plan(self.path / PLAN_NAME)
-        check_plan(plan, self.manifest.alignment_tokens)
-        for key in ("n_sequences", "n_parts"):
-            if (expected := getattr(self.manifest, key)) != (counted := plan_counts(plan)[key]):
-                raise StoreDamaged(
-                    f"{self.path / PLAN_NAME} has {key} {counted}, but {MANIFEST_NAME} says "
-                    f"{expected}. Restore both files from the same copy."
-                )
+        check_plan_of(self.path, self.manifest, plan)
         self.commits = read_commits(
             self.path, range(self.manifest.n_parts) if parts is None else parts
         )
@@ -110,14 +107,7 @@ class ActivationStore:
         for part, commit in self.commits.items():
             # Check the plan before any array is allocated: the lengths of arrays come from the
             # plan, so a damaged plan could lead to arrays of many gigabytes.
-            if commit.allocated_tokens != (expected := planned[part]["allocated_tokens"]):
-                raise StoreDamaged(
-                    f"According to {self.path / PLAN_NAME}, part {part} has {expected} tokens with "
-                    f"padding, but according to its commit it has {commit.allocated_tokens}. "
-                    f"Restore {PLAN_NAME} from a copy. Or delete "
-                    f"{commit_path(Path(), part).as_posix()} and run the same `moa-data extract` "
-                    "command again: it rewrites only this part."
-                )
+            commit.check_counts(commit_path(self.path, part), planned[part])
             if checks_sizes:
                 for name, record in commit.files.items():
                     check_size(self.path / PARTS_NAME / name, record, listed.get(name))
@@ -300,6 +290,7 @@ class ActivationStore:
         layers: slice | Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         n_threads: int = 1,
         decoded: bool = True,
+        allocate: Allocate = np.empty,
     ) -> dict[str, np.ndarray]:
         """Read fields of several sequences into right-padded arrays.
 
@@ -318,6 +309,7 @@ class ActivationStore:
             n_threads: number of threads that decode, including the calling thread.
             decoded: if False, return the rows of the stored arrays without decoding them. In this
                 case the keys of the result and of ``out`` are the names of the stored arrays.
+            allocate: returns a new array of a shape and dtype. It is used if ``out`` is None.
 
         Returns:
             Field name -> array. Row b contains sequence b of the batch in ``[b, :n_tokens]``,
@@ -350,7 +342,9 @@ class ActivationStore:
                 as_stored.append((codec, chosen))
                 continue
             shape = (len(rows), max(lengths, default=0), *token_shape(spec, chosen))
-            buffer = batch[spec.name] = batch_buffer(out, spec.name, shape, spec.storage_dtype)
+            buffer = batch[spec.name] = batch_buffer(
+                out, allocate, spec.name, shape, spec.storage_dtype
+            )
             for b, (i, n_tokens) in enumerate(zip(rows, lengths, strict=True)):
                 codes, field_ranges = self._plan_codes(i, codec, 0, n_tokens, chosen)
                 ranges += field_ranges
@@ -361,7 +355,9 @@ class ActivationStore:
                 )
         for array, indices in shared_arrays(as_stored).items():
             shape = (len(rows), array.n_rows(max(lengths, default=0)), *row_shape(array, indices))
-            buffer = batch[array.name] = batch_buffer(out, array.name, shape, array.storage_dtype)
+            buffer = batch[array.name] = batch_buffer(
+                out, allocate, array.name, shape, array.storage_dtype
+            )
             for b, i in enumerate(rows):
                 ranges.append(self._range(i, array, indices, 0, lengths[b], buffer[b]))
         # Read the rows of all fields in one call, so that the disk gets all requests at once.
@@ -433,11 +429,10 @@ class ActivationStore:
         """
         arrays = codec.arrays_read(layers)
         if any(source.needs_tokens for source in codec.with_sources()):
-            arrays = (*arrays, _TOKENS_ARRAY)
+            arrays[_TOKENS_ARRAY] = None
         codes: dict[str, np.ndarray] = {}
         ranges = []
-        for array in arrays:
-            indices = codec.indices_of(array, layers)
+        for array, indices in arrays.items():
             n_rows = array.n_rows(stop) - start // array.block_tokens
             codes[array.name] = np.empty((n_rows, *row_shape(array, indices)), array.storage_dtype)
             ranges.append(self._range(i, array, indices, start, stop, codes[array.name]))
@@ -544,22 +539,13 @@ def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
     return array.row_shape if indices is None else (len(indices), *array.row_shape[1:])
 
 
-def shared_arrays(
-    fields: Iterable[tuple[FieldCodec, Layers]],
-) -> dict[StoredArray, list[int] | None]:
-    """Return the stored arrays that are read to decode the selected layers of several fields.
-
-    Returns:
-        Array -> indices to read along axis 1. None if whole rows are read.
-    """
-    indices_by_array: dict[StoredArray, list[int] | None] = {}
+def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> Selection:
+    """Select the stored arrays that are read to decode the chosen layers of several fields."""
+    selection: Selection = {}
     for codec, layers in fields:
-        for array in codec.arrays_read(layers):
-            indices = codec.indices_of(array, layers)
-            indices_by_array[array] = (
-                indices if indices_by_array.get(array, indices) == indices else None
-            )
-    return indices_by_array
+        for array, indices in codec.arrays_read(layers).items():
+            selection[array] = indices if selection.get(array, indices) == indices else None
+    return selection
 
 
 def decode_tokens(
@@ -582,18 +568,23 @@ def decode_tokens(
 
 
 def batch_buffer(
-    out: Mapping[str, np.ndarray] | None, name: str, shape: tuple[int, ...], dtype: np.dtype
+    out: Mapping[str, np.ndarray] | None,
+    allocate: Allocate,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
 ) -> np.ndarray:
     """Return the caller's buffer for a field or stored array, or a new one if ``out`` is None.
 
     Args:
         out: name -> buffer of the caller, [n_sequences, at least n_rows, ...].
+        allocate: returns a new array of a shape and dtype.
         name: name of the field or stored array.
         shape: smallest allowed shape, [n_sequences, n_rows, ...].
         dtype: dtype of the buffer.
     """
     if out is None:
-        return np.empty(shape, dtype)
+        return allocate(shape, dtype)
     if name not in out:
         raise SelectionInvalid(
             f"`out` has no buffer for {name!r}; it has buffers for {', '.join(out) or 'none'}."

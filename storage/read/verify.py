@@ -40,8 +40,8 @@ from ..commit import (
     read_file_records,
     read_part_commit,
 )
-from ..paths import StorePath, name_below
-from ..plan import check_plan, numbers, part_counts, plan_counts, read_plan
+from ..paths import StoreLike, StorePath, name_below
+from ..plan import check_plan_of, numbers, part_counts, read_plan
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
@@ -92,7 +92,8 @@ class VerifyReport:
     n_parts: int = 0  # Number of committed parts.
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    lacks_target: bool = False  # Whether an extraction still has to write the target bundle.
+    # Names the parts and files that are still to be written. Empty for a complete store.
+    missing: str = ""
     n_sequences: int = 0
     n_tokens: int = 0
 
@@ -106,51 +107,38 @@ class VerifyReport:
         """Total size in bytes of all files of committed parts."""
         return sum(commit.stored_bytes for commit in self.commits.values())
 
-    @property
-    def missing(self) -> str:
-        """Names the parts and files that are still to be written. Empty for a complete store."""
-        return missing_text(
-            self.n_pending_parts, self.n_parts + self.n_pending_parts, self.lacks_target
-        )
-
     def add(self, findings: Iterable[Finding]) -> None:
         """Add findings to ``damages`` or ``unchecked``."""
         for finding in findings:
             (self.unchecked if finding.error else self.damages).append(finding)
 
-    def check_complete(self, store: StorePath) -> None:
-        """Raise StorageUnavailable if a file could not be checked."""
-        if self.unchecked:
-            first = self.unchecked[0]
-            n_files = len({item.path for item in self.unchecked})
-            assert first.error is not None
-            raise check_incomplete(store, first.path, first.error, n_files)
+    def check_complete(self, store: StoreLike) -> None:
+        """Raise StorageUnavailable for the first file that could not be checked."""
+        for finding in self.unchecked:
+            if finding.error is not None:
+                raise check_incomplete(store, finding.path, finding.error)
 
 
-def missing_text(n_pending: int, n_planned: int, lacks_target: bool) -> str:
+def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: int) -> str:
     """Name the parts and files that are still to be written. Empty for a complete store.
 
     Args:
+        store: the store's path.
+        manifest: the store's manifest.
         n_pending: number of planned parts without a commit.
-        n_planned: number of planned parts.
-        lacks_target: whether the target bundle is still to be written.
     """
-    pending = [f"{n_pending} of {n_planned} parts"] if n_pending else []
-    pending += ["the target bundle"] if lacks_target else []
-    return f"{' and '.join(pending)} still to be written" if pending else ""
-
-
-def lacks_target(store: StorePath, manifest: schema.StoreManifest) -> bool:
-    """Return whether an extraction still has to write the target bundle of the store.
-
-    A store that was not made by an extraction needs no target bundle.
-    """
-    commit = backend_of(schema.target_commit_path(store))
-    return "target_layers" in manifest.extraction and not commit.exists()
+    missing: list[str] = []
+    if n_pending:
+        missing.append(f"{n_pending} of {manifest.n_parts} parts")
+    # A store that was not made by an extraction needs no target bundle.
+    needs_target = "target_layers" in manifest.extraction
+    if needs_target and not backend_of(schema.target_commit_path(store)).exists():
+        missing.append("the target bundle")
+    return f"{' and '.join(missing)} still to be written" if missing else ""
 
 
 def verify_store(
-    path: str | os.PathLike[str] | StorePath,
+    path: StoreLike,
     progress: Progress = SILENT,
     n_threads: int | None = None,
     values: bool = True,
@@ -181,8 +169,7 @@ def verify_store(
     Raises:
         StorageUnavailable: a file that all other checks need, such as store.json, could not be
             read.
-        StoreDamaged: store.json or plan.parquet is damaged, and the store has no
-            commits/store.json.
+        StoreDamaged: store.json is damaged, and the store has no commits/store.json.
     """
     store = open_path(path)
     with check_guard(store):
@@ -194,22 +181,20 @@ def verify_store(
             ]
             return VerifyReport(findings)
         manifest = read_manifest(store)
+        checked_name = schema.CODEC_NAME
         try:
             StoreCodec.open(manifest, store)
+            checked_name = schema.PLAN_NAME
+            plan = read_plan(store / checked_name)
+            check_plan_of(store, manifest, plan)
         except StoreDamaged as error:
-            return VerifyReport([Finding(None, schema.CODEC_NAME, str(error))])
-        plan = read_plan(store / schema.PLAN_NAME)
-        check_plan(plan, manifest.alignment_tokens)
+            return VerifyReport([Finding(None, checked_name, str(error))])
         planned = part_counts(plan, manifest.alignment_tokens)
     report = verify_commits(
         store, planned, "values" if values else "checksums", progress, n_threads
     )
-    for key, counted in plan_counts(plan).items():
-        if counted != (expected := getattr(manifest, key)):
-            message = f"{schema.PLAN_NAME} has {key} {counted}, but store.json says {expected}"
-            report.damages.insert(0, Finding(None, schema.PLAN_NAME, message))
     with check_guard(store):
-        report.lacks_target = lacks_target(store, manifest)
+        report.missing = missing_text(store, manifest, report.n_pending_parts)
     return report
 
 
@@ -259,8 +244,8 @@ class _Verification:
         known = {schema.commit_path(self.store, part).name for part in range(len(planned))}
         for name in backend_of(self.store / schema.COMMITS_NAME).names_in():
             if name.startswith("part-") and name.endswith(".json") and name not in known:
-                path = self.store / schema.COMMITS_NAME / name
-                self._damage(None, path, "it is the commit of a part that the plan does not have")
+                with self._checking(None, self.store / schema.COMMITS_NAME / name):
+                    raise StoreDamaged("it is the commit of a part that the plan does not have")
         target_commit = schema.target_commit_path(self.store)
         with self._checking(None, target_commit), suppress(*MISSING):
             folder = self.store / schema.TARGET_NAME
@@ -269,9 +254,6 @@ class _Verification:
         self._read_commits(planned)
         self._check_parts()
         return self.report
-
-    def _damage(self, part: int | None, path: StorePath, message: object) -> None:
-        self.report.add([Finding(part, name_below(self.store, path), str(message))])
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
@@ -292,47 +274,37 @@ class _Verification:
                     self.report.n_pending_parts += 1
                     continue
                 self.report.commits[part] = commit
-                for key, got in commit.counts.items():
-                    if got != (expected := planned[part][key]):
-                        self._damage(
-                            part, path, f"the commit says {key} {got}, but the plan says {expected}"
-                        )
+                commit.check_counts(path, planned[part])
         self.report.n_parts = len(planned) - self.report.n_pending_parts
 
     def _check_parts(self) -> None:
         """Check one part after another: first its files, then its values if no file is damaged."""
         commits = self.report.commits
         folder = self.store / schema.PARTS_NAME
-        decodes = self.depth == "values"
-        contradicted = {damage.part for damage in self.report.damages}
         self.n_bytes = self.report.n_bytes
-        # Sequences of the parts whose values are decoded, each with its index in ``reader``.
-        rows: dict[int, list[tuple[int, dict[str, Any]]]] = {}
-        for part in commits:
-            if decodes and part not in contradicted:
-                rows[part] = []
-        reader = (
-            ActivationStore(self.store, parts=list(rows), cache=None, checks_sizes=False)
-            if rows
-            else None
-        )
-        for i, row in enumerate(reader.sequences.to_pylist() if reader else ()):
-            rows[row["part"]].append((i, row))
+        consistent = commits.keys() - {damage.part for damage in self.report.damages}
+        reader: ActivationStore | None = None
+        # Part -> its sequences, each with its index in ``reader``.
+        rows: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+        if self.depth == "values":
+            reader = ActivationStore(self.store, parts=consistent, cache=None, checks_sizes=False)
+            for i, row in enumerate(reader.sequences.to_pylist()):
+                rows[row["part"]].append((i, row))
         for part, commit in commits.items():
+            end_bytes = self.done_bytes + commit.stored_bytes
             findings: list[Finding] = []
             checks = self._check_files(part, folder, commit.files)
             for file_findings, record in zip(checks, commit.files.values(), strict=True):
                 findings += file_findings
-                self._advance(record.bytes / (2 if decodes else 1), part)
+                self._advance(record.bytes / (1 if reader is None else 2), part)
             self.report.add(findings)
-            if reader and not findings and part in rows:
-                self._check_values(reader, part, rows[part], commit.stored_bytes / 2)
-                continue
-            if not decodes and not findings:
+            if not findings and part in consistent:
                 self.report.n_sequences += commit.n_sequences
                 self.report.n_tokens += commit.n_tokens
-            self._advance(commit.stored_bytes / 2 if decodes else 0, part)
-        if reader:
+                if reader is not None:
+                    self._check_values(reader, part, rows[part], commit.stored_bytes / 2)
+            self._advance(end_bytes - self.done_bytes, part)
+        if reader is not None:
             reader.close()
 
     def _check_files(
@@ -364,11 +336,9 @@ class _Verification:
         n_bytes: float,
     ) -> None:
         checks = self.map(lambda row: list(_check_sequence(reader, *row)), rows)
-        n_tokens = sum(row["n_tokens"] for _, row in rows)
+        n_tokens = self.report.commits[part].n_tokens
         for findings, (_, row) in zip(checks, rows, strict=True):
             self.report.add(findings)
-            self.report.n_sequences += 1
-            self.report.n_tokens += row["n_tokens"]
             self._advance(n_bytes * row["n_tokens"] / n_tokens, part)
 
     def _advance(self, n_bytes: float, part: int) -> None:
@@ -492,7 +462,7 @@ class StoreSummary:
     unfinished: Mapping[str, int]
 
 
-def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
+def summarize_store(path: StoreLike) -> StoreSummary:
     """Summarize a store. ``path`` is its folder or its URL."""
     with ActivationStore(path, cache=None, checks_sizes=False) as store:
         manifest = store.manifest
@@ -525,7 +495,7 @@ def summarize_store(path: str | os.PathLike[str] | StorePath) -> StoreSummary:
         bytes_per_token=stored / n_tokens if n_tokens else math.nan,
         lengths=length_histogram(store.lengths),
         has_target=any(backend_of(path).exists() for path in bundle),
-        missing=missing_text(n_pending, manifest.n_parts, lacks_target(store.path, manifest)),
+        missing=missing_text(store.path, manifest, n_pending),
         unfinished=unfinished_fields(store.commits.values(), codec),
     )
 

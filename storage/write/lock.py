@@ -66,14 +66,14 @@ class StoreLock:
             self._begin_opening()
             take = partial(self._lock_alone_or_beside, shares)
             self._retry(take, _GRACE_S if shares else 0.0)
+            if not shares or not self.is_alone:
+                self._end_opening()
         except BaseException as error:
             self.close()
             number = getattr(error, "errno", None)
             if number in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise read_only(store, number) from error
             raise
-        if not shares or not self.is_alone:
-            self._end_opening()
 
     def _lock_alone_or_beside(self, shares: bool) -> None:
         try:

@@ -46,7 +46,6 @@ from ..chunk import CRC_BYTES, EncodePool
 from ..codecs.registry import StoreCodec
 from ..commit import FileRecord, PartCommit
 from ..grid import ArrayGrid
-from ..plan import numbers
 from ..schema import StoredArray
 from .publish import PartFiles
 
@@ -102,7 +101,7 @@ class ShardWriter:
 
         Args:
             values: values of all chunks with the next index along axis 0, in one array. They must
-                not change until :meth:`settle` has returned.
+                not change until the shard is finished.
         """
         chunks = [values]
         if values.ndim > 1:
@@ -114,17 +113,11 @@ class ShardWriter:
         while len(self._encoding) > self._pool.n_ahead:
             self._write_oldest()
 
-    def settle(self) -> None:
-        """Wait until all appended values are encoded. Then the caller may change the arrays."""
-        for task in self._encoding:
-            task.result()
-
-    def finish(self) -> tuple[FileRecord, Future[None]]:
+    def finish(self) -> Future[FileRecord]:
         """Write the remaining chunks and the index.
 
         Returns:
-            The size and checksum of the file, and a future that is done when the file is synced and
-            closed.
+            The size and checksum of the file, when it is synced or uploaded, and closed.
         """
         while self._encoding:
             self._write_oldest()
@@ -132,13 +125,14 @@ class ShardWriter:
         # The sizes of the chunks are known only now. With the index at the end of the file, the
         # shard is written sequentially and synced once.
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
-        return FileRecord(self._n_bytes, self._crc), self._pool.sync(self._sync)
+        return self._pool.sync(self._sync)
 
-    def _sync(self) -> None:
+    def _sync(self) -> FileRecord:
         try:
             self._make_durable(self._fd, self._path)
         finally:
             self.abort()
+        return FileRecord(self._n_bytes, self._crc)
 
     def abort(self) -> None:
         """Close the file without writing an index. The caller deletes the file."""
@@ -185,16 +179,15 @@ class ArrayWriter:
         files: PartFiles,
     ) -> None:
         self.array = array
-        # Name of each finished shard -> size and checksum.
-        self.records: dict[str, FileRecord] = {}
-        # One list [first row, end (exclusive)] for each range of rows that was written.
-        self.written: list[list[int]] = []
+        # Name of each finished shard -> its size and checksum, when it is synced or uploaded.
+        self.records: dict[str, Future[FileRecord]] = {}
         self._part = counts["part"]
         self._grid = grid
         self._pool = pool
         self._files = files
-        self._syncs: list[Future[None]] = []
         self._n_rows = array.n_rows(counts["allocated_tokens"])
+        self.is_written = np.zeros(self._n_rows, bool)
+        self._next_row = 0  # All rows from this one on can still be written.
         self._row = np.zeros((grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
@@ -211,10 +204,8 @@ class ArrayWriter:
         self._check(first_row, values)
         if not len(values):
             return
-        if self.written and self.written[-1][1] == first_row:
-            self.written[-1][1] += len(values)
-        else:
-            self.written.append([first_row, first_row + len(values)])
+        self._next_row = first_row + len(values)
+        self.is_written[first_row : self._next_row] = True
         size = self._grid.chunk_tokens
         n_written = 0
         while n_written < len(values):
@@ -243,11 +234,10 @@ class ArrayWriter:
                 f"{array.logical_dtype}) and shape [n, {', '.join(map(str, array.row_shape))}], "
                 f"but the array has dtype {values.dtype} and shape {list(values.shape)}."
             )
-        first_free = self.written[-1][1] if self.written else 0
-        if first_row < first_free or end > self._n_rows:
+        if first_row < self._next_row or end > self._n_rows:
             raise StoreError(
                 f"{array.name!r}: cannot write {unit}s {first_row} to {end}, because the part has "
-                f"only {self._n_rows} {unit}s, and the {unit}s before {first_free} are written "
+                f"only {self._n_rows} {unit}s, and the {unit}s before {self._next_row} are written "
                 f"already. Write the {unit}s in increasing order."
             )
 
@@ -272,31 +262,16 @@ class ArrayWriter:
 
     def _finish_shard(self) -> None:
         if self._shard is not None:
-            record, synced = self._shard.finish()
-            self.records[self._shard_name(self._n_shards - 1)] = record
-            self._syncs.append(synced)
+            self.records[self._shard_name(self._n_shards - 1)] = self._shard.finish()
             self._shard = None
 
     def _shard_name(self, number: int) -> str:
         return f"{self.array.name}/{self._grid.shard_key(self._part, number)}"
 
-    def settle(self) -> None:
-        """Wait until all values passed to :meth:`write` are encoded."""
-        if self._shard is not None:
-            self._shard.settle()
-
     def finish(self) -> None:
-        """Fill the rest of the part with zeros, and finish the last shard.
-
-        Call :meth:`wait_synced` afterwards to wait until all shards are synced or uploaded.
-        """
+        """Fill the rest of the part with zeros, and finish the last shard."""
         self._flush_rows(self._grid.n_chunk_rows(self._n_rows))
         self._finish_shard()
-
-    def wait_synced(self) -> None:
-        """Wait until every shard is synced or uploaded."""
-        for synced in self._syncs:
-            synced.result()
 
     def abort(self) -> None:
         """Close the open shard."""
@@ -358,6 +333,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     ) -> None:
         """Write consecutive tokens of a field.
 
+        The values must not change until the part is committed, because threads encode them later.
         If the field has a lossy codec, each call must write exactly one encoded sequence.
 
         Args:
@@ -406,14 +382,6 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                 f"Part {self.part} is closed already; open it again with StoreWriter.part."
             )
 
-    def settle(self) -> None:
-        """Wait until all values passed to :meth:`write` are encoded.
-
-        After that the caller may change the arrays.
-        """
-        for array in self._arrays.values():
-            array.settle()
-
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.
 
@@ -433,8 +401,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                 array.finish()
             records: dict[str, FileRecord] = {}
             for array in self._arrays.values():
-                array.wait_synced()
-                records |= array.records
+                for name, record in array.records.items():
+                    records[name] = record.result()
             commit = PartCommit(
                 **self._counts, files=dict(sorted({**self._files.existing, **records}.items()))
             )
@@ -444,24 +412,17 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         return commit
 
     def _check_complete(self) -> None:
-        first_token = numbers(self.sequences, "first_token")
-        stop_token = first_token + numbers(self.sequences, "n_tokens")
         for name, array in self._arrays.items():
-            first = first_token // array.array.block_tokens
-            stop = -(-stop_token // array.array.block_tokens)
-            ranges = np.array(array.written, np.int64).reshape(-1, 2)
-            # For each sequence, find the last written range that starts at or before the sequence.
-            # This range must contain the end of the sequence.
-            position = np.searchsorted(ranges[:, 0], first, side="right") - 1
-            covered = position >= 0
-            covered[covered] = ranges[position[covered], 1] >= stop[covered]
-            if not covered.all():
-                row = int(np.flatnonzero(~covered)[0])
-                n_missing = int((~covered).sum())
+            missing: list[int] = []
+            for first_token, n_tokens in self._planned.items():
+                first = first_token // array.array.block_tokens
+                if not array.is_written[first : first + array.array.n_rows(n_tokens)].all():
+                    missing.append(first_token)
+            if missing:
                 raise StoreError(
-                    f"Part {self.part}: {n_missing} of {len(first)} sequences were not written to "
-                    f"{name!r}, the first at tokens {first_token[row]} to {stop_token[row]}. Write "
-                    "them all before commit()."
+                    f"Part {self.part}: {len(missing)} of {len(self._planned)} sequences were not "
+                    f"written to {name!r}, the first at tokens {missing[0]} to "
+                    f"{missing[0] + self._planned[missing[0]]}. Write them all before commit()."
                 )
 
     def discard(self) -> None:

@@ -43,22 +43,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
 from ...errors import StorageUnavailable, StoreDamaged, StoreLocked
-from ...files import (
-    PARTIAL_SUFFIX,
-    disk_full_guard,
-    walk,
-)
-from ..backend import MISSING, backend_of, download, file_crc32
+from ...files import PARTIAL_SUFFIX, disk_full_guard
+from ..backend import MISSING, backend_of, file_crc32
 from ..commit import (
     FileName,
     FileRecord,
     PartCommit,
     content_of,
     files_json,
-    read_file_records,
     read_part_commit,
 )
 from ..paths import StorePath, name_below
@@ -89,108 +83,91 @@ def partial_name(name: str, attempt: str) -> str:
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
-class _Record(TypedDict):
-    """The publication record, a JSON object with the attributes of a :class:`Publication`."""
-
-    attempt: str
-    commit: str
-    files: Mapping[FileName, Natural]
-    new: str
-    old: str | None
-
-
-_RECORD = TypeAdapter(_Record)
-
-
 @dataclass(frozen=True)
 class Publication:
-    """Files that a writer publishes together, and the commit that lists them."""
+    """Files that a writer publishes together, and the commit that lists them.
 
-    commit: StorePath  # Path of the commit.
+    The publication record is a JSON object with these attributes.
+    """
+
+    commit: str  # Name of the commit.
     attempt: str  # The substring of the files' temporary names that identifies the writer.
-    files: Mapping[str, int]  # Final name, relative to the store -> size in bytes.
+    files: Mapping[FileName, Natural]  # Final name, relative to the store -> size in bytes.
     # Content of the commit that is replaced. None to create the commit, which must not exist yet.
-    old: bytes | None
-    new: bytes  # Content of the new commit.
-
-    @classmethod
-    def read(cls, commit: StorePath) -> "Publication | None":
-        """Read the publication record of a commit. An invalid record is deleted.
-
-        Args:
-            commit: path of the commit.
-
-        Returns:
-            The publication, or None without a valid record.
-        """
-        try:
-            record = _RECORD.validate_json(backend_of(publication_path(commit)).read(), strict=True)
-        except MISSING:
-            return None
-        except ValueError:
-            backend_of(commit.parent).remove_files([publication_path(commit).name])
-            return None
-        old = record["old"]
-        return cls(
-            commit,
-            record["attempt"],
-            record["files"],
-            None if old is None else old.encode(),
-            record["new"].encode(),
-        )
+    old: str | None
+    new: str  # Content of the new commit.
 
     def to_json(self) -> bytes:
         """Return the content of the publication record."""
-        texts = {
-            "commit": self.commit.name,
-            "old": self.old and self.old.decode(),
-            "new": self.new.decode(),
-        }
-        return (json.dumps(vars(self) | texts, indent=1, sort_keys=True) + "\n").encode()
+        return (json.dumps(vars(self), indent=1, sort_keys=True) + "\n").encode()
 
-    def publish(self) -> bool:
+    def publish(self, path: StorePath) -> bool:
         """Publish the files and the commit, unless another writer has published this commit first.
 
         If the store is in a folder, the caller must hold its lock (:meth:`StoreFiles.publishing`).
 
+        Args:
+            path: path of the commit.
+
         Returns:
             Whether the commit now has the content of this publication.
         """
-        record = backend_of(publication_path(self.commit))
+        record = backend_of(publication_path(path))
         if record.uploads:
             # There is no lock, so the record keeps other writers out.
             while not record.put_if_absent(self.to_json()):
-                if (other := Publication.read(self.commit)) is not None:
-                    other.finish()
-        return self.finish()
+                finish_recorded(path)
+        return self.finish(path)
 
-    def finish(self) -> bool:
+    def finish(self, path: StorePath) -> bool:
         """Give the files their final names, write the commit, and delete uploads and record.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
         some of them.
 
+        Args:
+            path: path of the commit.
+
         Returns:
             Whether the commit now has the content of this publication.
         """
-        store = self.commit.parent.parent
+        store = path.parent.parent
+        old = None if self.old is None else self.old.encode()
+        new = self.new.encode()
         has_won = False
-        if content_of(self.commit) == self.old:
+        if content_of(path) == old:
             try:
                 name_files(store, self.attempt, self.files)
-                commit = backend_of(self.commit)
-                if self.old is None:
-                    has_won = commit.put_if_absent(self.new)
-                else:
-                    has_won = commit.replace(self.old, self.new)
+                commit = backend_of(path)
+                has_won = commit.put_if_absent(new) if old is None else commit.replace(old, new)
             except FileNotFoundError:
                 # Either another writer has finished this publication in the meantime and deleted
                 # the uploads, or the commit or an upload was lost. The commit shows which is true.
-                has_won = content_of(self.commit) == self.new
+                has_won = content_of(path) == new
         leftovers = [partial_name(name, self.attempt) for name in self.files]
-        leftovers.append(name_below(store, publication_path(self.commit)))
+        leftovers.append(name_below(store, publication_path(path)))
         backend_of(store).remove_files(leftovers)
         return has_won
+
+
+_PUBLICATION = TypeAdapter(Publication)
+
+
+def finish_recorded(commit: StorePath) -> None:
+    """Finish the publication whose record another writer has left. Delete an invalid record.
+
+    Args:
+        commit: path of the commit. Nothing is done if it has no record.
+    """
+    record = publication_path(commit)
+    try:
+        publication = _PUBLICATION.validate_json(backend_of(record).read(), strict=True)
+    except MISSING:
+        return
+    except ValueError:
+        backend_of(commit.parent).remove_files([record.name])
+        return
+    publication.finish(commit)
 
 
 def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None:
@@ -282,13 +259,14 @@ class PartFiles:
                 "upload of this part, so another process may have deleted its files as leftovers. "
                 "Run the same command again. For a new store, choose a smaller --part-tokens."
             )
-        old = replace(commit, files=self.existing).to_json() if self.existing else None
+        old = replace(commit, files=self.existing).to_json().decode() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(f"publish-{self._part:05}"):
             # In a folder, the lock is held from the check whether the commit exists until the last
             # rename, so that a part never has files of two writers.
-            if Publication(path, self.attempt, files, old, commit.to_json()).publish():
+            new = commit.to_json().decode()
+            if Publication(path.name, self.attempt, files, old, new).publish(path):
                 return commit, True
         try:
             other = read_part_commit(path)
@@ -337,16 +315,10 @@ class StoreFiles:
         # A bucket has no locks. Publication records replace them.
         self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._target_copy: tuple[Mapping[str, FileRecord], Path] | None = None
         if self._lock is None:
             # Finish the publications of other writers first, so that their commits exist when the
             # store is checked.
             self._remove_unfinished()
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes may write to the store at the same time."""
-        return self._lock is None or not self._lock.is_alone
 
     def publishing(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager that locks a part or document of a store in a folder.
@@ -372,24 +344,6 @@ class StoreFiles:
             self._scratch = tempfile.TemporaryDirectory(prefix="moa-data-")
         return Path(self._scratch.name)
 
-    @property
-    def target_path(self) -> Path:
-        """A local folder with the target bundle.
-
-        It is the folder in the store, or a downloaded copy if the store is in a bucket.
-        """
-        if isinstance(self.path, Path):
-            return self.path / TARGET_NAME
-        try:
-            files = read_file_records(target_commit_path(self.path))
-        except MISSING:
-            files = {}
-        if self._target_copy is None or self._target_copy[0] != files:
-            folder = Path(tempfile.mkdtemp(prefix=TARGET_NAME, dir=self.scratch_path))
-            download(self.path / TARGET_NAME, folder, files)
-            self._target_copy = files, folder
-        return self._target_copy[1]
-
     @contextmanager
     def target(self) -> Iterator[Path]:
         """Write the target bundle.
@@ -405,23 +359,22 @@ class StoreFiles:
             disk_full_guard(self.path / TARGET_NAME),
             tempfile.TemporaryDirectory(
                 PARTIAL_SUFFIX, f"{TARGET_NAME}.", self.scratch_path
-            ) as name,
+            ) as folder_name,
         ):
-            folder = Path(name)
+            folder = Path(folder_name)
             yield folder
-            for root, _, names in walk(folder):
-                for file_name in names:
-                    local = root / file_name
-                    below = local.relative_to(folder).as_posix()
-                    files[below] = FileRecord(local.stat().st_size, file_crc32(local))
-                    target = self.path / TARGET_NAME / partial_name(below, attempt)
-                    backend_of(target).move_in(local)
+            for file_name in backend_of(folder).names_below():
+                local = folder / file_name
+                files[file_name] = FileRecord(local.stat().st_size, file_crc32(local))
+                target = self.path / TARGET_NAME / partial_name(file_name, attempt)
+                backend_of(target).move_in(local)
             # While the files are replaced, they do not match the old commit. So delete the commit
             # first. Without a commit the target bundle counts as incomplete, not as damaged.
             was_there = content_of(commit) is not None
             self._retract(commit)
-            sizes = {f"{TARGET_NAME}/{below}": record.bytes for below, record in files.items()}
-            has_won = Publication(commit, attempt, sizes, None, files_json(files)).publish()
+            sizes = {f"{TARGET_NAME}/{name}": record.bytes for name, record in files.items()}
+            new = files_json(files).decode()
+            has_won = Publication(commit.name, attempt, sizes, None, new).publish(commit)
             # If there was no commit, another writer may have published the same target bundle
             # first, which is not an error.
             if was_there and not has_won:
@@ -462,26 +415,29 @@ class StoreFiles:
         commits = self.path / COMMITS_NAME
         for name in backend_of(commits).names_in():
             if name.endswith(PARTIAL_SUFFIX):
-                publication = Publication.read(commits / name.removesuffix(PARTIAL_SUFFIX))
-                if publication is not None:
-                    publication.finish()
+                finish_recorded(commits / name.removesuffix(PARTIAL_SUFFIX))
 
     def _remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete the files in ``parts/`` except those in ``kept``.
+        """Delete the files in ``parts/`` except those in ``kept``, and empty folders.
 
         In a bucket, another writer may be publishing its uploads right now. There, delete only
         uploads that are older than ``LEFTOVER_S``. No writer publishes uploads of this age any
         more.
         """
-        if isinstance(self.path, Path):
-            _remove_files_but(self.path / PARTS_NAME, kept)
+        parts = self.path / PARTS_NAME
+        if isinstance(parts, Path):
+            backend = backend_of(parts)
+            backend.remove_files(name for name in backend.names_below() if name not in kept)
+            # In reversed order, a folder comes after the folders in it.
+            for folder in sorted(parts.rglob("*/"), reverse=True):
+                if not os.listdir(folder):
+                    folder.rmdir()
             return
         # Keep all files with final names, because another process may be publishing them right now.
-        bucket = self.path.bucket
+        bucket = parts.bucket
         now = datetime.now(UTC)
-        entries = bucket.list_files((self.path / PARTS_NAME).key) | bucket.list_files(
-            (self.path / TARGET_NAME).key
-        )
+        target = parts.parent / TARGET_NAME
+        entries = bucket.list_files(parts.key) | bucket.list_files(target.key)
         leftovers: list[str] = []
         for key, entry in entries.items():
             if not key.endswith(PARTIAL_SUFFIX) or entry.modified is None:
@@ -497,17 +453,6 @@ class StoreFiles:
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
-
-
-def _remove_files_but(parts: Path, kept: Collection[str]) -> None:
-    """Delete the files in ``parts`` except those in ``kept`` (relative paths), and empty folders."""
-    # In reversed order, a folder comes after the folders in it.
-    for root, _, names in reversed(list(walk(parts))):
-        for name in names:
-            if (root / name).relative_to(parts).as_posix() not in kept:
-                (root / name).unlink()
-        if root != parts and not os.listdir(root):
-            root.rmdir()
 
 
 def refuse_links(store: StorePath) -> None:

@@ -39,14 +39,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...errors import (
     OutputOccupied,
@@ -75,12 +75,10 @@ from ..commit import (
 from ..grid import ArrayGrid, array_grid, read_grid, zarr_metadata
 from ..paths import StorePath
 from ..plan import (
-    PLAN_SCHEMA,
-    check_plan,
+    check_plan_of,
     numbers,
     part_counts,
     plan_bytes,
-    plan_counts,
     read_plan,
     rows_where,
 )
@@ -97,7 +95,6 @@ from ..schema import (
     RUNS_NAME,
     SPEED_TEST_PREFIX,
     TARGET_NAME,
-    StoredArray,
     StoreManifest,
     commit_path,
     flatten,
@@ -186,13 +183,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 store is damaged. Nothing was deleted.
         """
         store = open_path(path)
-        check_plan(plan, manifest.alignment_tokens)
-        for key, value in plan_counts(plan).items():
-            if getattr(manifest, key) != value:
-                raise StoreDamaged(
-                    f"The manifest has {key} {getattr(manifest, key)}, but the plan has {key} "
-                    f"{value}. Both must be made from the same sequences."
-                )
+        check_plan_of(store, manifest, plan)
         with check_guard(store), disk_full_guard(store):
             _check_unoccupied(store)
             backend_of(store).make_folder()
@@ -325,13 +316,12 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
         They include parts that other processes have committed in the meantime.
         """
-        if self.is_shared:
-            with check_guard(self.path):
-                names = map(_COMMIT_NAME.fullmatch, backend_of(self.path / COMMITS_NAME).names_in())
-                listed = {int(name[1]) for name in names if name is not None}
-            # The listing of a bucket may lack the latest commits of this process, so add them.
-            known = self._committed if self._lock is None else set[int]()
-            self._committed = (listed | known) & set(range(self.n_parts))
+        with check_guard(self.path):
+            for name in backend_of(self.path / COMMITS_NAME).names_in():
+                if (match := _COMMIT_NAME.fullmatch(name)) and int(match[1]) < self.n_parts:
+                    # Add to the known commits, because the listing of a bucket may lack the latest
+                    # commits of this process.
+                    self._committed.add(int(match[1]))
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
@@ -341,11 +331,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
     def is_pending(self, part: int) -> bool:
         """Return whether a part has no commit yet."""
-        return not (
-            backend_of(commit_path(self.path, part)).exists()
-            if self.is_shared
-            else part in self._committed
-        )
+        return not backend_of(commit_path(self.path, part)).exists()
 
     def try_lock(self, part: int) -> bool:
         """Lock a part that this process is about to write, so that other processes choose others.
@@ -423,11 +409,26 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         )
 
     def lay_out(self, codec: StoreCodec) -> None:
-        """Write the zarr.json files of a codec's arrays if they do not exist yet."""
+        """Write the zarr.json files of a codec's arrays if they do not exist yet.
+
+        An existing file is kept, even if its grid differs from the grid that this release would
+        choose. New parts use the existing grid.
+        """
+        sizes = self.n_parts, self._longest_part
         with check_guard(self.path), disk_full_guard(self.path):
-            self._grids |= _write_array_metadata(
-                self.path, codec.arrays, self.n_parts, self._longest_part
-            )
+            documents = zarr_metadata((array, array_grid(array, *sizes)) for array in codec.arrays)
+            contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
+            restore_files(self.path, contents)
+            # Write the zarr.json of a group before those of the groups and arrays in it.
+            for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
+                path = self.path / name
+                file = backend_of(path)
+                if not file.exists():
+                    backend_of(path.parent).make_folder()
+                    file.put_if_absent(content)
+                    backend_of(path.parent.parent).sync_names()
+            for array in codec.arrays:
+                self._grids[array.name] = read_grid(self.path / PARTS_NAME, array, *sizes)
 
     def replace_manifest(self, manifest: StoreManifest) -> None:
         """Replace store.json atomically.
@@ -635,56 +636,33 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
             if was != now:
                 changes[key] = (was, now)
     old_plan = read_plan(store / PLAN_NAME)
-    if not old_plan.equals(plan.replace_schema_metadata(None)):
-        changes["plan"] = _first_difference(old_plan, plan)
+    if not old_plan.equals(plan):
+        changes |= _plan_changes(old_plan, plan)
     if changes:
         raise StoreMismatch(str(store), changes)
 
 
-def _first_difference(old: pa.Table, new: pa.Table) -> tuple[str, str]:
-    """Describe the first row in which two plans differ, or else their numbers of rows."""
-    n_rows = min(old.num_rows, new.num_rows)
-    first_rows: dict[str, int] = {}
-    for name in PLAN_SCHEMA.names:
-        differs = pc.not_equal(old[name].slice(0, n_rows), new[name].slice(0, n_rows))
-        row = pc.index(differs, True).as_py()
-        if row >= 0:
-            first_rows[name] = row
-    if not first_rows:
-        return f"{old.num_rows} sequences", f"{new.num_rows} sequences"
-    row = min(first_rows.values())
-    names = [name for name in first_rows if first_rows[name] == row]
-    was = ", ".join(f"{name}={old[name][row]}" for name in names)
-    now = ", ".join(f"{name}={new[name][row]}" for name in names)
-    return f"row {row}: {was}", f"row {row}: {now}"
-
-
-def _write_array_metadata(
-    store: StorePath, arrays: Sequence[StoredArray], n_parts: int, longest_part: int
-) -> dict[str, ArrayGrid]:
-    """Write the zarr.json files of arrays if they do not exist yet.
-
-    An existing file is kept, even if its grid differs from the grid that this release would choose.
-    New parts use the existing grid.
+def _plan_changes(old: pa.Table, new: pa.Table) -> dict[str, tuple[Any, Any]]:
+    """Compare the first row in which two different plans differ, or else their numbers of rows.
 
     Returns:
-        Array name -> grid.
+        Key -> (old value, new value), for the ``changes`` of a StoreMismatch.
     """
-    documents = zarr_metadata((array, array_grid(array, n_parts, longest_part)) for array in arrays)
-    contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
-    restore_files(store, contents)
-    # Write the zarr.json of a group before those of the groups and arrays in it.
-    for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
-        path = store / name
-        file = backend_of(path)
-        if not file.exists():
-            backend_of(path.parent).make_folder()
-            file.put_if_absent(content)
-            backend_of(path.parent.parent).sync_names()
-    grids: dict[str, ArrayGrid] = {}
-    for array in arrays:
-        grids[array.name] = read_grid(store / PARTS_NAME, array, n_parts, longest_part)
-    return grids
+    n_rows = min(old.num_rows, new.num_rows)
+    row = bisect_left(
+        range(n_rows),
+        True,
+        key=lambda row: not old.slice(0, row + 1).equals(new.slice(0, row + 1)),
+    )
+    if row == n_rows:
+        return {"plan.n_sequences": (old.num_rows, new.num_rows)}
+    (old_values,) = old.slice(row, 1).to_pylist()
+    (new_values,) = new.slice(row, 1).to_pylist()
+    changes: dict[str, tuple[Any, Any]] = {}
+    for name, was in old_values.items():
+        if (now := new_values[name]) != was:
+            changes[f"plan.row {row}.{name}"] = (was, now)
+    return changes
 
 
 def _begin(
@@ -713,7 +691,7 @@ def _begin(
 
 
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
-    """Rename the new basis of an addition of fields to its final name.
+    """Give the new basis of an addition of fields its final name.
 
     Nothing is renamed if the addition has no new basis, or if store.json has the hash of another basis.
     """
@@ -724,11 +702,9 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
-    if isinstance(path, Path):
-        os.replace(path, path.with_name(BASIS_NAME))
-        backend_of(path.parent).sync_names()
-    else:
-        # At any time, the basis of store.json has at least one of the two names, and a reader tries
-        # both names.
-        backend_of(path.parent / BASIS_NAME).put(content)
-        backend_of(path.parent).remove_files([path.name])
+    # At any time, the basis of store.json has at least one of the two names, and a reader tries both
+    # names.
+    folder = backend_of(path.parent)
+    backend_of(path.parent / BASIS_NAME).put(content)
+    folder.remove_files([path.name])
+    folder.sync_names()

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from moa_data.config import TargetSettings
 from moa_data.demo import model, serving
 from moa_data.demo.config import MODEL_DEFAULTS, DemoConfig
 from moa_data.demo.model import PACKAGE, SMOLLM2, find_model
 from moa_data.demo.run import MODEL_SECONDS, run_demo
 from moa_data.errors import Interrupted, OptionInvalid, TargetError
-from moa_data.moa.formats.checkpoint import ready_drafters
-from moa_data.moa.targets.live import Target
+from moa_data.moa.formats.checkpoint import load_target_and_drafters
 from moa_data.pipeline.dataset import read_jsonl
 from moa_data.serving.grpc import Identities
 from moa_data.serving.wire import drafter_identity, target_identity, tokenizer_identity
@@ -50,8 +50,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextmanager
 def served(folder: Path, name: str) -> Iterator[int]:
     """Serve as ``serve`` does, but in a thread of this process, and yield the port of gRPC."""
-    target = Target.load(name, device="cpu")
-    drafters = ready_drafters(target, [str(folder / "drafter")], (), name)
+    settings = TargetSettings(model=name, device="cpu")
+    target, drafters = load_target_and_drafters(settings, [str(folder / "drafter")])
     identities = Identities(
         target_identity(target.identity),
         tokenizer_identity(target.tokenizer),

@@ -102,7 +102,7 @@ def test_its_store_passes_the_audit_also_after_a_kill_and_an_interrupt(
         lines = [
             line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("(")
         ]
-        assert any(line.startswith("Error: Interrupted") for line in lines)
+        assert any(line.startswith("Error: interrupted") for line in lines)
     before = read_tree(store)
     run = begun(words, tmp_path)
     assert run.wait(600) == 0, (tmp_path / "log").read_text()

@@ -1,6 +1,7 @@
 """Builds drafters with random or briefly trained weights, and the activations to train them on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,10 +15,11 @@ from moa_data.moa.drafters.mixture import MoADrafter
 from moa_data.moa.drafters.registry import drafter_class
 from moa_data.moa.drafters.training import Draws, LossTerms, TrainingInputs, TrainingStep
 from moa_data.moa.nn.kv import cache_layers, new_cache, pack_kv
+from moa_data.moa.nn.layers import no_cache
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.facts import TargetFacts
-from moa_data.moa.targets.families import text_model
-from moa_data.moa.targets.live import Target, layer_outputs
+from moa_data.moa.targets.families import layer_outputs, text_model
+from moa_data.moa.targets.live import Target
 
 from .models import SIZES
 
@@ -87,7 +89,7 @@ def encode_layers(drafter: MoADrafter, kv: Tensor) -> Tensor:
     L counts all layers of the target's keys and values.
     """
     rotation = drafter.layer_rotary(torch.arange(kv.shape[2])[None])
-    out = drafter.layer_self_attention.attend_self(kv.flatten(0, 1), rotation, mask=None)
+    out = drafter.layer_self_attention.attend_cached(kv.flatten(0, 1), rotation, no_cache, None)
     encoded: Tensor = out.unflatten(0, kv.shape[:2])
     return encoded
 
@@ -100,9 +102,9 @@ def frozen_for(drafter: Drafter, model: Any) -> FrozenTarget:
 @torch.no_grad()
 def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> TrainingInputs:
     """Return exactly the activations of a batch that a store would provide to this drafter."""
-    facts, drafters = TargetFacts.of_model(model), type(drafter)
+    facts = TargetFacts.of_model(model)
     n_layers = facts.n_layers
-    reads, every = drafters.reads(n_layers, drafter.config), range(n_layers)
+    reads, every = drafter.config.reads, range(n_layers)
     cache = new_cache([shape is None for shape in facts.kv_shapes]) if reads.kv else None
     with layer_outputs(model, every) as outputs:
         hidden = text_model(model)(
@@ -117,8 +119,7 @@ def stored(drafter: Drafter, model: Any, tokens: Tensor, response: Tensor) -> Tr
         made = [pack_kv(*cache_layers(cache, [layer])) for layer in layers]  # [B, T, 1, width]
         widest = max(one.shape[3] for one in made)
         kv = torch.cat([pad(one, (0, widest - one.shape[3])) for one in made], dim=2)
-        chosen = drafters.reads(len(layers), drafter.config).kv_layers
-        found["kv"] = kv if chosen is None else kv[:, :, list(chosen)]
+        found["kv"] = kv if reads.kv_layers is None else kv[:, :, list(reads.kv_layers)]
     found["layer_outputs"] = tuple(outputs[layer] for layer in reads.outputs)
     found = {"kv": None, "hidden": torch.full_like(hidden, torch.nan)} | found
     return TrainingInputs(tokens, response, **found)
@@ -144,13 +145,23 @@ def assert_loss(
 ) -> LossTerms:
     """Compare a loss and its gradients with a plain reference, and return its terms."""
     terms, weights = drafter.objective(frozen, step), dict(drafter.named_parameters())
-    torch.testing.assert_close(terms.total, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms["loss"], expected, rtol=1e-5, atol=1e-6)
     goals = torch.autograd.grad(expected, list(weights.values()), materialize_grads=True)
     for name, got, goal in zip(
-        weights, torch.autograd.grad(terms.total, list(weights.values())), goals, strict=True
+        weights, torch.autograd.grad(terms["loss"], list(weights.values())), goals, strict=True
     ):
         torch.testing.assert_close(got, goal, rtol=1e-4, atol=2e-6, msg=f"{name}: {{}}".format)
     return terms
+
+
+def weight_of_positions(drafter: Drafter, frozen: FrozenTarget, step: TrainingStep) -> float:
+    """Return the sum of the weights of loss positions.
+
+    By default, the loss is divided by this sum plus 1e-5.
+    """
+    summed = drafter.objective(frozen, replace(step, denominator=1.0))["loss"]
+    mean = drafter.objective(frozen, replace(step, denominator=None))["loss"]
+    return float((summed / mean).detach()) - 1e-5
 
 
 @torch.inference_mode()
@@ -205,6 +216,6 @@ def teach(
         draws = Draws(
             torch.full((rows,), 5), torch.zeros(rows, dtype=torch.bool), torch.full((rows,), step)
         )
-        drafter.objective(frozen, TrainingStep(inputs, draws)).total.backward()
+        drafter.objective(frozen, TrainingStep(inputs, draws))["loss"].backward()
         optimizer.step()
     return drafter.eval()

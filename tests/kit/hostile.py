@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from moa_data.errors import MoaDataError, StorageUnavailable
 from moa_data.storage.commit import FileRecord, files_json
-from moa_data.storage.schema import target_commit_path
 
 HEADROOM_BYTES = 3 << 29
 _UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -85,7 +84,7 @@ def commit_target(store: Path) -> None:
         path.relative_to(folder).as_posix(): FileRecord(len(c), zlib.crc32(c))
         for path, c in contents.items()
     }
-    target_commit_path(store).write_bytes(files_json(records))
+    (store / "commits/target.json").write_bytes(files_json(records))
 
 
 @contextmanager

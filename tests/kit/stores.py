@@ -6,14 +6,14 @@ Equal recipes give equal bytes.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import zarr
 
 from moa_data.storage.codecs.registry import StoreCodec
-from moa_data.storage.paths import AnyPath, StorePath
+from moa_data.storage.paths import StorePath
 from moa_data.storage.plan import plan_parts
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import Depth
@@ -32,6 +32,7 @@ from moa_data.storage.write.addition import StoreAddition
 from moa_data.storage.write.part import PartWriter
 from moa_data.storage.write.store import StoreWriter
 
+AnyPath = TypeVar("AnyPath", bound=StorePath)
 FIELDS = (tokens_field(), response_mask_field(), kv_field(4, 2, 8), hidden_field("last", 16))
 LENGTHS = (70, 3, 200, 64, 1, 129, 90, 33, 150, 64, 65, 12)
 Change = Callable[[str, dict[str, Any], np.ndarray], Any]

@@ -96,10 +96,11 @@ class KVConnectorBase_V1(ABC):
     ) -> None: ...
     @abstractmethod
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata: ...
-    @abstractmethod
     def request_finished(
         self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]: ...
+    ) -> tuple[bool, dict[str, Any] | None]:
+        raise NotImplementedError("a connector with SupportsHMA is asked about all groups")
+
     @classmethod
     @abstractmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None: ...
@@ -147,12 +148,11 @@ class SamplingParams:
 def settings(**changes: Any) -> Any:
     """Return the vLLM settings that a connector reads."""
     of_all = {
-        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
-        "cache_dtype": "auto", "enable_prefix_caching": False,
+        "cache_dtype": "auto",
         "kv_transfer_config": KVTransferConfig("", "", "kv_producer"),
     }  # fmt: skip
     found = types.SimpleNamespace(**of_all | changes)
-    found.parallel_config = found.cache_config = found
+    found.cache_config = found
     return found
 
 

@@ -24,6 +24,7 @@ from moa_data.moa.drafters.training import (
 )
 from moa_data.moa.nn import masks
 from moa_data.moa.nn.kv import rotate_packed_keys
+from moa_data.moa.nn.layers import no_cache
 from moa_data.moa.targets.bundle import FrozenTarget
 
 NO_DRAWS = Draws(None, torch.zeros(1, dtype=torch.bool))
@@ -66,7 +67,7 @@ def moa_forward(
     assert set(frozen.windows) == {None}, "the released code knows no windows"
     leaving = entering
     for layer in frozen.blocks:
-        leaving = layer.attend_self(leaving, frozen.rotary(positions[None]), causal)
+        leaving = layer.attend_cached(leaving, frozen.rotary(positions[None]), no_cache, causal)
     return entering, leaving, frozen.norm(leaving)
 
 
@@ -120,4 +121,4 @@ def glide_objective(frozen: FrozenTarget, inputs: TrainingInputs, features: Tens
     kl, feature = distillation(
         frozen, features[response], inputs.hidden[response], 1 / (n_positions + 1e-5)
     )
-    return LossTerms(0.1 * kl, kl, feature.detach(), n_positions)
+    return {"loss": 0.1 * kl, "forward_kl": kl, "feature_loss": feature}

@@ -231,15 +231,15 @@ def check_losses(
     )
     own_weights = {"cross_entropy": flags["ce_loss_alpha"], "l1": flags["l1_loss_alpha"]}
     weights = LossWeights(forward_kl=0.0, **own_weights, confidence=flags["confidence_head_alpha"])
-    sums = drafter.objective(frozen, TrainingStep(inputs, own, weights, denominator=1.0)).parts
+    sums = drafter.objective(frozen, TrainingStep(inputs, own, weights, denominator=1.0))
     for name, key in (("cross_entropy", "ce"), ("l1", "l1"), ("confidence", "confidence")):
         is_used = getattr(weights, name) > 0
         vectors.close(f"{key}_den", shares.sum() if is_used else torch.zeros(()))
-        vectors.close(f"{key}_num", sums[name] if is_used else torch.zeros(()))
+        vectors.close(f"{key}_num", sums[f"{name}_loss"] if is_used else torch.zeros(()))
     denominator = None if total_weight is None else (total_weight + 1e-6) / flags["world_size"]
     terms = drafter.objective(frozen, TrainingStep(inputs, own, weights, denominator))
-    vectors.close("loss", terms.total)
-    return terms.total
+    vectors.close("loss", terms["loss"])
+    return terms["loss"]
 
 
 @pytest.mark.parametrize("name", names("train"))

@@ -113,14 +113,14 @@ class Vectors:
 
     def losses(self, terms: LossTerms) -> None:
         """Compare the loss and its terms."""
-        found = {
-            "loss": terms.total,
-            "stat.forward_KL": terms.forward_kl,
-            "stat.feature_loss": terms.feature,
+        keys = {
+            "loss": "loss",
+            "forward_kl": "stat.forward_KL",
+            "feature_loss": "stat.feature_loss",
+            "entering_feature_loss": "stat.prev_feature_loss",
         }
-        for key, got in (found | {"stat.prev_feature_loss": terms.entering_feature}).items():
-            if got is not None:
-                self.close(key, got, ..., LOSS)
+        for name, got in terms.items():
+            self.close(keys[name], got, ..., LOSS)
 
     def all_read(self) -> None:
         """Fail if a tensor of the file was neither read nor compared."""

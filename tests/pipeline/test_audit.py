@@ -96,7 +96,7 @@ def test_another_target_is_refused_and_without_the_dataset_the_content_hash_is_c
     report = audit(copy, str(target_folder), 2, 0, "cpu")
     assert report.ok
     assert report.worst()["tokens"].detail == "content hash"
-    assert "content hash only" in report.notes[0]
+    assert "content hash only" in report.note
 
 
 def test_values_that_are_not_finite_never_pass() -> None:

@@ -4,6 +4,7 @@ Equal stores have equal cards.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,22 @@ import yaml
 from moa_data.pipeline.card import card_text, public_name, size_category, write_card
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.schema import hidden_field, response_mask_field, to_float32, tokens_field
-from moa_data.tests.kit.stores import make_recipe
+from moa_data.tests.kit.stores import Recipe, make_recipe
 
 ORIGIN = ("owner/tiny", "owner/chats")
 
 
+def recipe(**options: Any) -> Recipe:
+    """Return a recipe with the sizes of the target that a card names."""
+    made = make_recipe(**options)
+    return replace(
+        made, manifest=replace(made.manifest, target={**made.manifest.target, "hidden_size": 16})
+    )
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    return make_recipe().write(tmp_path / "store")
+    return recipe().write(tmp_path / "store")
 
 
 def front_matter(text: str) -> dict[str, Any]:
@@ -52,18 +61,21 @@ def test_licences_are_left_to_fill_in_or_taken_from_the_options(
     assert (front_matter(card)["license"], card.count("**fill in**")) == (found, n_left)
 
 
+def write(store: Path) -> str:
+    """Write the card of a store, and return its text."""
+    write_card(store, *ORIGIN)
+    return (store / "README.md").read_text()
+
+
 def test_equal_stores_have_equal_cards_without_times_or_paths(tmp_path: Path) -> None:
-    cards = [
-        write_card(make_recipe().write(tmp_path / name), *ORIGIN).read_text()
-        for name in ("one", "two")
-    ]
+    cards = [write(recipe().write(tmp_path / name)) for name in ("one", "two")]
     assert cards[0] == cards[1]
     assert str(tmp_path) not in cards[0]
     assert not re.search(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d", cards[0])
 
 
 def test_the_card_says_what_is_there(store: Path) -> None:
-    card = write_card(store, *ORIGIN).read_text()
+    card = write(store)
     reader = ActivationStore(store)
     counts = [f"{len(reader)}\nsequences of owner/chats", f"{int(reader.lengths.sum()):,} tokens"]
     facts = [*reader.manifest.conventions.values(), *reader.manifest.identities]
@@ -82,8 +94,8 @@ def test_every_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dty
             else values
         )
 
-    store = make_recipe(lengths=(70, 3, 33), fields=fields).write(tmp_path / "STORE", in_dtype)
-    snippets = re.findall(r"```python\n(.*?)```", write_card(store, *ORIGIN).read_text(), re.DOTALL)
+    store = recipe(lengths=(70, 3, 33), fields=fields).write(tmp_path / "STORE", in_dtype)
+    snippets = re.findall(r"```python\n(.*?)```", write(store), re.DOTALL)
     reader = ActivationStore(store)
     expected = to_float32(reader.read(0, "hidden/last"), dtype)
     monkeypatch.chdir(tmp_path)

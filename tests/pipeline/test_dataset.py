@@ -18,8 +18,8 @@ import pytest
 from moa_data.errors import DatasetError, OptionInvalid, StoreMismatch
 from moa_data.moa.targets.chat import (
     Chat,
+    Rejection,
     RejectReason,
-    UnreadableRow,
     parse_chat,
     parse_prompt,
 )
@@ -49,7 +49,7 @@ def test_a_key_that_comes_twice_makes_a_row_unreadable(tmp_path: Path) -> None:
     lines = [good, good[:-1] + ', "messages": []}', '{"messages": [{"role": "user", "role": "x"}]}']
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
-    assert [isinstance(row, UnreadableRow) for row in read_jsonl(path)] == [False, True, True]
+    assert [isinstance(row, Rejection) for row in read_jsonl(path)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_utf_16_in_the_midst_of_utf_8_is_a_bad_row(tmp_path: Path) -> None:
     kinds = [type(row) for _, row in ChatSource(str(path), None).rows()]
     assert kinds[0] is dict
     assert kinds[-1] is dict
-    assert set(kinds[1:-1]) == {UnreadableRow}
+    assert set(kinds[1:-1]) == {Rejection}
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -217,13 +217,13 @@ def test_identity_changes_with_one_byte_but_not_with_the_path(tmp_path: Path) ->
         (tmp_path / folder).mkdir()
         write_rows(tmp_path / folder / f"{folder}.jsonl", [{"messages": CHAT}])
     first, second = (
-        ChatSource(str(tmp_path / name / f"{name}.jsonl"), "train").identity() for name in "ab"
+        ChatSource(str(tmp_path / name / f"{name}.jsonl"), "train").identity(1) for name in "ab"
     )
     assert first == second
     (tmp_path / "b" / "b.jsonl").write_text(
         (tmp_path / "b" / "b.jsonl").read_text().replace("hello", "hallo")
     )
-    assert ChatSource(str(tmp_path / "b" / "b.jsonl"), "train").identity() != first
+    assert ChatSource(str(tmp_path / "b" / "b.jsonl"), "train").identity(1) != first
 
 
 def test_missing_and_foreign_paths_are_refused(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, st
         (ALPACA | {"output": ""}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"output": 3}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"input": 3}, RejectReason.EMPTY_CONTENT, "message 0 (user)"),
-        (UnreadableRow("no JSON"), RejectReason.MALFORMED_ROW, "no JSON"),
+        (Rejection(RejectReason.MALFORMED_ROW, "no JSON"), RejectReason.MALFORMED_ROW, "no JSON"),
         ([1], RejectReason.MALFORMED_ROW, "got list"),
     ],
 )
@@ -303,11 +303,7 @@ def test_rows_without_these_columns_are_rejected(
     row: Any, reason: RejectReason, detail: str
 ) -> None:
     found = Columns.parse(["alpaca"]).apply(row)
-    rejected(
-        found if not isinstance(found, (dict, list, UnreadableRow)) else parse_chat(found),
-        reason,
-        detail,
-    )
+    rejected(parse_chat(found), reason, detail)
 
 
 @pytest.mark.parametrize(
@@ -635,7 +631,7 @@ def test_a_broken_json_list_counts_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "chats.json"
     path.write_text("[" + ",\n".join(GOOD))
     assert all(
-        isinstance(row, UnreadableRow) for _, row in list(ChatSource(str(path), None).rows())[:-1]
+        isinstance(row, Rejection) for _, row in list(ChatSource(str(path), None).rows())[:-1]
     )
     path.write_text("\n".join(GOOD) + "\n")  # the same lines under the name of a JSON list
     assert len(list(ChatSource(str(path), None).rows())) == 60
@@ -651,7 +647,9 @@ def test_a_line_beyond_the_bound_is_one_bad_row(
     path = write_lines(tmp_path / "chats.jsonl", [GOOD[0], long, GOOD[2], long])
     rows = [row for _, row in ChatSource(str(path), None).rows()]
     assert rows[::2] == [json.loads(GOOD[0]), json.loads(GOOD[2])]
-    assert rows[1::2] == [UnreadableRow("a line of more than 2,000 bytes")] * 2
+    assert (
+        rows[1::2] == [Rejection(RejectReason.MALFORMED_ROW, "a line of more than 2,000 bytes")] * 2
+    )
 
 
 def test_a_parquet_file_that_grows_to_gigabytes_is_refused(

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 from moa_data import files
 from moa_data.errors import (
-    Interrupted,
     StorageUnavailable,
     StoreDamaged,
     StoreMismatch,
@@ -42,7 +41,6 @@ from moa_data.storage import chunk as chunk_module
 from moa_data.storage.backend import backend_of
 from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import commit_path
 from moa_data.storage.write import part as part_writer
 from moa_data.storage.write.repair import drop_damage
 from moa_data.tests.kit.chats import random_chats, write_jsonl
@@ -203,12 +201,12 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             forwards_module,
             "capture",
             1,
-            KeyboardInterrupt(),
-            Interrupted,
-            AGAIN,
+            KeyboardInterrupt("Ctrl-C"),
+            KeyboardInterrupt,
+            "Ctrl-C",
             marks=pytest.mark.slow,
         ),
-        (forwards_module, "capture", 5, KeyboardInterrupt(), Interrupted, AGAIN),
+        (forwards_module, "capture", 5, KeyboardInterrupt("Ctrl-C"), KeyboardInterrupt, "Ctrl-C"),
     ],
 )
 def test_a_failure_discards_the_part_and_the_next_run_goes_on(
@@ -459,7 +457,7 @@ def test_tokens_of_a_part_that_another_run_committed_first_are_not_of_this_run(
     config: ExtractConfig,
 ) -> None:
     extracted(config)
-    commit = commit_path(Path(config.out), 1)
+    commit = Path(config.out, "commits/part-00001.json")
     content, n_told = commit.read_bytes(), 0
     commit.unlink()
 

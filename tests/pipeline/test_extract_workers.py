@@ -230,7 +230,7 @@ def test_a_signal_ends_the_run_in_one_line(runs: Runs, number: signal.Signals) -
     running = runs.start(n_parts=5)
     running.send_signal(number)
     _, said = running.communicate(timeout=_WAIT_S)
-    assert "parts are finished in" in error_line(running.returncode, said, 128 + number)
+    assert "Finished work is kept" in error_line(running.returncode, said, 128 + number)
     assert not list(runs.out.rglob("c.*.partial"))
     before = runs.commits()
     runs.finish(runs.start(), before)

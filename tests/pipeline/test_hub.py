@@ -87,7 +87,7 @@ def test_a_drafter_is_a_model_with_a_card(hub: Hub, room: Path, tmp_path: Path) 
     assert all(after[name].equal(weight) for name, weight in before.items())
     card = (tmp_path / "back" / "README.md").read_text()
     assert card == drafter_card(load_drafter(room / "drafter").config.to_dict())
-    assert "- weights_sha256: `" in card
+    assert '"weights_sha256": "' in card
     run_folder = tmp_path / "run"
     shutil.copytree(room / "drafter", run_folder / "drafter")
     assert "a drafter" in push(run_folder, "me/drafter")

@@ -28,7 +28,7 @@ from moa_data.pipeline.plan import ExtractPlan, build_plan
 from moa_data.pipeline.sequences import Sequences, keep_texts, read_texts, tokenise_rows
 from moa_data.storage.plan import map_texts, plan_bytes, texts_sha256
 from moa_data.storage.read.verify import verify_store
-from moa_data.storage.schema import TEXTS_NAME, commit_path
+from moa_data.storage.schema import TEXTS_NAME
 from moa_data.tests.kit.apart import Apart
 from moa_data.tests.kit.chats import chat, random_chats, write_jsonl
 from moa_data.tests.kit.errors import raises_naming
@@ -106,7 +106,7 @@ def test_a_row_that_cannot_be_read_comes_after_those_before_it() -> None:
 
     gone = [Rejection(RejectReason.NO_MESSAGES, row) for row in "abcdefghijkl"]
     results = tokenise_rows(
-        rows(), lambda row: (Rejection(RejectReason.NO_MESSAGES, row), False), 2, lambda: None
+        rows(), lambda row: (Rejection(RejectReason.NO_MESSAGES, row), False), 2
     )
     assert [next(results)[0] for _ in gone] == gone
     with raises_naming(DatasetError, "the disk is gone"):
@@ -120,7 +120,7 @@ def die(_: Any) -> Any:
 @pytest.mark.usefixtures("small_blocks")
 def test_a_process_that_is_killed_is_one_line() -> None:
     with raises_naming(WorkerError, "tokenize_processes"):
-        list(tokenise_rows(iter(range(16)), die, 2, lambda: None))
+        list(tokenise_rows(iter(range(16)), die, 2))
 
 
 def tokenise_until_signal(folder: str, name: str) -> None:
@@ -129,7 +129,7 @@ def tokenise_until_signal(folder: str, name: str) -> None:
     os.setsid()
     # A process inherits signals that its parent ignores.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sequences.MIN_ROWS = 1
+    sequences.MIN_ROWS = 4000
     signals.CLEANUP_S = 60  # A machine may stand still for seconds.
     signals.watch_signals()
     signals.begin_command()
@@ -141,7 +141,7 @@ def tokenise_until_signal(folder: str, name: str) -> None:
 
     (files / f"{name}.pid").write_text(str(os.getpid()))
     try:
-        list(tokenise_rows(iter(range(4000)), wait, 2, lambda: None))
+        list(tokenise_rows(iter(range(4000)), wait, 2))
     except KeyboardInterrupt as number:
         (files / f"{name}.end").write_text(str(number))
 
@@ -223,7 +223,7 @@ def test_every_start_after_the_first_reads_the_tokens(
     extract(mixed)
     assert len(tokenised) == 2 * N_ROWS
     store = Path(mixed.out)
-    commit_path(store, 1).unlink()
+    (store / "commits/part-00001.json").unlink()
     again = build_plan(mixed, with_weights=True)
     assert again.manifest.to_json() == plain.manifest.to_json()
     assert again.table.equals(plain.table)

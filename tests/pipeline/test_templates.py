@@ -112,7 +112,7 @@ def test_a_store_is_resumed_and_audited_on_another_day_with_its_arguments(
     assert recorded_config(Path(config.out)).data.template_kwargs == ("greeting=hello",)
     report = audit(config.out, config.model, 4, 0, "cpu")
     assert report.ok
-    assert not report.notes
+    assert not report.note
     assert "tokenised again" in report.worst()["tokens"].detail
     with raises_naming(
         StoreMismatch, "extraction.template_kwargs.greeting", "'hello'", "'goodbye'"

@@ -156,7 +156,7 @@ def test_a_shard_holds_few_chunks_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         shard = Counting(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool, leave)
         for row in range(12):
             shard.append_row(values[row * 64 : (row + 1) * 64])
-        shard.finish()[1].result()
+        shard.finish().result()
     assert n_written == 12 * 4 + 1
     assert most <= 4 * (pool.n_ahead + 1)  # A task encodes four chunks.
 
@@ -172,7 +172,6 @@ def test_an_error_of_an_encoder_reaches_the_writer(
     with EncodePool(2) as pool:
         shard = ShardWriter(tmp_path / "shard", array_grid(ARRAY, 1, len(values)), pool, leave)
         shard.append_row(values)
-        for wait in (shard.settle, shard.finish):
-            with raises_naming(MemoryError, "no room for a chunk"):
-                wait()
+        with raises_naming(MemoryError, "no room for a chunk"):
+            shard.finish()
         shard.abort()

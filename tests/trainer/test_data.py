@@ -62,8 +62,8 @@ def test_batches_hold_what_the_store_holds(tmp_path: Path, dtype: str, codec: st
     inputs: Any = batch.to(torch.device("cpu")).decode().inputs
     read = {"kv": inputs.kv, "hidden/last": inputs.hidden, "hidden/layer_1": inputs.entering_hidden}
     if codec == "int8":
-        assert batch.stored[0].rows["kv/key_codes"].dtype == torch.int8
-        n_code_bytes = sum(rows.nbytes for item in batch.stored for rows in item.rows.values())
+        assert batch.rows["kv/key_codes"].dtype == torch.int8
+        n_code_bytes = sum(rows.nbytes for rows in batch.rows.values())
         assert n_code_bytes < 0.75 * sum(values.nbytes for values in read.values())
     read |= {"tokens": inputs.tokens, "response_mask": inputs.response_mask}
     for name, values in read.items():

@@ -71,7 +71,7 @@ def test_the_mean_outer_product_of_drawn_gradients_is_the_gauss_newton_matrix(
     drafter, codec = build(kind, model, **form), codec_of(model, "layer")
     frozen, layers = (
         frozen_for(drafter, model),
-        type(drafter).reads(len(codec.groups), drafter.config).kv_layers,
+        drafter.config.reads.kv_layers,
     )
     tokens = torch.randint(5, 24, (1, 8), generator=torch.Generator().manual_seed(0))
     # This reads all layers.
@@ -136,7 +136,7 @@ def test_metrics_of_what_a_drafter_reads(
             assert metric.shape == (16, 16)
             np.testing.assert_allclose(metric, metric.T)
             assert np.linalg.eigvalsh(metric).min() > -1e-6 * max(np.trace(metric), 1e-12)
-    reads = type(drafter).reads(3, drafter.config).kv_layers
+    reads = drafter.config.reads.kv_layers
     felt = [layer for layer in range(3) if np.trace(metrics[layer][1]) > 0]
     assert felt == ([0, 1, 2] if reads is None else sorted(layer % 3 for layer in reads))
 

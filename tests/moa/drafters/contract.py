@@ -28,6 +28,7 @@ from moa_data.moa.decoding.tree import TreeShape
 from moa_data.moa.drafters.base import Drafter, DraftLevel
 from moa_data.moa.drafters.registry import DRAFTERS
 from moa_data.moa.drafters.training import (
+    BlockDraws,
     Draws,
     LossTerms,
     LossWeights,
@@ -36,9 +37,15 @@ from moa_data.moa.drafters.training import (
 )
 from moa_data.moa.formats.checkpoint import check_drafter_matches, load_drafter, save_drafter
 from moa_data.moa.nn import losses, masks, packed
-from moa_data.moa.nn.layers import DecoderBlock
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import answers_once, build, frozen_for, stored, teach
+from moa_data.tests.kit.drafters import (
+    answers_once,
+    build,
+    frozen_for,
+    stored,
+    teach,
+    weight_of_positions,
+)
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import FAMILIES, SIZES, build_model, random_prompts
 from moa_data.tests.kit.variants import quick
@@ -457,7 +464,7 @@ class DrafterContract:
 
         plain = drafts()
         drafter.prepare()
-        blocks = [module for module in drafter.modules() if isinstance(module, DecoderBlock)]
+        blocks = drafter.blocks
         are_alike = [
             not hasattr(block.self_attn, "q_norm") and block.input_layernorm._parameters
             for block in blocks
@@ -671,22 +678,30 @@ class DrafterContract:
 
     def test_loss_and_gradients_are_finite(self, case: Case) -> None:
         terms = case.terms()
-        positions = case.drafter.loss_positions(case.inputs.response_mask, ROUNDS["bounded"])
-        assert terms.n_positions == int((positions > 0).sum()) > 20
-        assert terms.total > 0
-        assert terms.forward_kl > 0
-        terms.total.backward()
+        # Training draws blocks of the drafter's size.
+        blocks = BlockDraws(getattr(case.drafter.config, "n_drafts", 1))
+        draws = replace(ROUNDS["bounded"], blocks=blocks)
+        positions = case.drafter.loss_positions(case.inputs.response_mask, draws)
+        step = TrainingStep(case.inputs, draws)
+        total_weight = weight_of_positions(case.drafter, case.frozen, step)
+        assert total_weight == pytest.approx(float(positions.sum()), rel=1e-4)
+        assert int((positions > 0).sum()) > 20
+        assert terms["loss"] > 0
+        assert terms["forward_kl"] > 0
+        terms["loss"].backward()
         for name, weight in case.drafter.named_parameters():
             assert weight.grad is not None, name
             assert weight.grad.isfinite().all(), name
             assert weight.grad.any(), f"{name} learns nothing"
-        assert case.terms(UNBOUNDED, weights_times(0.0)).total.item() == 0.0
-        torch.testing.assert_close(case.terms(weights=weights_times(2.0)).total, 2 * terms.total)
+        assert case.terms(UNBOUNDED, weights_times(0.0))["loss"].item() == 0.0
+        torch.testing.assert_close(
+            case.terms(weights=weights_times(2.0))["loss"], 2 * terms["loss"]
+        )
 
     def test_an_lk_loss_replaces_the_forward_kl(self, case: Case) -> None:
         kinds = map(losses.Divergence, ("kl", "lk", "lk-hybrid", "tv"))
         weights = [LossWeights(1.0, 0.0, 0.0, 0.0, 0.0, kind) for kind in kinds]
-        found = {case.terms(weights=one).total.item() for one in weights}
+        found = {case.terms(weights=one)["loss"].item() for one in weights}
         assert len(found) == 4
         assert min(found) > 0
 
@@ -702,9 +717,9 @@ class DrafterContract:
             step = TrainingStep(
                 inputs, Draws(own[0], draws.staircase_rows[:1], own[1]), denominator=1.0
             )
-            alone.append(case.drafter.objective(case.frozen, step).total)
-        torch.testing.assert_close(both.total, sum(alone), rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(both.total, 2 * case.terms(denominator=2.0).total)
+            alone.append(case.drafter.objective(case.frozen, step)["loss"])
+        torch.testing.assert_close(both["loss"], sum(alone), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(both["loss"], 2 * case.terms(denominator=2.0)["loss"])
 
     @pytest.mark.parametrize("response", [[], [0]], ids=str)
     def test_a_batch_without_a_loss_position_adds_nothing(
@@ -721,26 +736,26 @@ class DrafterContract:
             return
         inputs = stored(drafter, case.model, torch.randint(4, VOCABULARY, (1, 12)), mask)
         terms = drafter.objective(case.frozen, TrainingStep(inputs, draws))
-        terms.total.backward()
-        assert terms.n_positions == terms.total.item() == terms.forward_kl.item() == 0
+        terms["loss"].backward()
+        assert terms["loss"].item() == terms["forward_kl"].item() == 0
         assert all(weight.grad is None or not weight.grad.any() for weight in drafter.parameters())
         assert not drafter.drafted_features(case.frozen, inputs, draws).valid.any()
 
     def test_it_reads_what_it_says(self, case: Case) -> None:
         """Every field that a drafter reads changes the loss; other fields are absent."""
-        usual, inputs = case.terms(UNBOUNDED).total, case.inputs
-        for name in type(case.drafter).reads(4, case.drafter.config).fields:
+        usual, inputs = case.terms(UNBOUNDED)["loss"], case.inputs
+        for name in case.drafter.config.reads.fields:
             value = getattr(inputs, name)
             parts = range(value.shape[2]) if name == "kv" else [slice(None)]
             for part in parts:  # layers of the KV, or the whole field
                 other = value.clone()
                 other[:, :, part] += torch.randn_like(other[:, :, part])
-                assert case.terms(UNBOUNDED, **{name: other}).total != usual, f"{part} of {name}"
+                assert case.terms(UNBOUNDED, **{name: other})["loss"] != usual, f"{part} of {name}"
         assert len(inputs.layer_outputs) == len(case.drafter.observed_layers)
         for index, states in enumerate(inputs.layer_outputs):
             others = list(inputs.layer_outputs)
             others[index] = states + torch.randn_like(states)
-            assert case.terms(UNBOUNDED, layer_outputs=tuple(others)).total != usual, index
+            assert case.terms(UNBOUNDED, layer_outputs=tuple(others))["loss"] != usual, index
         without: dict[str, Any] = {"kv": None, "entering_hidden": None, "layer_outputs": ()}
         for name, nothing in without.items():
             if getattr(inputs, name) != nothing:
@@ -774,7 +789,7 @@ class DrafterContract:
         terms = drafter.objective(
             frozen_for(drafter, target.model), TrainingStep(inputs, UNBOUNDED)
         )
-        terms.total.backward()
+        terms["loss"].backward()
         assert all(weight.grad.isfinite().all() for weight in drafter.parameters())
         rows = ForcedDrafting(drafter, target, 2)
         root = rows.root([[5, 6, 7], [8, 9]])

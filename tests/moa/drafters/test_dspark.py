@@ -190,9 +190,9 @@ def test_blocks_of_a_text_equal_rounds_one_by_one(form: str, d_pace: float | Non
             step = TrainingStep(
                 own, Draws(None, torch.zeros(1, dtype=torch.bool), blocks=one), weights, 2.0
             )
-            alone += drafter.objective(frozen, step).total.item()
+            alone += drafter.objective(frozen, step)["loss"].item()
             n_weight += float(drafter.loss_positions(own.response_mask, step.draws).sum())
-    assert both.total.item() == pytest.approx(alone, rel=1e-5)
+    assert both["loss"].item() == pytest.approx(alone, rel=1e-5)
     assert float(drafter.loss_positions(inputs.response_mask, draws).sum()) == pytest.approx(
         n_weight
     )
@@ -217,9 +217,9 @@ def test_d_pace_weighs_drafts_by_what_the_drafter_says_of_them() -> None:
         None, torch.zeros(2, dtype=torch.bool), blocks=BlockDraws(n_drafts, anchors=anchors)
     )
     weights = LossWeights(forward_kl=0.0, cross_entropy=1.0, l1=0.0, confidence=0.0, d_pace=0.5)
-    got = drafter.objective(
-        frozen, TrainingStep(inputs, draws, weights, denominator=1.0)
-    ).total.item()
+    got = drafter.objective(frozen, TrainingStep(inputs, draws, weights, denominator=1.0))[
+        "loss"
+    ].item()
     valid = anchors >= 0
     hidden = drafter.hidden_at_anchors(frozen, inputs, anchors.clamp(min=0), valid)
     features = drafter.make_features(

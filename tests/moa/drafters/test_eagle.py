@@ -7,7 +7,13 @@ from moa_data.errors import DrafterError
 from moa_data.moa.drafters.training import Draws, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import NO_DRAWS, batch_with, build, build_eagle
+from moa_data.tests.kit.drafters import (
+    NO_DRAWS,
+    batch_with,
+    build,
+    build_eagle,
+    weight_of_positions,
+)
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
 
@@ -57,12 +63,14 @@ def test_loss_lies_on_the_response_alone() -> None:
     frozen, drafter = FrozenTarget.from_model(model), build_eagle(model)
     inputs = batch_with(drafter, model, (2, 20), (0, 6, 20), (1, 0, 12))
     inputs.hidden.requires_grad_(True)
-    terms = drafter.objective(frozen, TrainingStep(inputs, NO_DRAWS))
-    (gradient,) = torch.autograd.grad(terms.total, inputs.hidden)
+    step = TrainingStep(inputs, NO_DRAWS)
+    (gradient,) = torch.autograd.grad(drafter.objective(frozen, step)["loss"], inputs.hidden)
     is_used = gradient.abs().sum(dim=-1) > 0
     assert is_used[0].all()
     assert torch.equal(is_used[1], torch.arange(20) < 12), "nothing after the response is read"
-    assert terms.n_positions == 14 + 11, "nothing precedes the first position"
+    assert weight_of_positions(drafter, frozen, step) == pytest.approx(14 + 11), (
+        "nothing precedes the first position"
+    )
 
 
 def test_noise_is_the_rows_own() -> None:
@@ -74,7 +82,7 @@ def test_noise_is_the_rows_own() -> None:
     def loss(seeds: tuple[int, ...], inputs: TrainingInputs = both, width: float = 0.2) -> float:
         draws = Draws(None, torch.zeros(2, dtype=torch.bool), None, seeds, width)
         return float(
-            drafter.objective(frozen, TrainingStep(inputs, draws, denominator=1.0)).total.detach()
+            drafter.objective(frozen, TrainingStep(inputs, draws, denominator=1.0))["loss"].detach()
         )
 
     assert loss((5, 6)) == loss((5, 6)) != loss((5, 7))

@@ -7,7 +7,11 @@ from moa_data.moa.drafters.glide import block_context
 from moa_data.moa.drafters.training import Draws, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
-from moa_data.tests.kit.drafters import batch_with, build_glide
+from moa_data.tests.kit.drafters import (
+    batch_with,
+    build_glide,
+    weight_of_positions,
+)
 from moa_data.tests.kit.families import build_family
 from moa_data.tests.kit.models import build_model
 
@@ -55,11 +59,12 @@ def test_a_position_learns_from_the_blocks_before_it_alone() -> None:
     assert inputs.kv is not None
     inputs.kv.requires_grad_(True)
     draws = Draws(None, torch.zeros(2, dtype=torch.bool), torch.tensor([0, 3]))
-    terms = drafter.objective(frozen, TrainingStep(inputs, draws))
-    (gradient,) = torch.autograd.grad(terms.total, inputs.kv)
+    step = TrainingStep(inputs, draws)
+    terms = drafter.objective(frozen, step)
+    (gradient,) = torch.autograd.grad(terms["loss"], inputs.kv)
     is_used = gradient.abs().sum(dim=(-1, -2)) > 0
     assert torch.equal(is_used[0], torch.arange(20) == 0), "after position 0 begins the first round"
     assert torch.equal(is_used[1], torch.arange(20) < 15), "15 begins a block of its own"
-    assert terms.n_positions == 2 + 3
-    assert terms.total.item() == pytest.approx(0.1 * terms.forward_kl.item())
-    assert terms.feature.item() > 0
+    assert weight_of_positions(drafter, frozen, step) == pytest.approx(2 + 3)
+    assert terms["loss"].item() == pytest.approx(0.1 * terms["forward_kl"].item())
+    assert terms["feature_loss"].item() > 0

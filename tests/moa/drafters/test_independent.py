@@ -6,7 +6,13 @@ import torch.nn.functional as F
 
 from moa_data.moa.drafters.training import LossWeights, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
-from moa_data.tests.kit.drafters import NO_DRAWS, assert_loss, batch_with, build_independent
+from moa_data.tests.kit.drafters import (
+    NO_DRAWS,
+    assert_loss,
+    batch_with,
+    build_independent,
+    weight_of_positions,
+)
 from moa_data.tests.kit.models import build_model
 
 from .contract import CHAIN, WINDOW, DrafterContract
@@ -36,8 +42,6 @@ def test_loss_and_gradient_equal_a_plain_reference() -> None:
     logits = drafter(inputs.tokens, torch.arange(15).expand(2, -1)) @ drafter.embed_tokens.weight.T
     teacher = frozen.logits(inputs.hidden).softmax(dim=-1)
     expected = F.cross_entropy(logits[response], teacher[response], reduction="sum") / 13
-    terms = assert_loss(
-        drafter, frozen, TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=1.0), 13), expected
-    )
-    assert terms.n_positions == 13
-    assert terms.feature is None
+    step = TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=1.0), 13)
+    assert_loss(drafter, frozen, step, expected)
+    assert weight_of_positions(drafter, frozen, step) == pytest.approx(13)

@@ -11,7 +11,13 @@ from moa_data.moa.drafters.medusa import HEAD_DECAY, MedusaDrafter, MedusaSizes
 from moa_data.moa.drafters.training import LossWeights, TrainingInputs, TrainingStep
 from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.facts import TargetFacts
-from moa_data.tests.kit.drafters import NO_DRAWS, assert_loss, batch_with, build_medusa
+from moa_data.tests.kit.drafters import (
+    NO_DRAWS,
+    assert_loss,
+    batch_with,
+    build_medusa,
+    weight_of_positions,
+)
 from moa_data.tests.kit.models import build_model
 
 from .contract import DrafterContract
@@ -72,8 +78,9 @@ def test_loss_and_gradient_equal_a_plain_reference(
     frozen, drafter = FrozenTarget.from_model(model), build_medusa(model, medusa_heads=n_heads)
     inputs = batch_with(drafter, model, (3, max(stop for *_, stop in responses)), *responses)
     step = TrainingStep(inputs, NO_DRAWS, LossWeights(forward_kl=1.0))
-    terms = assert_loss(drafter, frozen, step, plain_loss(drafter, frozen, inputs))
-    assert terms.n_positions == int(inputs.response_mask[:, 1:].sum())
+    assert_loss(drafter, frozen, step, plain_loss(drafter, frozen, inputs))
+    n_positions = int(inputs.response_mask[:, 1:].sum())
+    assert weight_of_positions(drafter, frozen, step) == pytest.approx(n_positions)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from moa_data.tests.kit.drafters import (
     frozen_for,
     stored,
     token_counts,
+    weight_of_positions,
 )
 from moa_data.tests.kit.models import build_model
 from moa_data.tests.kit.variants import quick, quick_rows
@@ -210,16 +211,17 @@ def test_two_passes_in_one_forward_are_the_weighted_mean_of_both(
     both = dataclasses.replace(draws, teacher_forced_weight=0.5)
     found = []
     for one in (draws, only, both):
-        terms = drafter.objective(frozen, TrainingStep(inputs, one))
-        gradients = torch.autograd.grad(terms.total, list(drafter.parameters()))
-        found.append((terms.n_positions, terms.total, gradients))
+        step = TrainingStep(inputs, one)
+        total = drafter.objective(frozen, step)["loss"]
+        gradients = torch.autograd.grad(total, list(drafter.parameters()))
+        found.append((weight_of_positions(drafter, frozen, step), total, gradients))
     (
-        (n_policy, policy, policy_gradients),
-        (n_forced, forced, forced_gradients),
-        (n_both, total, gradients),
+        (policy_weight, policy, policy_gradients),
+        (forced_weight, forced, forced_gradients),
+        (weight, total, gradients),
     ) = found
-    assert n_both == n_policy + n_forced
-    share = n_policy / (n_policy + 0.5 * n_forced)
+    assert weight == pytest.approx(policy_weight + 0.5 * forced_weight)
+    share = policy_weight / weight
     torch.testing.assert_close(total, share * policy + (1 - share) * forced)
     for got, a, b in zip(gradients, policy_gradients, forced_gradients, strict=True):
         torch.testing.assert_close(
@@ -262,7 +264,7 @@ def test_passes_share_the_distributions_of_their_teacher(monkeypatch: pytest.Mon
     found = []
     for by_teacher in (shared, share_nothing):
         monkeypatch.setattr(training, "_by_teacher", by_teacher)
-        total = drafter.objective(frozen, step).total
+        total = drafter.objective(frozen, step)["loss"]
         found.append((total, *torch.autograd.grad(total, list(drafter.parameters()))))
     passes = draws.passes(inputs.response_mask)
     n_each = [int(drafted.sum()) for _, drafted, _ in passes]
@@ -312,7 +314,7 @@ def test_d_pace_weighs_each_round_by_itself() -> None:
             expected = expected + (kl * (paced if number == 0 else 0.5)).sum()
     step = TrainingStep(inputs, draws, LossWeights(1.0, 0.0, d_pace=0.25), 7.0)
     torch.testing.assert_close(
-        drafter.objective(frozen, step).total, expected / 7.0, rtol=1e-5, atol=1e-5
+        drafter.objective(frozen, step)["loss"], expected / 7.0, rtol=1e-5, atol=1e-5
     )
 
 

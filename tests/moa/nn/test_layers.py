@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from moa_data.errors import DrafterError, TargetError
-from moa_data.moa.nn.layers import RMSNorm, Rotary, rotate
+from moa_data.moa.nn.layers import RMSNorm, Rotary, no_cache, rotate
 from moa_data.moa.nn.masks import causal_mask
 from moa_data.moa.targets.bundle import FrozenTarget, save_target_bundle
 from moa_data.moa.targets.facts import TargetFacts
-from moa_data.moa.targets.live import layer_outputs
+from moa_data.moa.targets.families import layer_outputs
 from moa_data.tests.kit.drafters import build_eagle3
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_model
@@ -36,7 +36,8 @@ def test_frozen_layers_equal_the_target(family: str) -> None:
     x, positions = states[1], torch.arange(20)[None]
     assert frozen.windows == {"mistral": (8, 8), "qwen2-mixed": (None, 6)}.get(family, (None, None))
     for layer, window in zip(frozen.blocks, frozen.windows, strict=True):
-        x = layer.attend_self(x, frozen.rotary(positions), causal_mask(positions, 20, window))
+        mask = causal_mask(positions, 20, window)
+        x = layer.attend_cached(x, frozen.rotary(positions), no_cache, mask)
     torch.testing.assert_close(x, states[3], rtol=0, atol=2e-5)
     torch.testing.assert_close(frozen.logits(frozen.norm(x)), out.logits, rtol=0, atol=5e-5)
 
@@ -60,7 +61,7 @@ def test_attention_to_itself_equals_forward_on_own_keys(
     x = torch.randn(60, 7, 96 if has_own_norms else 48, requires_grad=needs_gradient)
     inputs = [*block.requires_grad_(True).parameters(), *([x] if needs_gradient else [])]
     expected = block(x, rotation, *block.keys_values(x, rotation), None)
-    cases = [(block.attend_self(x, rotation, None), expected)]
+    cases = [(block.attend_cached(x, rotation, no_cache, None), expected)]
     for sizes in ([7], [4, 3], [2, 2, 2, 1], [1] * 7):
         means = torch.stack([group.mean(dim=1) for group in expected.split(sizes, dim=1)], dim=1)
         cases.append((block.attend_self_means(x, rotation, len(sizes)), means))

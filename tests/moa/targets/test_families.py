@@ -200,9 +200,9 @@ def test_what_works_with_every_drafter(name: str) -> None:
         drafter = build(kind, target.model, **sizes)
         inputs = stored(drafter, target.model, tokens, torch.ones_like(tokens))
         draws = Draws(None, torch.zeros(1, dtype=torch.bool), seeds=(0,))
-        drafter.objective(
-            frozen_for(drafter, target.model), TrainingStep(inputs, draws)
-        ).total.backward()
+        drafter.objective(frozen_for(drafter, target.model), TrainingStep(inputs, draws))[
+            "loss"
+        ].backward()
         gradients = [weight.grad for weight in drafter.parameters() if weight.grad is not None]
         assert gradients, column
         assert all(grad.isfinite().all() for grad in gradients), column

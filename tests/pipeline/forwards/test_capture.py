@@ -1,20 +1,14 @@
-"""A batch gives each sequence the values of a forward of it alone, for all architectures.
+"""A batch gives each sequence the values of a forward of it alone, for all architectures."""
 
-The host memory of a batch is not reused before it is released, so a copy that arrives late never
-lands in another batch's values.
-"""
-
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from moa_data.errors import OptionInvalid, TargetError
 from moa_data.pipeline.config import ActivationSpec, parse_activations
-from moa_data.pipeline.forwards.capture import Capture, HostSlots, capture
+from moa_data.pipeline.forwards.capture import Capture, capture
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_text_model
 
@@ -132,87 +126,3 @@ def test_names_of_activations() -> None:
     ):
         with raises_naming(OptionInvalid, *facts):
             parse_activations(names, target_layers, 8)
-
-
-class LateSlots(HostSlots):
-    """Copies only when somebody waits for it, and records the sizes of allocations.
-
-    No device can copy later than that.
-    """
-
-    def __init__(self, n_slots: int) -> None:
-        super().__init__(torch.device("cpu"), n_slots)
-        self.allocated: list[int] = []
-        self.n_waiting = 0
-
-    def allocate(self, n_bytes: int) -> Tensor:
-        self.allocated.append(n_bytes)
-        return torch.full((n_bytes,), 0xA5, dtype=torch.uint8)
-
-    def copy(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
-        left = [list(copies)]
-        self.n_waiting += 1
-
-        def arrive() -> float:
-            for source, target in left.pop() if left else ():
-                target.copy_(source)
-            self.n_waiting -= 1
-            return 0.5
-
-        return arrive
-
-
-@pytest.fixture(scope="module")
-def run() -> Callable[[int], Capture]:
-    model = build_text_model("llama")
-
-    def forward(seed: int) -> Capture:
-        draw = np.random.default_rng(seed)
-        tokens = [draw.integers(0, 400, n).astype(np.int32) for n in (17 + seed, 5)]
-        return capture(model, tokens, ActivationSpec(True, True, ()), torch.bfloat16)
-
-    return forward
-
-
-def same(copied: Capture, batch: Capture) -> bool:
-    plain = batch.to_host()
-    return all(
-        np.array_equal(rows(copied, name, index), rows(plain, name, index))
-        for name in batch.fields
-        for index in range(len(batch.n_tokens))
-    )
-
-
-def test_copies_that_arrive_late_hold_the_values_of_their_batch(
-    run: Callable[[int], Capture],
-) -> None:
-    slots = LateSlots(3)
-    batches = [run(seed) for seed in range(3)]
-    copied = [batch.to_host(slots) for batch in batches]
-    # Nothing has arrived yet.
-    assert not any(same(late, batch) for late, batch in zip(copied, batches, strict=True))
-    for late, batch in reversed(list(zip(copied, batches, strict=True))):
-        assert late.wait() == 0.5
-        late.check_finite(["first", "second"])
-        assert same(late, batch)
-
-
-def test_memory_is_used_again_only_after_its_release(run: Callable[[int], Capture]) -> None:
-    slots = LateSlots(2)
-    first, second = run(3), run(2)
-    one, two = first.to_host(slots), second.to_host(slots)
-    with pytest.raises(IndexError):
-        run(1).to_host(slots)
-    two.wait()
-    n_buffers = len(slots.allocated)
-    assert slots.n_waiting == 1
-    one.release()
-    assert slots.n_waiting == 0, "else the device would still write to the next batch's memory"
-    third = run(1)
-    again = third.to_host(slots)
-    again.wait()
-    assert same(again, third)
-    assert same(two, second)  # The first batch's memory was reused, the second one's was not.
-    assert again.fields["kv"].data_ptr() == one.fields["kv"].data_ptr()
-    # A smaller batch fits into the memory of a larger one.
-    assert len(slots.allocated) == n_buffers

@@ -14,8 +14,8 @@ from moa_data.moa.targets.facts import TargetFacts
 from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ActivationSpec
 from moa_data.pipeline.estimate import field_specs
-from moa_data.pipeline.forwards.capture import HostSlots, capture
-from moa_data.pipeline.forwards.parts import Forwards, run_parts
+from moa_data.pipeline.forwards.capture import Capture, capture
+from moa_data.pipeline.forwards.parts import CaptureSettings, Forwards, run_parts
 from moa_data.pipeline.report import Timings
 from moa_data.storage.codecs.registry import StoreCodec
 from moa_data.tests.kit.device import Counts
@@ -27,11 +27,10 @@ SPEC = ActivationSpec(kv=True, last=True, layers=(0,))
 
 def test_a_batch_gives_what_the_cpu_gives(device: Counts) -> None:
     sequences = [np.arange(4, 4 + n).astype(np.int32) for n in (9, 4)]
-    slots = HostSlots(torch.device("cuda"), 1)
     found: list[Any] = []
     for kind in ("cpu", "cuda"):
         captured = capture(build_text_model().to(kind), sequences, SPEC, torch.float32)
-        host = captured.to_host(slots if kind == "cuda" else None)
+        host = captured.to_host()
         host.wait()
         found.append([host.rows(name, index) for name in host.fields for index in range(2)])
     for own, expected in zip(*found, strict=True):
@@ -52,15 +51,28 @@ def test_encoding_a_batch_waits_once_a_field(device: Counts) -> None:
         assert device.waits <= len(captured.fields), device.worst()
 
 
-def test_host_memory_is_read_after_the_copies(device: Counts) -> None:
+def test_copies_that_arrive_late_hold_the_values_of_their_batch(device: Counts) -> None:
     """The simulated device copies as late as it may, so values read before `wait` are not there."""
-    captured = capture(
-        build_text_model().to("cuda"), [np.arange(4, 9).astype(np.int32)], SPEC, torch.float32
-    )
-    host = captured.to_host(HostSlots(torch.device("cuda"), 1))
-    early = np.array(host.rows("hidden/last", 0))
-    host.wait()
-    assert not np.array_equal(early, np.array(host.rows("hidden/last", 0)))
+    batches = [[np.arange(4, 4 + n).astype(np.int32)] for n in (9, 5, 7)]
+    expected = [
+        capture(build_text_model(), tokens, SPEC, torch.bfloat16).to_host() for tokens in batches
+    ]
+    model = build_text_model().to("cuda")
+    copied = [capture(model, tokens, SPEC, torch.bfloat16).to_host() for tokens in batches]
+
+    def is_there(late: Capture, batch: Capture) -> bool:
+        return all(
+            np.array_equal(np.array(late.rows(name, 0)), np.array(batch.rows(name, 0)))
+            for name in batch.fields
+        )
+
+    pairs = list(zip(copied, expected, strict=True))
+    assert not any(is_there(late, batch) for late, batch in pairs)
+    for late, batch in reversed(pairs):
+        assert not is_there(late, batch)
+        assert late.wait() > 0
+        late.check_finite(["the only sequence"])
+        assert is_there(late, batch)
 
 
 class FullDisk:
@@ -75,8 +87,6 @@ class FullDisk:
         time.sleep(0.2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def settle(self) -> None: ...
-
     def discard(self) -> None: ...
 
     def commit(self) -> None: ...
@@ -84,11 +94,7 @@ class FullDisk:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
-    """The error is that of the disk.
-
-    The writer skips the remaining batches and does not release their host memory. That must not end
-    in an IndexError.
-    """
+    """The error is that of the disk, although the writer skips the remaining batches."""
     n, n_tokens = 12, 20
     text = {
         str(i): (np.full(n_tokens, 4 + i, np.int32), np.ones(n_tokens, np.uint8)) for i in range(n)
@@ -101,7 +107,8 @@ def test_a_full_disk_is_a_full_disk(device: Counts, kind: str) -> None:
     target = Target(build_text_model().to(kind))
     spec = ActivationSpec(kv=True, last=False, layers=())
     codec = StoreCodec("lossless", field_specs(spec, target.facts, "float32"))
-    forwards = Forwards(target, spec, codec, torch.float32, n_tokens, True, text.__getitem__, 1)
+    settings = CaptureSettings(spec, codec, "float32", n_tokens, True, 1)
+    forwards = Forwards(settings, target, text.__getitem__)
 
     class Store:
         n_parts = 1

@@ -130,14 +130,7 @@ def test_tokens_are_gathered_from_scattered_blocks(connector: Any, layout: str) 
 @pytest.mark.parametrize(
     ("changes", "spec", "facts"),
     [
-        ({"tensor_parallel_size": 2}, vllm.FullAttentionSpec(), ("tensor_parallel_size", 2)),
-        (
-            {"decode_context_parallel_size": 2},
-            vllm.FullAttentionSpec(),
-            ("decode_context_parallel_size", 2),
-        ),
         ({"cache_dtype": "fp8_e4m3"}, vllm.FullAttentionSpec(), ("kv_cache_dtype", "fp8_e4m3")),
-        ({"enable_prefix_caching": True}, vllm.FullAttentionSpec(), ("Prefix caching",)),
         ({}, vllm.SlidingWindowSpec(16), ("model.layers.0.attn", "SlidingWindowSpec")),
         (
             {},
@@ -163,10 +156,12 @@ def test_requests_without_a_file_or_blocks_are_not_kept(connector: Any) -> None:
         vllm.groups((vllm.FullAttentionSpec(), ["model.layers.0.attn"])),
     )
     request = types.SimpleNamespace(request_id="a", prompt_token_ids=[1], kv_transfer_params=None)
-    assert made.request_finished(request, [3]) == (False, None)
+    assert made.request_finished_all_groups(request, ([3],)) == (False, None)
     request.kv_transfer_params = {connector.FILE_PARAMETER: "x"}
-    assert made.request_finished(request, []) == (False, None), "aborted before it ran"
-    assert made.request_finished(request, [3]) == (True, None)
+    assert made.request_finished_all_groups(request, ([],)) == (False, None), (
+        "aborted before it ran"
+    )
+    assert made.request_finished_all_groups(request, ([3],)) == (True, None)
     assert [save.blocks for save in made.build_connector_meta(None).saves] == [((3,),)]
     assert made.build_connector_meta(None).saves == []
 

@@ -71,7 +71,7 @@ def test_logit_metric_predicts_the_divergence_of_small_errors() -> None:
 
     p, q = log_softmax(hidden), log_softmax(hidden + error)
     divergence = (np.exp(p) * (p - q)).sum(1).mean()
-    metric = logit_metric(hidden, head, batch_tokens=64)
+    metric = logit_metric(hidden, head, np.asarray, batch_tokens=64)
     assert np.einsum("ni,ij,nj->n", error, metric, error).mean() / 2 == pytest.approx(
         divergence, rel=0.1
     )

@@ -114,7 +114,7 @@ def test_manifest_and_plan_that_disagree_are_found(store: Path, recipe: Recipe) 
     (store / "commits/store.json").unlink()  # Older stores have no seal.
     assert StoreManifest.from_json((store / "store.json").read_text()).n_tokens == 3
     (damage,) = verify_store(store).damages
-    assert damage.message == "plan.parquet has n_tokens 881, but store.json says 3"
+    assert "plan.parquet has n_tokens 881, but store.json says 3" in damage.message
 
 
 def test_summary_counts_what_is_committed(store: Path, recipe: Recipe) -> None:

@@ -63,7 +63,7 @@ def opened(path: Path) -> StoreWriter:
 def add(path: Path, wanted: Recipe) -> None:
     """Start or continue the addition, and finish it."""
     with opened(path) as writer:
-        if not writer.has_target or (writer.target_path / "frozen").read_bytes() != NEW_WEIGHTS:
+        if not writer.has_target or (writer.path / "target/frozen").read_bytes() != NEW_WEIGHTS:
             write_bundle(writer, NEW_WEIGHTS)
         addition = StoreAddition(
             writer, wanted.manifest, extended_codec(writer.codec, wanted.manifest.fields)

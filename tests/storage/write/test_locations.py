@@ -144,7 +144,7 @@ class LocationContract:
                     (folder / "sub").mkdir()
                     (folder / "sub" / "weights").write_text(content)
                 assert writer.has_target
-                assert (writer.target_path / "sub" / "weights").read_text() == content
+                assert backend_of(location / "target/sub/weights").read() == content.encode()
         with ActivationStore(location) as store:
             assert (store.target_path / "sub" / "weights").read_text() == "another"
         assert verify_store(location).ok
@@ -339,10 +339,9 @@ def test_a_record_whose_uploads_are_gone_comes_to_nothing(
     location: RemotePath, recipe: Recipe, tmp_path: Path
 ) -> None:
     with recipe.open(location, shares=True) as writer:
-        record = Publication(
-            commit_path(location, 0), "5f3a9c01", {"parts/kv/c.0": 10}, None, b"{}"
-        )
-        backend_of(publication_path(record.commit)).put_if_absent(record.to_json())
+        path = commit_path(location, 0)
+        record = Publication(path.name, "5f3a9c01", {"parts/kv/c.0": 10}, None, "{}")
+        backend_of(publication_path(path)).put_if_absent(record.to_json())
         recipe.write_part(writer, 0, rounded(0))
     assert read_remote_tree(location) == trees(recipe, tmp_path, 1)[0]
 

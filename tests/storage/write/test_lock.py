@@ -39,7 +39,6 @@ def test_who_joins_deletes_nothing_and_the_last_one_sweeps(
         assert attempts(path) == {dead.attempt, first.attempt}
         recipe.write_part(second, 0)
         dead.close()
-        assert first.is_shared
         assert not first.sweep()
         for part in second.pending_parts():
             recipe.write_part(second, part)

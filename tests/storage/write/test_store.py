@@ -64,8 +64,6 @@ def test_pieces_of_any_size_and_any_number_of_threads_give_equal_bytes(
                             n = int(rng.integers(1, 90))
                             out.write(field.name, row["first_token"] + at, values[at : at + n])
                             at += n
-                        out.settle()
-                        values[...] = 1  # The writer no longer needs the values of a settled write.
                 out.commit()
     assert pool.busy_s > 0
     assert read_tree(other) == read_tree(store)
