@@ -82,12 +82,13 @@ class PartCommit:
         """Return the content of the JSON file."""
         return files_json(**vars(self))
 
-    def check_counts(self, path: StorePath, planned: Mapping[str, int]) -> None:
+    def check_counts(self, store: StorePath, part: int, planned: Mapping[str, int]) -> None:
         """Compare the counts with those of the plan.
 
         Args:
-            path: path of the commit.
-            planned: the item of ``plan.part_counts`` for the part to which the path belongs.
+            store: the store that has this commit.
+            part: the part in whose file the commit is.
+            planned: the item of ``plan.part_counts`` for this part.
 
         Raises:
             StoreDamaged: a count differs. The message names all of them.
@@ -98,8 +99,8 @@ class PartCommit:
                 differences.append(f"the commit says {name} {got}, but the plan says {expected}")
         if differences:
             raise StoreDamaged(
-                f"{path}: {'; '.join(differences)}. If {schema.PLAN_NAME} has not "
-                f"changed, delete this file. {_REDO}"
+                f"{schema.commit_path(store, part)}: {'; '.join(differences)}. If "
+                f"{schema.PLAN_NAME} has not changed, delete this file. {_REDO}"
             )
 
 

@@ -18,9 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -260,22 +259,31 @@ class ObjectStore:
     def delete(self, names: Iterable[str]) -> None:
         """Delete files. Files that do not exist are skipped."""
 
-        def delete_one(name: str) -> None:
-            with suppress(FileNotFoundError):
-                self._asked(name, lambda: obstore.delete(self.connection, name))
+        def delete(several: list[str]) -> None:
+            try:
+                obstore.delete(self.connection, several)
+            except FileNotFoundError:
+                for name in several if len(several) > 1 else ():
+                    delete([name])
 
-        for _ in requests().map(delete_one, names):
-            pass
+        wanted = list(names)
+        for start in range(0, len(wanted), 1000):
+            self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
         """Make a short request with retries, and log a warning if it takes long."""
-        notice = threading.Timer(NOTICE_S, _log_waiting, (self.url,))
-        notice.daemon = True
-        notice.start()
+        global _watcher
+        if _watcher is None:
+            # One thread watches all requests. A timer per request would nearly double the CPU time
+            # of a short request.
+            _watcher = threading.Thread(target=_watch, name="object-store-watch", daemon=True)
+            _watcher.start()
+        key = object()
+        _waiting[key] = time.monotonic(), self.url
         try:
             return self._repeated(name, request)
         finally:
-            notice.cancel()
+            del _waiting[key]
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
         """Make a request, and retry it for a limited time while the server fails."""
@@ -390,9 +398,20 @@ def _refuse_fork(url: str) -> None:
         )
 
 
-@cache
-def _log_waiting(url: str) -> None:
-    """Log that a bucket has not answered for long. A process logs this once for each bucket."""
-    _log.warning(
-        "still waiting for the bucket %s, which has not answered for %.0f s", url, NOTICE_S
-    )
+_waiting: dict[object, tuple[float, str]] = {}  # request -> its start, and the URL of its bucket
+_watcher: threading.Thread | None = None
+
+
+def _watch() -> None:
+    """Log if a bucket does not answer for long. A process logs this once for each bucket."""
+    reported: set[str] = set()
+    while True:
+        time.sleep(NOTICE_S / 10)
+        for began_s, url in list(_waiting.values()):
+            if time.monotonic() - began_s > NOTICE_S and url not in reported:
+                reported.add(url)
+                _log.warning(
+                    "still waiting for the bucket %s, which has not answered for %.0f s",
+                    url,
+                    NOTICE_S,
+                )

@@ -245,12 +245,15 @@ def check_plan_of(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> 
         StoreDamaged: the plan is not valid, or a count differs.
     """
     check_plan(plan, manifest.alignment_tokens)
+    differences: list[str] = []
     for name, counted in plan_counts(plan).items():
         if (expected := getattr(manifest, name)) != counted:
-            raise StoreDamaged(
-                f"{store / PLAN_NAME} has {name} {counted}, but {MANIFEST_NAME} says {expected}. "
-                "Restore both files from the same copy."
-            )
+            differences.append(f"has {name} {counted}, but {MANIFEST_NAME} says {expected}")
+    if differences:
+        raise StoreDamaged(
+            f"{store / PLAN_NAME} {'; it '.join(differences)}. Restore both files from the same "
+            "copy."
+        )
 
 
 def plan_bytes(plan: pa.Table) -> bytes:

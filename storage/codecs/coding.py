@@ -315,7 +315,11 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            decoded.append(product + xp.take(mean, rows, axis=0))
+            # Most reads start after the early positions. In that case all tokens have the same
+            # mean, and no gather is needed.
+            late = mean[EARLY_POSITIONS, :]
+            is_late = first_position >= EARLY_POSITIONS
+            decoded.append(product + (late if is_late else xp.take(mean, rows, axis=0)))
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:

@@ -126,8 +126,11 @@ class StoreCodec:
             codec = self.fields[name]
             if not is_finite:
                 codec.check_finite(values[name])
-            known = [offered[source.spec.name] for source in codec.sources]
-            features = side_by_side(known) if known else None
+            # If a source is missing, the codec refuses to encode without features.
+            known = [
+                offered[source.spec.name] for source in codec.sources if source.spec.name in offered
+            ]
+            features = side_by_side(known) if known and len(known) == len(codec.sources) else None
             encoded[name] = codec.encode(values[name], tokens, features)
             if name in used:
                 codes = encoded[name] | {TOKENS: tokens}

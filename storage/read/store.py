@@ -32,7 +32,6 @@ from ..schema import (
     FieldSpec,
     StoredArray,
     StoreManifest,
-    commit_path,
     from_float32,
     target_commit_path,
     tokens_field,
@@ -107,7 +106,7 @@ class ActivationStore:
         for part, commit in self.commits.items():
             # Check the plan before any array is allocated: the lengths of arrays come from the
             # plan, so a damaged plan could lead to arrays of many gigabytes.
-            commit.check_counts(commit_path(self.path, part), planned[part])
+            commit.check_counts(self.path, part, planned[part])
             if checks_sizes:
                 for name, record in commit.files.items():
                     check_size(self.path / PARTS_NAME / name, record, listed.get(name))

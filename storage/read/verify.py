@@ -181,14 +181,12 @@ def verify_store(
             ]
             return VerifyReport(findings)
         manifest = read_manifest(store)
-        checked_name = schema.CODEC_NAME
         try:
             StoreCodec.open(manifest, store)
-            checked_name = schema.PLAN_NAME
-            plan = read_plan(store / checked_name)
-            check_plan_of(store, manifest, plan)
         except StoreDamaged as error:
-            return VerifyReport([Finding(None, checked_name, str(error))])
+            return VerifyReport([Finding(None, schema.CODEC_NAME, str(error))])
+        plan = read_plan(store / schema.PLAN_NAME)
+        check_plan_of(store, manifest, plan)
         planned = part_counts(plan, manifest.alignment_tokens)
     report = verify_commits(
         store, planned, "values" if values else "checksums", progress, n_threads
@@ -274,7 +272,7 @@ class _Verification:
                     self.report.n_pending_parts += 1
                     continue
                 self.report.commits[part] = commit
-                commit.check_counts(path, planned[part])
+                commit.check_counts(self.store, part, planned[part])
         self.report.n_parts = len(planned) - self.report.n_pending_parts
 
     def _check_parts(self) -> None:

@@ -294,9 +294,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         grids: array name -> grid.
         files: the part's files.
         on_close: called when the part is closed. The argument is whether the part is committed.
-        pool: thread pool that encodes. If it is given, values must not change until :meth:`settle`
-            or :meth:`commit` has returned. If it is None, the calling thread encodes, and values
-            may change as soon as :meth:`write` returns.
+        pool: thread pool that encodes. If it is given, values must not change until :meth:`commit`
+            has returned. If it is None, the calling thread encodes.
     """
 
     def __init__(
