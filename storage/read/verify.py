@@ -41,7 +41,7 @@ from ..commit import (
     read_part_commit,
 )
 from ..paths import StoreLike, StorePath, name_below
-from ..plan import check_plan_of, numbers, part_counts, read_plan
+from ..plan import check_plan, check_plan_of, numbers, part_counts, read_plan
 from .store import ActivationStore, read_manifest
 
 MAX_THREADS = 16
@@ -186,7 +186,11 @@ def verify_store(
         except StoreDamaged as error:
             return VerifyReport([Finding(None, schema.CODEC_NAME, str(error))])
         plan = read_plan(store / schema.PLAN_NAME)
-        check_plan_of(store, manifest, plan)
+        check_plan(plan, manifest.alignment_tokens)
+        try:
+            check_plan_of(store, manifest, plan)
+        except StoreDamaged as error:
+            return VerifyReport([Finding(None, schema.PLAN_NAME, str(error))])
         planned = part_counts(plan, manifest.alignment_tokens)
     report = verify_commits(
         store, planned, "values" if values else "checksums", progress, n_threads
