@@ -174,7 +174,8 @@ class Rejection(Exception):
     """A rejected row. The reason is counted, and the detail is shown with an example.
 
     The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
-    :func:`.chat_tokens.tokenize_chat` return it.
+    :func:`.chat_tokens.tokenize_chat` return a copy, because an error that was raised keeps the
+    variables of the functions that raised it, and so the texts of the chat.
     """
 
     reason: RejectReason
@@ -216,7 +217,7 @@ def parse_chat(row: Any) -> Chat | Rejection:
         chat = _parse(row)
         _check_trainable(row, chat)
     except Rejection as rejection:
-        return rejection
+        return Rejection(rejection.reason, rejection.detail)
     return chat
 
 
@@ -301,7 +302,7 @@ def parse_prompt(row: Any) -> Chat | Rejection:
                     detail = f"message {index} ({message['role']}) has {key}"
                     raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
     except Rejection as rejection:
-        return rejection
+        return Rejection(rejection.reason, rejection.detail)
     return Chat([_plain(message) for message in chat.messages], chat.tools)
 
 

@@ -221,7 +221,7 @@ def tokenize_chat(
             )
             text = text[: spans[-1][1]]
     except Rejection as rejection:
-        return rejection
+        return Rejection(rejection.reason, rejection.detail)
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
     shown_names = tuple(name for name in shown_keys if shown_keys[name])
@@ -392,7 +392,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
     order = {placeholder: position for position, placeholder in enumerate(counts)}
     end = 0
     last_result = 0
-    rewritten = None
+    rewritten = ""
     for placeholder in sorted(marked.pieces, key=lambda placeholder: order.get(placeholder, -1)):
         piece = marked.pieces[placeholder]
         n_shown = counts[placeholder]
@@ -411,7 +411,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         # Gemma 4 writes tool results before the response that they follow in the chat. Such a
         # response counts as rewritten too.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
-            rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
+            rewritten = where
         elif is_hidden:
             raise Rejection(RejectReason.NOT_SHOWN, where + (", twice" if n_shown > 1 else ""))
         if not is_hidden:
@@ -419,7 +419,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         if piece.kind == "tool":
             last_result = piece.message
     if rewritten:
-        raise rewritten
+        raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, rewritten)
 
 
 def _find(text: str, piece: _Piece, start: int) -> int:

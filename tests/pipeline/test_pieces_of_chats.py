@@ -1171,6 +1171,20 @@ def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> Non
 def test_a_call_that_was_cut_is_named() -> None:
     call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
     row = {"messages": [ASKS, ANSWERS | {"tool_calls": [call]}]}
+def test_a_rejection_does_not_keep_the_texts_of_its_row() -> None:
+    hidden = {"role": "assistant", "content": "<think>Hm.</think>a"}
+    refused = [hidden, {"role": "assistant", "content": "a\ud800"}, {"role": "assistant"}]
+    for answer in refused:
+        for found in (
+            tokenize_row(template_of("qwen3"), {"messages": [ASKS, answer, ASKS, ANSWERS]}, 1000),
+            parse_prompt({"messages": [{"role": "user"}]}),
+        ):
+            assert isinstance(found, Rejection)
+            errors = (found.__traceback__, found.__cause__, found.__context__)
+            assert errors == (None, None, None)
+            assert str(found) == str((found.reason, found.detail))
+
+
     for reason, beside in (("length", ("column finish_reason",)), ("tool_calls", ())):
         found = tokenize_row(template_of("qwen2.5"), row | {"finish_reason": reason}, 1000)
         assert isinstance(found, TokenizedChat), found
