@@ -53,6 +53,7 @@ FORMS = {
     "mistral": Form(templates.MISTRAL_TEMPLATE, "</s>", frozenset()),
     "mistral3": Form(templates.MISTRAL3_TEMPLATE, "</s>", frozenset({"tools"})),
     "gemma": Form(templates.GEMMA_TEMPLATE, "<end_of_turn>", frozenset()),
+    "gemma4": Form(templates.GEMMA4_TEMPLATE, "<turn|>", ALL - {"tools"}),
     "zephyr": Form(templates.ZEPHYR_TEMPLATE, "</s>"),
     "qwen2.5": Form(templates.QWEN25_TEMPLATE, "<|im_end|>", ALL),
     "qwen3": Form(templates.QWEN3_TEMPLATE, "<|im_end|>", ALL),
@@ -74,8 +75,8 @@ FORMS = {
 }
 # The forms that are left out here write turns, calls and tools like one of these.
 QUICK_FORMS = (
-    "llama3.1", "llama2", "mistral3", "zephyr", "qwen3", "harmony", "deepseek", "either", "parts",
-    "phi4", "coder", "hermes", "command", "sorted",
+    "llama3.1", "llama2", "mistral3", "gemma4", "zephyr", "qwen3", "harmony", "deepseek", "either",
+    "parts", "phi4", "coder", "hermes", "command", "sorted",
 )  # fmt: skip
 
 
@@ -1184,6 +1185,29 @@ def test_a_rejection_does_not_keep_the_texts_of_its_row() -> None:
             assert errors == (None, None, None)
             assert str(found) == str((found.reason, found.detail))
 
+@pytest.mark.parametrize("reason", ["length", ["stop", "length"]])
+def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> None:
+    row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS, ASKS], "finish_reason": reason}
+    found = tokenize_row(template_of("chatml"), row, 100)
+    rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+
+
+def test_a_call_has_no_thought_that_only_a_prompt_has() -> None:
+    """Gemma 4 writes an empty thought into the generation prompt, and not into a chat."""
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "noon"}
+    template = template_of("gemma4")
+    called = "<|tool_call>call:look_up{}<tool_call|>"
+    found = tokenize_row(template, {"messages": [ASKS, calls, result, ANSWERS]}, 1000)
+    assert marked_texts(template.tokenizer, found) == [called + "<|tool_response>", "a<turn|>"]
+    found = tokenize_row(template, {"messages": [ASKS, ANSWERS, ASKS, calls]}, 1000)
+    assert marked_texts(template.tokenizer, found) == ["a<turn|>", called + "<|tool_response>"]
+
+
+def test_a_call_that_was_cut_is_named() -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    row = {"messages": [ASKS, ANSWERS | {"tool_calls": [call]}]}
 
     for reason, beside in (("length", ("column finish_reason",)), ("tool_calls", ())):
         found = tokenize_row(template_of("qwen2.5"), row | {"finish_reason": reason}, 1000)
