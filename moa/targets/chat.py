@@ -358,11 +358,13 @@ def _parse(row: Any) -> Chat:
         raise Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if unread := _find_unread(row) or find_key(row, _READ_COLUMNS, ignored=_READ_COLUMNS):
         raise Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
-    messages = _parse_lists(lists, _parse_message, "message", RejectReason.MALFORMED_MESSAGES)
+    messages = _parse_lists(
+        lists, _MESSAGE_COLUMNS, _parse_message, RejectReason.MALFORMED_MESSAGES
+    )
     if not messages:
         raise Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
     tools = _parse_lists(
-        _lists(row, _TOOL_COLUMNS), _parse_tool, "tool", RejectReason.MALFORMED_TOOLS
+        _lists(row, _TOOL_COLUMNS), _TOOL_COLUMNS, _parse_tool, RejectReason.MALFORMED_TOOLS
     )
     return _with_system(Chat(messages, tools), row)
 
@@ -391,12 +393,12 @@ def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 
 
 def _parse_lists(
-    lists: Sequence[Any], parse: _Parse[_T], item_name: str, malformed: RejectReason
+    lists: Sequence[Any], columns: Sequence[str], parse: _Parse[_T], malformed: RejectReason
 ) -> list[_T] | None:
     """Parse lists that must have the same items, and return one of them; None without a list."""
     parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
-        raise Rejection(RejectReason.CONTENT_NOT_READ, f"two columns of {item_name}s differ")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(columns) + " differ")
     return parsed[0] if parsed else None
 
 
@@ -415,6 +417,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
             raise Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
         if value and value.strip():
             column_texts.append(value)
+    item_name = columns[0].removesuffix("s")
     message_texts: list[str] = []
     for message in chat.messages:
         if message["role"] == "system":
@@ -528,7 +531,12 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
 def _is_switch(value: Any) -> bool:
     """Whether a value only turns reasoning on or off, or limits it."""
     if isinstance(value, Mapping):
-        return _THINKING_SETTINGS.issuperset(value) and all(map(_is_switch, value.values()))
+        return all(
+            (key in _THINKING_SETTINGS and _is_switch(inner))
+            or (key == "enable_thinking" and inner is False)
+            or not _is_filled(inner)
+            for key, inner in value.items()
+        )
     return isinstance(value, (bool, int, float)) or str(value).strip().lower() in _SWITCHES
 
 

@@ -374,7 +374,9 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
          RejectReason.CONTENT_NOT_READ),
         ({"history": [["q", "a"]]}, RejectReason.CONTENT_NOT_READ),
         ({"system": "one", "system_prompt": "two"}, RejectReason.TWO_SYSTEM_TEXTS),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, RejectReason.CONTENT_NOT_READ),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, RejectReason.CONTENT_NOT_READ),
+        ({"chat_template_kwargs": {"enable_thinking": False, "custom_instructions": "Rhyme."}},
+         RejectReason.CONTENT_NOT_READ),
         ({"image": "a.png"}, RejectReason.CONTENT_NOT_READ),
         ({"loss_mask": [0, 1]}, RejectReason.MARKED_UNTRAINED),
         ({"train": False}, RejectReason.MARKED_UNTRAINED),
@@ -400,6 +402,12 @@ def test_what_would_disappear_rejects_its_row(row: dict[str, Any], reason: Rejec
         "loss": 1.5,
         "images": [],
         "functions": None,
+        "chat_template_kwargs": {
+            "custom_instructions": "",
+            "enable_thinking": False,
+            "python_tools": [],
+            "xml_tools": [],
+        },
     }
     assert isinstance(tokenize_row(template_of("chatml"), whole | same, 100), TokenizedChat)
 
@@ -808,7 +816,8 @@ def test_no_tools_are_given_to_the_template_as_the_row_has_them(name: str, tools
 
 def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
     row = {"messages": [ASKS, ANSWERS], "tools": [TOOL], "functions": [TOOL | {"strict": True}]}
-    rejected(tokenize_row(template_of("qwen2.5"), row, 1000), RejectReason.CONTENT_NOT_READ)
+    found = tokenize_row(template_of("qwen2.5"), row, 1000)
+    rejected(found, RejectReason.CONTENT_NOT_READ, "tools and functions differ")
     for functions in ([TOOL], [], None, json.dumps([TOOL])):
         assert isinstance(
             tokenize_row(template_of("qwen2.5"), row | {"functions": functions}, 1000),
