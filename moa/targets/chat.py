@@ -122,14 +122,23 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google and Ollama, and their
-# values. The first values say that the answer was cut off at a token limit.
-_FINISH_KEYS = ("finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons")
-_CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "model_length")
+# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google, Ollama and llama.cpp,
+# and their values. The first values say that the answer was cut off, mostly at a token limit.
+_FINISH_KEYS = (
+    "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
+    "incomplete_details",
+)  # fmt: skip
+_CUT_REASONS = (
+    "length", "max_tokens", "max_output_tokens", "model_length", "max_length", "max_new_tokens",
+    "limit", "abort", "content_filter",
+)  # fmt: skip
 _END_REASONS = (
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
-    "function_call",
+    "function_call", "word",
 )  # fmt: skip
+# Keys that say whether an answer was cut off, and the reasons for which their values stand.
+_CUT_FLAGS = ("truncated", "is_truncated")
+_FLAG_REASONS = {"true": "length", "false": "stop"}
 # Keys under which some datasets store the arguments of a tool call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
@@ -246,34 +255,46 @@ def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
 
 
 def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
-    """Return the ``finish_reason`` of a row or message that stands for a token limit.
+    """Return the ``finish_reason`` of a row or message that says that an answer was cut off.
 
     The return value is the key with its value; empty if there is none. A list has one reason for
-    each answer.
+    each answer. The reason may be at any depth, such as in the single choice of a response of
+    OpenAI. Lists of several objects are not searched, because the objects may belong to other
+    answers. A flag such as ``truncated`` counts only as a key of the item itself, because objects
+    inside the item use the same names for other things.
 
     Args:
         item: the row or message.
         is_last: True to look at its last answer, False to look at the answers before.
     """
-    for key in filter(_is_finish_key, item):
-        reasons = unpacked(item[key])
-        if not isinstance(reasons, (list, tuple)):
-            reasons = [reasons]
-        reasons = reasons[-1:] if is_last else reasons[:-1]
-        if not set(_CUT_REASONS).isdisjoint(_reasons(reasons)):
-            return f"{key} {item[key]!r:.40}"
+    pending = [item]
+    for inner in pending:
+        for key, value in inner.items():
+            if _is_finish_key(key) and (inner is item or _snake_case(key) not in _CUT_FLAGS):
+                reasons = unpacked(value)
+                if not isinstance(reasons, (list, tuple)):
+                    reasons = [reasons]
+                reasons = reasons[-1:] if is_last else reasons[:-1]
+                if not set(_CUT_REASONS).isdisjoint(_reasons(key, reasons)):
+                    return f"{key} {value!r:.40}"
+            elif key not in _CHAT_KEYS and not str(key).startswith("rejected"):
+                nested = value if isinstance(value, (list, tuple)) else [value]
+                if len(nested) == 1 and isinstance(nested[0], Mapping):
+                    pending.append(nested[0])
     return ""
 
 
-def _reasons(value: Any) -> Iterator[str]:
+def _reasons(key: str, value: Any) -> Iterator[str]:
     """Yield the reasons in a value. A text such as ``FinishReason.STOP`` comes from an enum."""
     for word in _words(value):
-        yield word.rpartition(".")[2]
+        reason = word.rpartition(".")[2]
+        is_flag = _snake_case(key) in _CUT_FLAGS
+        yield _FLAG_REASONS.get(reason, "") if is_flag else reason
 
 
 def _is_finish_key(key: Any) -> bool:
-    """Whether a key says why an answer ended. The key may have another spelling."""
-    return _snake_case(key) in _FINISH_KEYS
+    """Whether a key says how an answer ended. The key may have another spelling."""
+    return _snake_case(key) in (*_FINISH_KEYS, *_CUT_FLAGS)
 
 
 def _is_answer(value: Any) -> bool:
@@ -396,6 +417,7 @@ def _parse_lists(
     lists: Sequence[Any], columns: Sequence[str], parse: _Parse[_T], malformed: RejectReason
 ) -> list[_T] | None:
     """Parse lists that must have the same items, and return one of them; None without a list."""
+    item_name = columns[0].removesuffix("s")
     parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
         raise Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(columns) + " differ")
@@ -417,7 +439,6 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
             raise Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
         if value and value.strip():
             column_texts.append(value)
-    item_name = columns[0].removesuffix("s")
     message_texts: list[str] = []
     for message in chat.messages:
         if message["role"] == "system":
@@ -575,7 +596,7 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
     names: list[str] = []
     reasons = {*_END_REASONS} if ends_in_call else {*_CUT_REASONS, *_END_REASONS}
     for column in _additional(row, _READ_COLUMNS):
-        is_known = reasons.issuperset(_reasons(row[column]))
+        is_known = reasons.issuperset(_reasons(column, row[column]))
         if not (_is_finish_key(column) and is_known):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:

@@ -1171,16 +1171,6 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
 
 
-@pytest.mark.parametrize("reason", ["length", ["stop", "length"]])
-def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> None:
-    row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS, ASKS], "finish_reason": reason}
-    found = tokenize_row(template_of("chatml"), row, 100)
-    rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
-
-
-def test_a_call_that_was_cut_is_named() -> None:
-    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
-    row = {"messages": [ASKS, ANSWERS | {"tool_calls": [call]}]}
 def test_a_rejection_does_not_keep_the_texts_of_its_row() -> None:
     hidden = {"role": "assistant", "content": "<think>Hm.</think>a"}
     refused = [hidden, {"role": "assistant", "content": "a\ud800"}, {"role": "assistant"}]
@@ -1193,6 +1183,7 @@ def test_a_rejection_does_not_keep_the_texts_of_its_row() -> None:
             errors = (found.__traceback__, found.__cause__, found.__context__)
             assert errors == (None, None, None)
             assert str(found) == str((found.reason, found.detail))
+
 
 @pytest.mark.parametrize("reason", ["length", ["stop", "length"]])
 def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> None:
@@ -1217,7 +1208,6 @@ def test_a_call_has_no_thought_that_only_a_prompt_has() -> None:
 def test_a_call_that_was_cut_is_named() -> None:
     call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
     row = {"messages": [ASKS, ANSWERS | {"tool_calls": [call]}]}
-
     for reason, beside in (("length", ("column finish_reason",)), ("tool_calls", ())):
         found = tokenize_row(template_of("qwen2.5"), row | {"finish_reason": reason}, 1000)
         assert isinstance(found, TokenizedChat), found
@@ -1230,6 +1220,18 @@ def test_a_call_that_was_cut_is_named() -> None:
         ({"finish_reasons": ["length"]}, True),
         ({"finish_reason": "FinishReason.MAX_TOKENS"}, True),
         ({"finish_reason": "FinishReason.STOP"}, False),
+        ({"finish_reason": "max_length"}, True),
+        ({"finish_reason": "max_new_tokens"}, True),
+        ({"finish_reason": "abort"}, True),
+        ({"finish_reason": "content_filter"}, True),
+        ({"stop_type": "limit"}, True),
+        ({"stop_type": "word"}, False),
+        ({"incomplete_details": {"reason": "max_output_tokens"}}, True),
+        ({"incomplete_details": None}, False),
+        ({"truncated": True}, True),
+        ({"is_truncated": True}, True),
+        ({"isTruncated": "True"}, True),
+        ({"truncated": False, "is_truncated": "false"}, False),
     ],
 )
 def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_cut: bool) -> None:
@@ -1238,6 +1240,33 @@ def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_c
     assert marked_texts(template_of("chatml").tokenizer, found) == [answer]
     assert isinstance(found, TokenizedChat)
     assert found.beside == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_cut"),
+    [
+        ({"metadata": {"finish_reason": "length"}}, True),
+        ({"metadata": {"run": {"stopReason": "max_tokens"}}}, True),
+        ({"raw": {"choices": [{"finish_reason": "length"}]}}, True),
+        ({"raw": {"choices": [{"finish_reason": "stop"}]}}, False),
+        ({"raw": {"choices": [{"finish_reason": "length"}, {"finish_reason": "stop"}]}}, False),
+        ({"generation_info": {"finish_reason": "length"}}, True),
+        ({"rejected": {"content": "b", "finish_reason": "length"}}, False),
+        ({"metadata": {"truncated": True}}, False),
+        ({"truncated": "length", "note": "finish_reason: length"}, False),
+        ({"truncated": 12}, False),
+    ],
+)
+def test_a_finish_reason_may_be_inside_other_keys(extra: dict[str, Any], is_cut: bool) -> None:
+    answer = "a" if is_cut else "a<|im_end|>"
+    of_message = {"messages": [ASKS, ANSWERS | extra]}
+    for row in ({"messages": [ASKS, ANSWERS]} | extra, of_message):
+        found = tokenize_row(template_of("chatml"), row, 100)
+        assert marked_texts(template_of("chatml").tokenizer, found) == [answer]
+    if is_cut:
+        earlier = {"messages": [ASKS, ANSWERS | extra, ASKS, ANSWERS]}
+        found = tokenize_row(template_of("chatml"), earlier, 100)
+        rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has")
 
 
 @pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason", "done_reason"])
@@ -1254,7 +1283,7 @@ def test_a_finish_reason_may_have_other_names(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "beside"),
-    [("stop", ()), ("END_TURN", ()), (None, ()), ("content_filter", ("column finish_reason",))],
+    [("stop", ()), ("END_TURN", ()), (None, ()), ("refusal", ("column finish_reason",))],
 )
 def test_an_unknown_finish_reason_is_named(reason: Any, beside: tuple[str, ...]) -> None:
     row = {"messages": [ASKS, ANSWERS], "finish_reason": reason}
