@@ -122,14 +122,23 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google and Ollama, and their
-# values. The first values say that the answer was cut off at a token limit.
-_FINISH_KEYS = ("finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons")
-_CUT_REASONS = ("length", "max_tokens", "max_output_tokens", "model_length")
+# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google, Ollama and llama.cpp,
+# and their values. The first values say that the answer was cut off, mostly at a token limit.
+_FINISH_KEYS = (
+    "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
+    "incomplete_details",
+)  # fmt: skip
+_CUT_REASONS = (
+    "length", "max_tokens", "max_output_tokens", "model_length", "max_length", "max_new_tokens",
+    "limit", "abort", "content_filter",
+)  # fmt: skip
 _END_REASONS = (
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
-    "function_call",
+    "function_call", "word",
 )  # fmt: skip
+# Keys that say whether an answer was cut off, and the reasons for which their values stand.
+_CUT_FLAGS = ("truncated", "is_truncated")
+_FLAG_REASONS = {"true": "length", "false": "stop"}
 # Keys under which some datasets store the arguments of a tool call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
@@ -174,7 +183,8 @@ class Rejection(Exception):
     """A rejected row. The reason is counted, and the detail is shown with an example.
 
     The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
-    :func:`.chat_tokens.tokenize_chat` return it.
+    :func:`.chat_tokens.tokenize_chat` return a copy, because an error that was raised keeps the
+    variables of the functions that raised it, and so the texts of the chat.
     """
 
     reason: RejectReason
@@ -216,7 +226,7 @@ def parse_chat(row: Any) -> Chat | Rejection:
         chat = _parse(row)
         _check_trainable(row, chat)
     except Rejection as rejection:
-        return rejection
+        return Rejection(rejection.reason, rejection.detail)
     return chat
 
 
@@ -245,34 +255,46 @@ def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
 
 
 def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
-    """Return the ``finish_reason`` of a row or message that stands for a token limit.
+    """Return the ``finish_reason`` of a row or message that says that an answer was cut off.
 
     The return value is the key with its value; empty if there is none. A list has one reason for
-    each answer.
+    each answer. The reason may be at any depth, such as in the single choice of a response of
+    OpenAI. Lists of several objects are not searched, because the objects may belong to other
+    answers. A flag such as ``truncated`` counts only as a key of the item itself, because objects
+    inside the item use the same names for other things.
 
     Args:
         item: the row or message.
         is_last: True to look at its last answer, False to look at the answers before.
     """
-    for key in filter(_is_finish_key, item):
-        reasons = unpacked(item[key])
-        if not isinstance(reasons, (list, tuple)):
-            reasons = [reasons]
-        reasons = reasons[-1:] if is_last else reasons[:-1]
-        if not set(_CUT_REASONS).isdisjoint(_reasons(reasons)):
-            return f"{key} {item[key]!r:.40}"
+    pending = [item]
+    for inner in pending:
+        for key, value in inner.items():
+            if _is_finish_key(key) and (inner is item or _snake_case(key) not in _CUT_FLAGS):
+                reasons = unpacked(value)
+                if not isinstance(reasons, (list, tuple)):
+                    reasons = [reasons]
+                reasons = reasons[-1:] if is_last else reasons[:-1]
+                if not set(_CUT_REASONS).isdisjoint(_reasons(key, reasons)):
+                    return f"{key} {value!r:.40}"
+            elif key not in _CHAT_KEYS and not str(key).startswith("rejected"):
+                nested = value if isinstance(value, (list, tuple)) else [value]
+                if len(nested) == 1 and isinstance(nested[0], Mapping):
+                    pending.append(nested[0])
     return ""
 
 
-def _reasons(value: Any) -> Iterator[str]:
+def _reasons(key: str, value: Any) -> Iterator[str]:
     """Yield the reasons in a value. A text such as ``FinishReason.STOP`` comes from an enum."""
     for word in _words(value):
-        yield word.rpartition(".")[2]
+        reason = word.rpartition(".")[2]
+        is_flag = _snake_case(key) in _CUT_FLAGS
+        yield _FLAG_REASONS.get(reason, "") if is_flag else reason
 
 
 def _is_finish_key(key: Any) -> bool:
-    """Whether a key says why an answer ended. The key may have another spelling."""
-    return _snake_case(key) in _FINISH_KEYS
+    """Whether a key says how an answer ended. The key may have another spelling."""
+    return _snake_case(key) in (*_FINISH_KEYS, *_CUT_FLAGS)
 
 
 def _is_answer(value: Any) -> bool:
@@ -301,7 +323,7 @@ def parse_prompt(row: Any) -> Chat | Rejection:
                     detail = f"message {index} ({message['role']}) has {key}"
                     raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
     except Rejection as rejection:
-        return rejection
+        return Rejection(rejection.reason, rejection.detail)
     return Chat([_plain(message) for message in chat.messages], chat.tools)
 
 
@@ -357,11 +379,13 @@ def _parse(row: Any) -> Chat:
         raise Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
     if unread := _find_unread(row) or find_key(row, _READ_COLUMNS, ignored=_READ_COLUMNS):
         raise Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
-    messages = _parse_lists(lists, _parse_message, "message", RejectReason.MALFORMED_MESSAGES)
+    messages = _parse_lists(
+        lists, _MESSAGE_COLUMNS, _parse_message, RejectReason.MALFORMED_MESSAGES
+    )
     if not messages:
         raise Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
     tools = _parse_lists(
-        _lists(row, _TOOL_COLUMNS), _parse_tool, "tool", RejectReason.MALFORMED_TOOLS
+        _lists(row, _TOOL_COLUMNS), _TOOL_COLUMNS, _parse_tool, RejectReason.MALFORMED_TOOLS
     )
     return _with_system(Chat(messages, tools), row)
 
@@ -390,12 +414,13 @@ def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 
 
 def _parse_lists(
-    lists: Sequence[Any], parse: _Parse[_T], item_name: str, malformed: RejectReason
+    lists: Sequence[Any], columns: Sequence[str], parse: _Parse[_T], malformed: RejectReason
 ) -> list[_T] | None:
     """Parse lists that must have the same items, and return one of them; None without a list."""
+    item_name = columns[0].removesuffix("s")
     parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
-        raise Rejection(RejectReason.CONTENT_NOT_READ, f"two columns of {item_name}s differ")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(columns) + " differ")
     return parsed[0] if parsed else None
 
 
@@ -527,7 +552,12 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
 def _is_switch(value: Any) -> bool:
     """Whether a value only turns reasoning on or off, or limits it."""
     if isinstance(value, Mapping):
-        return _THINKING_SETTINGS.issuperset(value) and all(map(_is_switch, value.values()))
+        return all(
+            (key in _THINKING_SETTINGS and _is_switch(inner))
+            or (key == "enable_thinking" and inner is False)
+            or not _is_filled(inner)
+            for key, inner in value.items()
+        )
     return isinstance(value, (bool, int, float)) or str(value).strip().lower() in _SWITCHES
 
 
@@ -566,7 +596,7 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
     names: list[str] = []
     reasons = {*_END_REASONS} if ends_in_call else {*_CUT_REASONS, *_END_REASONS}
     for column in _additional(row, _READ_COLUMNS):
-        is_known = reasons.issuperset(_reasons(row[column]))
+        is_known = reasons.issuperset(_reasons(column, row[column]))
         if not (_is_finish_key(column) and is_known):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:

@@ -7,7 +7,8 @@ tokenizer's offsets map these spans to tokens. There are two ways to locate a re
 1. By prefixes. The rendering of the chat before the response, with the generation prompt, must be a
    prefix of the rendering of the whole chat.
 2. By a placeholder, if the first way fails. The chat is rendered with the response replaced by a
-   placeholder. This rendering shows the text before and after the response.
+   placeholder. This rendering shows the text before and after the response. If this fails for a
+   response with tool calls, this response is located by prefixes without the generation prompt.
 
 A template's ``{% generation %}`` tags are not used, because in some templates they also enclose
 headers or questions. The end-of-turn token belongs to the response. The white space after this
@@ -221,7 +222,7 @@ def tokenize_chat(
             )
             text = text[: spans[-1][1]]
     except Rejection as rejection:
-        return rejection
+        return Rejection(rejection.reason, rejection.detail)
     except RENDER_ERRORS as error:
         return Rejection(RejectReason.TEMPLATE_FAILED, first_line(error))
     shown_names = tuple(name for name in shown_keys if shown_keys[name])
@@ -392,7 +393,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
     order = {placeholder: position for position, placeholder in enumerate(counts)}
     end = 0
     last_result = 0
-    rewritten = None
+    rewritten = ""
     for placeholder in sorted(marked.pieces, key=lambda placeholder: order.get(placeholder, -1)):
         piece = marked.pieces[placeholder]
         n_shown = counts[placeholder]
@@ -411,7 +412,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         # Gemma 4 writes tool results before the response that they follow in the chat. Such a
         # response counts as rewritten too.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
-            rewritten = Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, where)
+            rewritten = where
         elif is_hidden:
             raise Rejection(RejectReason.NOT_SHOWN, where + (", twice" if n_shown > 1 else ""))
         if not is_hidden:
@@ -419,7 +420,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         if piece.kind == "tool":
             last_result = piece.message
     if rewritten:
-        raise rewritten
+        raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, rewritten)
 
 
 def _find(text: str, piece: _Piece, start: int) -> int:
@@ -446,6 +447,8 @@ def _response_spans(
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
             span = span or _located_span(template, messages, tools, index, text, marked)
+            if span is None and "tool_calls" in message:
+                span = _prefix_span(template, messages, tools, index, text, is_open=False)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
             response = text[slice(*span)] if span else ""
@@ -477,16 +480,31 @@ def _with_opening(text: str, span: Span, pieces: list[_Piece]) -> Span:
 
 
 def _prefix_span(
-    template: ChatTemplate, messages: list[Message], tools: Tools, index: int, text: str
+    template: ChatTemplate,
+    messages: list[Message],
+    tools: Tools,
+    index: int,
+    text: str,
+    is_open: bool = True,
 ) -> Span | None:
     """Locate a response by rendering the chat before the response and the chat up to the response.
 
     Returns None if one of these two renderings is not a prefix of the text.
+
+    Args:
+        template: the chat template.
+        messages: the messages of the chat.
+        tools: JSON schemas of the tools.
+        index: index of the response.
+        text: the rendering of the chat.
+        is_open: whether the first rendering has a generation prompt. Without it, the header of the
+            response must follow. Gemma 4 writes an empty thought into a generation prompt that it
+            does not write into a chat.
     """
     before = messages[:index]
     if not before:
         return None
-    prompt = template.render(before, tools, add_generation_prompt=True)
+    prompt = template.render(before, tools, add_generation_prompt=is_open)
     if not template.has_generation_prompt and prompt == template.render(before, tools):
         # Without a generation prompt, the header of the response would be counted as part of the
         # response.
@@ -511,6 +529,8 @@ def _prefix_span(
     # Some templates write no generation prompt after a response, but write its header in a chat.
     if not prompt.rstrip().endswith(template.header):
         start = _skip_header(text, start, template.header)
+    if not is_open and start == len(prompt):
+        return None
     if not (text.startswith(prompt) and text.startswith(turn) and end > start):
         return None
     return start, end

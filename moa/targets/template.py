@@ -11,6 +11,7 @@ Several threads may use the same ChatTemplate.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ from .chat import (
     RejectReason,
     content_text,
     content_texts,
-    unpacked,
     with_functions,
 )
 
@@ -146,7 +146,7 @@ class ChatTemplate:
         plain = self._try_render([user])
         prompt = self._try_render([user], add_generation_prompt=True)
         # Whether the template writes a generation prompt after a user message.
-        self.has_generation_prompt = "" not in (plain, prompt) and plain != prompt
+        self.has_generation_prompt = bool(prompt) and plain != prompt
         # The text after the last response: an end-of-turn token, and in some templates a further
         # token that ends the whole text, such as Phi-3's <|endoftext|>.
         after_last = self._text_after([user, _ANSWER])
@@ -569,7 +569,9 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
                     f"template_kwargs has {text!r}, expected NAME=VALUE such as "
                     "enable_thinking=false"
                 )
-            arguments[name.strip()] = unpacked(value)
+            arguments[name.strip()] = value
+            with suppress(ValueError, RecursionError):
+                arguments[name.strip()] = json.loads(value)
     for name in arguments:
         if name in _TAKEN or not name.isidentifier():
             raise OptionInvalid(

@@ -237,6 +237,40 @@ GEMMA_TEMPLATE = (
     "{{ m.content | trim }}{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+GEMMA4_TEMPLATE = r"""{{- bos_token }}
+{%- set last = namespace(calls=none) %}
+{%- for m in messages %}
+    {%- set before = messages[loop.index0 - 1].role if loop.index0 else '' %}
+    {%- set after = messages[loop.index0 + 1].role if not loop.last else '' %}
+    {%- if m.role == 'tool' %}
+        {%- if last.calls %}
+            {{- '<|tool_response>response{' + m.content + '}<tool_response|>' }}
+        {%- endif %}
+    {%- else %}
+        {%- if before != 'tool' %}
+            {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+        {%- endif %}
+        {%- set last.calls = m.tool_calls %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<|tool_call>call:' + call.function.name }}
+            {{- call.function.arguments | tojson + '<tool_call|>' }}
+        {%- endfor %}
+        {{- (m.content or '') | trim }}
+        {%- if m.tool_calls and not after %}
+            {{- '<|tool_response>' }}
+        {%- elif after != 'tool' %}
+            {{- '<turn|>\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}
+    {{- '<|turn>model\n<|channel>thought\n<channel|>' }}
+{%- endif %}"""
+"""The generation prompt has an empty thought, which the rendering of a chat does not have.
+
+Results are shown only after a message that calls a tool.
+"""
+
 LLAMA2_TEMPLATE = (
     "{% set system = messages[0].content if messages[0].role == 'system' else false %}"
     "{% for m in messages if m.role != 'system' %}"

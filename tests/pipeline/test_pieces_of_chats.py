@@ -53,6 +53,7 @@ FORMS = {
     "mistral": Form(templates.MISTRAL_TEMPLATE, "</s>", frozenset()),
     "mistral3": Form(templates.MISTRAL3_TEMPLATE, "</s>", frozenset({"tools"})),
     "gemma": Form(templates.GEMMA_TEMPLATE, "<end_of_turn>", frozenset()),
+    "gemma4": Form(templates.GEMMA4_TEMPLATE, "<turn|>", ALL - {"tools"}),
     "zephyr": Form(templates.ZEPHYR_TEMPLATE, "</s>"),
     "qwen2.5": Form(templates.QWEN25_TEMPLATE, "<|im_end|>", ALL),
     "qwen3": Form(templates.QWEN3_TEMPLATE, "<|im_end|>", ALL),
@@ -74,8 +75,8 @@ FORMS = {
 }
 # The forms that are left out here write turns, calls and tools like one of these.
 QUICK_FORMS = (
-    "llama3.1", "llama2", "mistral3", "zephyr", "qwen3", "harmony", "deepseek", "either", "parts",
-    "phi4", "coder", "hermes", "command", "sorted",
+    "llama3.1", "llama2", "mistral3", "gemma4", "zephyr", "qwen3", "harmony", "deepseek", "either",
+    "parts", "phi4", "coder", "hermes", "command", "sorted",
 )  # fmt: skip
 
 
@@ -373,7 +374,9 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
          RejectReason.CONTENT_NOT_READ),
         ({"history": [["q", "a"]]}, RejectReason.CONTENT_NOT_READ),
         ({"system": "one", "system_prompt": "two"}, RejectReason.TWO_SYSTEM_TEXTS),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, RejectReason.CONTENT_NOT_READ),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, RejectReason.CONTENT_NOT_READ),
+        ({"chat_template_kwargs": {"enable_thinking": False, "custom_instructions": "Rhyme."}},
+         RejectReason.CONTENT_NOT_READ),
         ({"image": "a.png"}, RejectReason.CONTENT_NOT_READ),
         ({"loss_mask": [0, 1]}, RejectReason.MARKED_UNTRAINED),
         ({"train": False}, RejectReason.MARKED_UNTRAINED),
@@ -399,6 +402,12 @@ def test_what_would_disappear_rejects_its_row(row: dict[str, Any], reason: Rejec
         "loss": 1.5,
         "images": [],
         "functions": None,
+        "chat_template_kwargs": {
+            "custom_instructions": "",
+            "enable_thinking": False,
+            "python_tools": [],
+            "xml_tools": [],
+        },
     }
     assert isinstance(tokenize_row(template_of("chatml"), whole | same, 100), TokenizedChat)
 
@@ -807,7 +816,8 @@ def test_no_tools_are_given_to_the_template_as_the_row_has_them(name: str, tools
 
 def test_two_columns_of_tools_reject_a_row_if_they_differ() -> None:
     row = {"messages": [ASKS, ANSWERS], "tools": [TOOL], "functions": [TOOL | {"strict": True}]}
-    rejected(tokenize_row(template_of("qwen2.5"), row, 1000), RejectReason.CONTENT_NOT_READ)
+    found = tokenize_row(template_of("qwen2.5"), row, 1000)
+    rejected(found, RejectReason.CONTENT_NOT_READ, "tools and functions differ")
     for functions in ([TOOL], [], None, json.dumps([TOOL])):
         assert isinstance(
             tokenize_row(template_of("qwen2.5"), row | {"functions": functions}, 1000),
@@ -1161,11 +1171,38 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
 
 
+def test_a_rejection_does_not_keep_the_texts_of_its_row() -> None:
+    hidden = {"role": "assistant", "content": "<think>Hm.</think>a"}
+    refused = [hidden, {"role": "assistant", "content": "a\ud800"}, {"role": "assistant"}]
+    for answer in refused:
+        for found in (
+            tokenize_row(template_of("qwen3"), {"messages": [ASKS, answer, ASKS, ANSWERS]}, 1000),
+            parse_prompt({"messages": [{"role": "user"}]}),
+        ):
+            assert isinstance(found, Rejection)
+            errors = (found.__traceback__, found.__cause__, found.__context__)
+            assert errors == (None, None, None)
+            assert str(found) == str((found.reason, found.detail))
+
+
 @pytest.mark.parametrize("reason", ["length", ["stop", "length"]])
 def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> None:
     row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS, ASKS], "finish_reason": reason}
     found = tokenize_row(template_of("chatml"), row, 100)
     rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+
+
+def test_a_call_has_no_thought_that_only_a_prompt_has() -> None:
+    """Gemma 4 writes an empty thought into the generation prompt, and not into a chat."""
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "noon"}
+    template = template_of("gemma4")
+    called = "<|tool_call>call:look_up{}<tool_call|>"
+    found = tokenize_row(template, {"messages": [ASKS, calls, result, ANSWERS]}, 1000)
+    assert marked_texts(template.tokenizer, found) == [called + "<|tool_response>", "a<turn|>"]
+    found = tokenize_row(template, {"messages": [ASKS, ANSWERS, ASKS, calls]}, 1000)
+    assert marked_texts(template.tokenizer, found) == ["a<turn|>", called + "<|tool_response>"]
 
 
 def test_a_call_that_was_cut_is_named() -> None:
@@ -1183,6 +1220,18 @@ def test_a_call_that_was_cut_is_named() -> None:
         ({"finish_reasons": ["length"]}, True),
         ({"finish_reason": "FinishReason.MAX_TOKENS"}, True),
         ({"finish_reason": "FinishReason.STOP"}, False),
+        ({"finish_reason": "max_length"}, True),
+        ({"finish_reason": "max_new_tokens"}, True),
+        ({"finish_reason": "abort"}, True),
+        ({"finish_reason": "content_filter"}, True),
+        ({"stop_type": "limit"}, True),
+        ({"stop_type": "word"}, False),
+        ({"incomplete_details": {"reason": "max_output_tokens"}}, True),
+        ({"incomplete_details": None}, False),
+        ({"truncated": True}, True),
+        ({"is_truncated": True}, True),
+        ({"isTruncated": "True"}, True),
+        ({"truncated": False, "is_truncated": "false"}, False),
     ],
 )
 def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_cut: bool) -> None:
@@ -1191,6 +1240,33 @@ def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_c
     assert marked_texts(template_of("chatml").tokenizer, found) == [answer]
     assert isinstance(found, TokenizedChat)
     assert found.beside == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_cut"),
+    [
+        ({"metadata": {"finish_reason": "length"}}, True),
+        ({"metadata": {"run": {"stopReason": "max_tokens"}}}, True),
+        ({"raw": {"choices": [{"finish_reason": "length"}]}}, True),
+        ({"raw": {"choices": [{"finish_reason": "stop"}]}}, False),
+        ({"raw": {"choices": [{"finish_reason": "length"}, {"finish_reason": "stop"}]}}, False),
+        ({"generation_info": {"finish_reason": "length"}}, True),
+        ({"rejected": {"content": "b", "finish_reason": "length"}}, False),
+        ({"metadata": {"truncated": True}}, False),
+        ({"truncated": "length", "note": "finish_reason: length"}, False),
+        ({"truncated": 12}, False),
+    ],
+)
+def test_a_finish_reason_may_be_inside_other_keys(extra: dict[str, Any], is_cut: bool) -> None:
+    answer = "a" if is_cut else "a<|im_end|>"
+    of_message = {"messages": [ASKS, ANSWERS | extra]}
+    for row in ({"messages": [ASKS, ANSWERS]} | extra, of_message):
+        found = tokenize_row(template_of("chatml"), row, 100)
+        assert marked_texts(template_of("chatml").tokenizer, found) == [answer]
+    if is_cut:
+        earlier = {"messages": [ASKS, ANSWERS | extra, ASKS, ANSWERS]}
+        found = tokenize_row(template_of("chatml"), earlier, 100)
+        rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has")
 
 
 @pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason", "done_reason"])
@@ -1207,7 +1283,7 @@ def test_a_finish_reason_may_have_other_names(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "beside"),
-    [("stop", ()), ("END_TURN", ()), (None, ()), ("content_filter", ("column finish_reason",))],
+    [("stop", ()), ("END_TURN", ()), (None, ()), ("refusal", ("column finish_reason",))],
 )
 def test_an_unknown_finish_reason_is_named(reason: Any, beside: tuple[str, ...]) -> None:
     row = {"messages": [ASKS, ANSWERS], "finish_reason": reason}

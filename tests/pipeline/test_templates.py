@@ -172,6 +172,7 @@ def test_qwen3_writes_its_empty_thoughts_as_prompt_or_as_answer() -> None:
     [
         ("enable_thinking=false", {"enable_thinking": False}),
         ("a=1,b=text,c=[],d=a=b", {"a": 1, "b": "text", "c": [], "d": "a=b"}),
+        ('x={"a":2}', {"x": {"a": 2}}),
         ('{"a": [1, 2], "b": {"c": null}}', {"a": [1, 2], "b": {"c": None}}),
         ("", {}),
         (None, {}),
@@ -183,6 +184,23 @@ def test_arguments_are_read(texts: str | None, expected: dict[str, object]) -> N
     nested = ExtractConfig.model_validate(given | {"data": {"template_kwargs": expected}})
     for each in (config, ExtractConfig.of(**config.named()), nested):
         assert parse_template_arguments(each.data.template_kwargs) == expected
+
+
+def test_an_argument_with_a_repeated_key_is_an_object() -> None:
+    assert parse_template_arguments(['x={"a":1,"a":2}']) == {"x": {"a": 2}}
+
+
+def test_a_template_that_renders_a_lone_question_as_nothing_may_have_a_generation_prompt() -> None:
+    """A cut answer must not stand after other text than the prompt, which ends in a thought."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + eos_token }}"
+        "{% elif not loop.last or add_generation_prompt %}{{ '[INST]' + m.content + '[/INST]' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    found = ChatTemplate(build_tokenizer(template))
+    assert found.has_generation_prompt
+    assert marked_texts(found.tokenizer, tokenize_chat(found, CHAT, 100)) == ["ho<|eot_id|>"]
+    rejected(tokenize_chat(found, CHAT, 100, is_cut=True), RejectReason.NOT_SHOWN)
 
 
 @pytest.mark.parametrize("text", ["thinking", "{broken", "tools=3", "a b=3"])
