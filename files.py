@@ -125,9 +125,9 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, advice: str = FULL_DISK_ADVICE) -> None:
     """Replace a file atomically: after a crash, the file has either its old or its new content."""
-    with replacing(path) as partial:
+    with replacing(path, advice) as partial:
         write_file(partial, data)
 
 

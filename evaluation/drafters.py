@@ -121,4 +121,13 @@ def _short(value: Any) -> str:
 def _read(file: Path) -> dict[str, Any]:
     with parsing(f"cannot read {file}", OptionInvalid, "Restore the file."):
         text = file.read_text(encoding="utf-8")
-        return dict(json.loads(text) if file.suffix == ".json" else yaml.safe_load(text))
+        try:
+            values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            # The position is in a later line of the message than the first.
+            raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(values, dict):
+        raise OptionInvalid(
+            f"{file} holds a {type(values).__name__}, expected a mapping. Restore the file."
+        )
+    return values

@@ -88,7 +88,9 @@ class AddPlan(WritePlan):
     def describe(self) -> str:
         """Return the plan as text."""
         bundle = (
-            f"; target/ keeps {self.bundle_layers} decoder layers" if self.bundle_layers else ""
+            ""
+            if self.bundle_layers is None
+            else f"; target/ keeps {self.bundle_layers} decoder layers"
         )
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in "
@@ -240,10 +242,7 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
             "Nothing was written, because new fields would not match the old ones. Check that "
             "transformers has the release that made the store, and run `moa-data audit`."
         )
-    return (
-        "in the first batch, hidden/last differs from the stored values by a relative error of "
-        f"{relative:.1e}"
-    )
+    return f"hidden/last has a relative error of {relative:.1e} in the first batch"
 
 
 def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> WriteReport:

@@ -97,10 +97,11 @@ class AuditReport:
             )
         for row in self.rows:
             if not row.ok:
-                lines.append(
+                line = (
                     f"sequence {row.index} ({row.sequence_id[:12]}): {row.field} differs by a "
-                    f"relative error of {row.relative_error:.2e}"
+                    f"relative error of {row.relative_error:.2e} ({row.detail})"
                 )
+                lines.append(line.removesuffix(" ()"))
         if self.note:
             lines.append(f"note: {self.note}")
         return "\n".join(lines)
@@ -199,17 +200,20 @@ def _text_rows(
     sequence_id = stored.sequences["sequence_id"][index].as_py()
     source_row = stored.sequences["source_row"][index].as_py()
     is_intact = content_id(values["tokens"], values["response_mask"]) == sequence_id
+    hashed = "content hash" if is_intact else "content hash differs"
     rows = []
     for name, stored_values in values.items():
         is_equal = is_intact
-        detail = "content hash"
+        detail = hashed
         if chats:
             live = getattr(chats.get(source_row), name, np.empty(0))
             is_equal = is_intact and np.array_equal(stored_values, live)
-            detail = (
-                f"row {source_row} tokenised again: {len(stored_values)} tokens stored, {len(live)} "
-                "now"
+            detail += (
+                f"; row {source_row} tokenised again: {len(stored_values)} tokens stored, "
+                f"{len(live)} now"
             )
+            if len(live) == len(stored_values):
+                detail += f", {np.mean(stored_values != live):.1%} differ"
         error = 0.0 if is_equal else math.inf
         rows.append(AuditRow(index, sequence_id, name, error, error, 0.0, detail))
     return rows

@@ -4,7 +4,7 @@ The card contains no times and no machine names, so that equal inputs give equal
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,13 @@ _SIZE_CATEGORIES = (
 Licences = tuple[
     str | None, str | None
 ]  # Licences of the target and the dataset, as the Hub names them. None if not given.
+# Key of the manifest's ``target`` -> text of the card about it.
+_SIZES = {
+    "architecture": "{}",
+    "n_layers": "{} layers",
+    "n_kv_heads": "{} KV heads",
+    "hidden_size": "{} wide",
+}
 _CODES = (
     " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how "
     "to decode them."
@@ -48,8 +55,7 @@ configs:
 
 # Activations of {model} on {dataset}
 
-Activations of {model} ({target[architecture]}: {target[n_layers]} layers,
-{target[n_kv_heads]} KV heads, {target[hidden_size]} wide) on {summary.n_sequences:,}
+Activations of {model} ({sizes}) on {summary.n_sequences:,}
 sequences of {dataset}: {summary.n_tokens:,} tokens, {summary.n_response_tokens:,} of them in
 the assistant's messages. Use them to train drafters for speculative decoding, probes or
 autoencoders without running the target. `target/` holds the target's config, tokenizer,
@@ -161,7 +167,7 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         licence=_licence(*licences),
         pretty_name=json.dumps(f"Activations of {model} on {dataset}", ensure_ascii=False),
         size=size_category(summary.n_sequences),
-        target=summary.manifest.target,
+        sizes=", ".join(_sizes_of(summary.manifest.target)),
         fields=_table(("Field", "Values", "Shape", "What", "On disk"), _field_rows(summary.fields)),
         stored=_mb(summary.stored_bytes),
         example=(_smallest(summary.fields) or summary.manifest.fields[0]).name,
@@ -197,6 +203,13 @@ def _licence(one: str | None, other: str | None) -> str:
     if one == other:
         return f"license: {json.dumps(one)}"
     return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"
+
+
+def _sizes_of(target: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sizes of a target as texts, as far as the manifest has them."""
+    for key, text in _SIZES.items():
+        if key in target:
+            yield text.format(target[key])
 
 
 def _field_rows(fields: Iterable[FieldSummary]) -> list[tuple[str, ...]]:

@@ -612,8 +612,8 @@ class Columns:
                 raise OptionInvalid(
                     f"--columns has {text!r}. Expected ROLE=COLUMN, as in "
                     "user=instruction+input,assistant=output, where the role is user, assistant, "
-                    "or one that is read from one column: messages, tools or system; or the "
-                    f"name of a format: {' or '.join(FORMATS)}."
+                    "or one that is given once and read from one column: messages, tools or "
+                    f"system; or the name of a format: {' or '.join(FORMATS)}."
                 )
         roles = {role for role, _ in turns}
         if texts and roles != (set() if "messages" in renamed else _TURN_ROLES):

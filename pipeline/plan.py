@@ -12,6 +12,7 @@ later runs load that commit rather than a newer one. Local files and folders hav
     }
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -86,7 +87,7 @@ class Source(TypedDict):
 
 
 Sources = dict[str, Source]  # "model" or "dataset" -> its source
-_SOURCES = TypeAdapter(Sources)
+_SOURCE = TypeAdapter(Source)
 _MAIN = "main"
 
 
@@ -138,9 +139,12 @@ class ExtractPlan(WritePlan):
         for name, field_codec in codec.fields.items():
             if field_codec.spec.token_shape:
                 bits.append(f"{name} {field_codec.expected_bits:.1f}")
+        cached = ""
+        if self.forward.facts.has_uniform_kv:
+            cached = f" {target['n_kv_heads']} KV heads of {target['head_dim']},"
         lines = [
             f"target       {self.config.model} ({target['architecture']}, {target['n_layers']} "
-            f"layers, width {target['hidden_size']})",
+            f"layers,{cached} width {target['hidden_size']})",
             *self.rows_read(),
             f"sequences    {self.manifest.n_sequences:,} ({self.sequences.n_truncated:,} cut at "
             f"{self.config.data.max_length:,} tokens)",
@@ -408,12 +412,14 @@ def _conventions(facts: TargetFacts) -> Mapping[str, str]:
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
     """Return the entry ``sources`` (Hub ids and commits) of a manifest's ``extraction``.
 
-    The result is empty if the entry is missing or malformed.
+    A malformed entry is left out.
     """
-    try:
-        return _SOURCES.validate_python(extraction.get("sources"))
-    except ValidationError:
-        return {}
+    sources: Sources = {}
+    recorded = extraction.get("sources")
+    for kind, entry in recorded.items() if isinstance(recorded, Mapping) else ():
+        with contextlib.suppress(ValidationError):
+            sources[kind] = _SOURCE.validate_python(entry)
+    return sources
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any]:

@@ -92,8 +92,10 @@ def recode(
                 "recoded, because the loss of a codec cannot be undone. Give a lossless store, or "
                 "extract again with --codec lossless."
             )
-        # The URL of a bucket is compared like a path that does not exist.
-        if os.path.realpath(str(target_store)) == os.path.realpath(str(source.path)):
+        folders = str(target_store), str(source.path)
+        # URLs of buckets do not exist as local paths, so they are compared as texts.
+        are_local = all(map(os.path.exists, folders))
+        if os.path.samefile(*folders) if are_local else folders[0] == folders[1]:
             raise OptionInvalid(
                 f"--out {target_store} is the store that is read. Choose another folder."
             )

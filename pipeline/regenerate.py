@@ -225,25 +225,29 @@ class Work(NamedTuple):
     n_rows: int
     n_answers: int  # number of answers that the questions ask for
     settings: dict[str, Any]  # settings that determine the questions
+    text: str  # summarises the questions, and ends in "answers"
 
 
 def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
     """Count the questions of a run. If there is a dataset, all of its rows are read."""
     questions = config.questions
-    if config.self_prompted is not None:
+    if (n_questions := config.self_prompted) is not None:
         settings = questions.model_dump(
             include={"question_temperature", "question_top_p", "question_tokens"}
         )
-        return Work(None, config.self_prompted, config.self_prompted, settings)
+        text = f"{counted(n_questions, 'question')} that the target writes, and answers"
+        return Work(None, n_questions, n_questions, settings, text)
     source = ChatSource(
         config.dataset or "", questions.split, questions.dataset_config, questions.dataset_revision
     )
     total = source.count_rows()
     n_rows = 0
+    n_chats = 0
     n_answers = 0
     reading = progress.of("read rows", "row")
     for row in _rows(config, source):
         n_rows += 1
+        n_chats += bool(row.turns)
         n_answers += len(row.turns)
         if n_rows % 1024 == 0:
             reading(n_rows, max(total, n_rows))
@@ -254,7 +258,10 @@ def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
         )
     dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity(n_rows)})
     settings = {"dataset": dataset, "columns": list(questions.columns)}
-    return Work(source, n_rows, n_answers, settings)
+    text = (
+        f"{counted(n_rows, 'row')}, {counted(n_chats, 'chat')} that ask for {n_answers:,} answers"
+    )
+    return Work(source, n_rows, n_answers, settings, text)
 
 
 def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
@@ -269,10 +276,7 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
 def preview(config: RegenerateConfig, progress: Progress = SILENT) -> str:
     """Return a text about the questions of a run, and an upper bound of its time."""
     work = count_work(config, progress)
-    text = (
-        f"{counted(work.n_rows, 'row')}, {work.n_answers:,} answers of at most "
-        f"{config.max_new_tokens:,} tokens, {config.n_together} at a time"
-    )
+    text = f"{work.text} of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
     return text if config.server else f"{text}; {LocalTarget(config).estimate(work.n_answers)}"
 
 

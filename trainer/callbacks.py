@@ -16,11 +16,10 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from typing_extensions import override
 
 from ..errors import Interrupted, RunWarning
-from ..files import write_atomic
 from ..machine import free_memory
 from ..text import Progress
 from .batches import Batch
-from .checkpoints import write_drafter
+from .checkpoints import write_beside, write_drafter
 from .config import BEST, DRAFTER, LAST, known
 from .data import StoreDataModule, TrainingStream, device_share
 from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
@@ -244,7 +243,7 @@ class MicroBatches(L.Callback):
         module.recomputes = chosen.recomputes or recorded.get("recomputes") is True
         if trainer.is_global_zero:
             facts = {"micro_batch_size": size, "recomputes": module.recomputes}
-            write_atomic(self.file, (json.dumps(facts, indent=1) + "\n").encode())
+            write_beside(self.file, (json.dumps(facts, indent=1) + "\n").encode())
         if not chosen.fits:
             text = (
                 f"a micro-batch of only {sizes[-1]} of the longest sequences does not fit into "

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import DrafterError, TrainingError
-from ..files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing
+from ..files import PARTIAL_SUFFIX, disk_full_guard, fsync_directory, replacing, write_atomic
 from ..moa.drafters.base import Drafter
 from ..moa.drafters.sizes import check_target_fits
 from ..moa.formats.checkpoint import (
@@ -35,6 +36,8 @@ FULL_DISK_ADVICE = (
     "The previous checkpoint, if any, is intact. Free some space and run the same command again, "
     "with --resume if there is a checkpoint."
 )
+# Replaces a file of the run that is not a checkpoint.
+write_beside = partial(write_atomic, advice=FULL_DISK_ADVICE)
 _STATE = "state"
 
 

@@ -57,7 +57,6 @@ from ..files import (
     nearest_folder,
     refuse_other_files,
     refuse_other_inputs,
-    write_atomic,
 )
 from ..machine import is_first_process, keep_freed_memory
 from ..moa.drafters.advice import Advice, other_drafter
@@ -373,7 +372,7 @@ def _write_report(file: Path, report: TrainReport) -> None:
                 "best_expected_acceptance_length": report.best_expected_acceptance_length,
                 "metrics": earlier["metrics"] | report.metrics,
             }
-    write_atomic(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
+    checkpoints.write_beside(file, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
 def build_module(data: StoreDataModule) -> DrafterModule:
@@ -697,10 +696,12 @@ def _record_run(data: StoreDataModule, out: Path, provenance: dict[str, Any] | N
     # Write RUN_FILE first, because it marks the folder as a run. If the process is killed right
     # after that, the same command starts the run again.
     config = data.config.replaced(store=str(store_path))
-    write_atomic(out / RUN_FILE, config.to_yaml().encode())
-    write_atomic(out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode())
+    checkpoints.write_beside(out / RUN_FILE, config.to_yaml().encode())
+    checkpoints.write_beside(
+        out / STORE_FILE, (json.dumps(_store_facts(store), indent=1) + "\n").encode()
+    )
     keep_earlier_metrics(out)
-    write_atomic(
+    checkpoints.write_beside(
         out / PROVENANCE_FILE, (json.dumps(provenance or {}, indent=1, default=str) + "\n").encode()
     )
 
@@ -782,4 +783,4 @@ def plot_curves(run: Path, out: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)
-    write_atomic(out, picture.getvalue())
+    checkpoints.write_beside(out, picture.getvalue())

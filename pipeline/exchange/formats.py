@@ -118,6 +118,10 @@ class FileFormat(ABC):
         The hidden states are not read.
         """
 
+    def read_tokens(self, path: Path) -> np.ndarray:
+        """Return the token ids of a file, int64 [S]. Nothing but this file is read."""
+        return self.read_text(path)[0]
+
     @abstractmethod
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
         """Return the hidden states of a file as a dict from field name to values, [S, E]."""
@@ -257,8 +261,12 @@ class SpeculatorsFormat(FileFormat):
         return save(tensors, metadata={"target_layer_ids": ids})
 
     @override
+    def read_tokens(self, path: Path) -> np.ndarray:
+        return _read_tensor(path, "token_ids").flatten().long().numpy()
+
+    @override
     def read_text(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
-        tokens = _read_tensor(path, "token_ids").flatten().long().numpy()
+        tokens = self.read_tokens(path)
         rows = self._dataset(path)
         number = path.stem.removeprefix("hs_")
         row = int(number) if number.isdecimal() else len(rows)

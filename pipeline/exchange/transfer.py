@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import DatasetError, OutputOccupied
 from ...files import (
@@ -34,8 +35,9 @@ from ...moa.targets.facts import load_facts
 from ...moa.targets.live import Target, load_target_tokenizer, resolve_model_folder
 from ...moa.targets.proof import prove_norm
 from ...storage import schema
-from ...storage.backend import backend_of
+from ...storage.backend import backend_of, open_path
 from ...storage.codecs.registry import LOSSLESS, StoreCodec
+from ...storage.commit import has_parts
 from ...storage.plan import PLAN_SCHEMA, column, numbers, plan_counts, plan_parts, text_column
 from ...storage.read.store import ActivationStore
 from ...storage.write.store import StoreWriter
@@ -95,12 +97,17 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(0 if config.rows_only else n):
                 path = file_format.file(folder, i)
+                tokens = store.read(i, "tokens")
                 if not path.exists():
-                    tokens = store.read(i, "tokens")
                     data = file_format.encode(tokens, store.read(i, "response_mask"), dataset[i])
                     path.parent.mkdir(parents=True, exist_ok=True)
                     pending.append(threads.submit(write_atomic, path, data))
                     sizes.append(len(data))
+                elif not np.array_equal(file_format.read_tokens(path), tokens):
+                    raise OutputOccupied(
+                        f"{path} exists already and holds other tokens than sequence {i} of the "
+                        "store. Choose another --out, or delete the file."
+                    )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
                 exporting(i + 1, n)
@@ -253,15 +260,28 @@ def import_folder(
     plan = plan_parts(sequences.table(), config.part_tokens, schema.ALIGNMENT_TOKENS)
     specs = _field_specs(file_format, paths[0], facts.hidden_size)
     manifest = _manifest(config, file_format, sequences, plan, specs, facts.sizes, target_folder)
-    # Load the target before the store is created, so that no store is left behind if the target
-    # cannot be loaded.
     dtype = getattr(facts.config, "dtype", None) or torch.float32
-    target = Target.load(str(target_folder), dtype, "cpu")
-    norm = None if file_format.gives_last else _final_norm(target)
+    load = partial(Target.load, str(target_folder), dtype, "cpu")
+    target = None
+    norm = None
+    # If the files lack the state after the final norm, the import applies the norm. The norm of a
+    # target with Llama layers is read from the store's bundle below. Other families have other
+    # kinds of norm, which only the target has.
+    if not (file_format.gives_last or facts.family.has_llama_layers):
+        target = load()
+        norm = copy.deepcopy(prove_norm(target)).float()
+    elif not has_parts(open_path(config.out)):
+        # Load the target before the store is created, so that no store is left behind if the target
+        # cannot be loaded.
+        target = load()
     with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:
+            target = target or load()
             with store.target() as bundle:
                 save_target_bundle(target.model, target.tokenizer, bundle, config.target_layers)
+        if not file_format.gives_last and norm is None:
+            with ActivationStore(store.path) as reader:
+                norm = FrozenTarget.load(reader.target_path, sizes=facts.sizes).norm
         timings = write_parts(
             store,
             lambda row: _read_sequence(
@@ -282,15 +302,6 @@ def import_folder(
         report.lines = [f"imported     {fields} from {file_format.name}; {n_left_out} left out"]
         store.record_run(report.record(provenance) | {"import": config.named()})
     return report
-
-
-def _final_norm(target: Target) -> nn.Module:
-    """Return the target's final norm in float32."""
-    if target.facts.family.has_llama_layers:
-        norm: nn.Module = FrozenTarget.from_model(target.model).norm
-    else:
-        norm = prove_norm(target)
-    return copy.deepcopy(norm).float()
 
 
 def _read_texts(

@@ -216,6 +216,14 @@ class VllmSource:
     def _collect(
         self, sequences: Sequence[np.ndarray], values: Sequence[dict[str, Tensor]]
     ) -> Capture:
+        for tokens, by_name in zip(sequences, values, strict=True):
+            for tensor in by_name.values():
+                if len(tensor) != len(tokens):
+                    raise WorkerError(
+                        f"vLLM returned activations of {len(tensor)} tokens for a sequence of "
+                        f"{len(tokens)} tokens. See vLLM's log for the cause."
+                    )
+
         def state(state_id: int) -> Tensor:
             """Return the hidden states with an id of vLLM, [B, T, E]."""
             index = self._states.index(state_id)

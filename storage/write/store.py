@@ -480,7 +480,10 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             file.close()
         super().close()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: object, *__: object) -> None:
+        # After Ctrl-C, the user may leave the store as it is, so leave no files of locks behind.
+        if isinstance(error, KeyboardInterrupt):
+            self.sweep()
         self.close()
 
     def _record_manifest(self) -> None:

@@ -152,6 +152,15 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     (run / "report.json").write_text(json.dumps({"n_steps": 3, "n_tokens": 100}))
     old = drafter_facts(run, drafter)
     assert (old["n_tokens"], old["n_bytes_read"]) == (100, None)
-    (run / "run.yaml").write_text("[1, 2]")
-    with raises_naming(OptionInvalid, run / "run.yaml"):
+    for text, reason in (
+        ("[]", "holds a list, expected a mapping"),
+        ("- [a, 1]", "holds a list, expected a mapping"),
+        ("", "expected a mapping"),
+        ("a: 1\nb: [", "line 2, column"),
+    ):
+        (run / "run.yaml").write_text(text)
+        with raises_naming(OptionInvalid, run / "run.yaml", reason):
+            drafter_facts(run, drafter)
+    (run / "report.json").write_text("[]")
+    with raises_naming(OptionInvalid, run / "report.json", "holds a list, expected a mapping"):
         drafter_facts(run, drafter)

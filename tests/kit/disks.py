@@ -5,7 +5,7 @@ Mounting needs root.
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,18 +19,19 @@ def check_rights(folder: Path, mask: int) -> None:
         assert found == given & ~mask, f"{path} has {found:o}, expected {given & ~mask:o}"
 
 
-@contextmanager
-def tmpfs(path: Path, options: str) -> Iterator[Path]:
+def tmpfs(path: Path, options: str) -> AbstractContextManager[Path]:
     """Mount a tmpfs at a new folder. Skips the test if mounting is not allowed."""
+    return mounted(path, "-t", "tmpfs", "-o", options, "tmpfs")
+
+
+@contextmanager
+def mounted(path: Path, *arguments: str) -> Iterator[Path]:
+    """Call ``mount`` with a new folder. Skips the test if mounting is not allowed."""
     path.mkdir()
     try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)],
-            capture_output=True,
-            check=True,
-        )
+        subprocess.run(["mount", *arguments, str(path)], capture_output=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
-        pytest.skip("mounting a tmpfs needs root")
+        pytest.skip("mounting needs root")
     try:
         yield path
     finally:

@@ -194,6 +194,7 @@ def test_ctrl_c_leaves_the_old_store_and_the_next_run_goes_on(
         assert read_tree(config.out) == before
         return
     assert not list(Path(config.out).rglob("*.partial"))
+    assert not (Path(config.out) / "locks").exists()
     with ActivationStore(config.out) as store:
         assert "hidden/layer_0" not in store.fields
     assert verify_store(config.out).ok

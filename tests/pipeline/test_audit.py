@@ -79,6 +79,12 @@ def test_changed_values_are_found(
         assert not report.ok
         assert not report.worst()[field].ok
         assert f"{field:16} DIFFERS" in report.describe()
+        if field in ("tokens", "response_mask"):
+            detail = report.worst()[field].detail
+            assert "content hash differs" in detail
+            n_tokens = int(detail.split(" tokens stored")[0].split()[-1])
+            assert f"{field} differs by a relative error of inf ({detail})" in report.describe()
+            assert detail.endswith(f"{n_tokens} now, {1 / n_tokens:.1%} differ")
 
 
 def test_another_target_is_refused_and_without_the_dataset_the_content_hash_is_checked(

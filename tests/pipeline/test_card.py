@@ -83,6 +83,13 @@ def test_the_card_says_what_is_there(store: Path) -> None:
         assert text in card
 
 
+def test_sizes_that_a_store_does_not_record_are_left_out(tmp_path: Path) -> None:
+    made = recipe()
+    sizes = {"n_layers": made.manifest.target["n_layers"], "hidden_size": 16}
+    made = replace(made, manifest=replace(made.manifest, target=sizes))
+    assert f"({sizes['n_layers']} layers, 16 wide) on" in write(made.write(tmp_path / "store"))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     fields = (tokens_field(), response_mask_field(), hidden_field("last", 16, dtype))

@@ -321,6 +321,11 @@ def test_columns_that_make_no_chat_are_refused(columns: str, facts: tuple[str, .
         Columns.parse(columns.split(","))
 
 
+def test_messages_that_are_given_twice_are_refused() -> None:
+    with raises_naming(OptionInvalid, "'messages=b'", "given once"):
+        Columns.parse(("messages=a", "messages=b"))
+
+
 def test_the_store_records_the_columns(
     config: ExtractConfig, chats_file: Path, tmp_path: Path
 ) -> None:

@@ -231,6 +231,8 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
         with pytest.raises(expected, match=advice):
             extract(config)
     assert not list(Path(config.out).rglob("*.partial"))
+    if isinstance(raised, KeyboardInterrupt):
+        assert not (Path(config.out) / "locks").exists()
     assert not [
         thread
         for thread in threading.enumerate()
@@ -244,6 +246,7 @@ def test_a_failure_discards_the_part_and_the_next_run_goes_on(
     assert parts == commits
     assert len(commits) < 5
     extract(config)
+    assert not (Path(config.out) / "locks").exists()
     assert read_tree(config.out) == read_tree(made_once(config))
 
 

@@ -74,6 +74,7 @@ def test_the_plan_counts_everything_before_any_forward(config: ExtractConfig) ->
         "1 duplicate",
         "2 of 33 rows",
         "first: row 32",
+        "3 layers, 2 KV heads of 8, width 32",
         "bytes per token",
         "free disk",
         "memory",
@@ -491,6 +492,7 @@ def test_recorded_sources_name_the_commit_of_what_they_were_recorded_for() -> No
     ):
         assert recorded_sources({"sources": record}) == {}
     sources: Sources = {"model": {"id": "a", "revision": "main", "commit": "c"}}
+    assert recorded_sources({"sources": {"dataset": 3, **sources}}) == sources
     assert [pinned_revision(sources, "model", "a", asked) for asked in (None, "main", "c")] == [
         "c"
     ] * 3

@@ -26,6 +26,8 @@ from moa_data.storage.read.store import ActivationStore
 from moa_data.storage.read.verify import verify_store
 from moa_data.storage.schema import to_float32
 from moa_data.tests.kit.chats import random_chats, write_jsonl
+from moa_data.tests.kit.disks import mounted
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.stores import flip, read_tree
 from moa_data.tests.kit.variants import quick
@@ -63,6 +65,7 @@ def test_recoding_gives_the_bytes_of_extracting_also_after_an_interruption(
 
     with pytest.raises(KeyboardInterrupt):
         recode(lossless, "int8", tmp_path / "recoded", progress=progress_to(interrupt))
+    assert not (tmp_path / "recoded" / "locks").exists()
     report = recode(lossless, "int8", tmp_path / "recoded")
     assert report.n_parts_done == report.n_parts - 1 > 0
     assert "int8" in report.describe()
@@ -96,6 +99,14 @@ def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path) -> No
         with pytest.raises(OptionInvalid):
             recode(source, codec, out)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_same_folder_at_another_path_is_refused(lossless: Path, tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "same", "--bind", str(lossless)) as same,
+        raises_naming(OptionInvalid, same, "is the store that is read"),
+    ):
+        recode(lossless, "int8", same)
 
 
 def test_the_sample_is_spread_over_the_plan() -> None:

@@ -338,6 +338,7 @@ def test_the_target_asks_itself(
         assert (again == chats) == (name == "again")
     dry = run(*arguments_of(own_questions), "--dry-run")
     assert dry.exit_code == 0, dry.output
+    assert "4 questions that the target writes, and answers of at most" in dry.stdout
     assert "tokens/s" in dry.stdout
 
 
@@ -470,7 +471,7 @@ def test_extract_takes_the_answers(
     ]
     dry = run(*arguments, *shown, "--dry-run")
     assert dry.exit_code == 0, dry.output
-    assert "14 answers" in dry.stdout
+    assert "11 rows, 10 chats that ask for 14 answers of at most 36 tokens" in dry.stdout
     assert "tokens/s" in dry.stdout
     assert not folder.exists()
     done = run(*arguments, *shown)

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from moa_data import files
 from moa_data.errors import DrafterError, StorageUnavailable
 from moa_data.moa.formats.checkpoint import load_drafter
 from moa_data.moa.targets import model_files as tensor_file
 from moa_data.tests.kit.drafters import build
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.runs import run
 from moa_data.tests.kit.training import tiny_model
 from moa_data.trainer import checkpoints
@@ -160,6 +162,23 @@ def test_a_full_disk_keeps_the_checkpoint_before(
         run(store_path, copied, **SETTINGS, resume=True)
     assert last_of(copied).read_bytes() == before
     assert not list(copied.rglob("*.partial"))
+
+
+@pytest.mark.draws
+@pytest.mark.parametrize("name", ["curves.png", "report.json"])
+def test_a_full_disk_after_a_checkpoint_advises_to_resume(
+    copied: Any, store_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write = files.write_file
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name.startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    monkeypatch.setattr(files, "write_file", full)
+    with raises_naming(StorageUnavailable, name, "--resume"):
+        run(store_path, copied, **SETTINGS, resume=True)
 
 
 def test_leftovers_of_a_kill_are_removed(copied: Any, store_path: Path) -> None:

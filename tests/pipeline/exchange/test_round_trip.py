@@ -27,6 +27,7 @@ from moa_data.errors import (
     TargetError,
 )
 from moa_data.moa.targets.bundle import FrozenTarget
+from moa_data.moa.targets.live import Target
 from moa_data.pipeline.config import ExtractConfig
 from moa_data.pipeline.exchange.config import ExportConfig, Format, ImportConfig
 from moa_data.pipeline.exchange.formats import make_format
@@ -234,6 +235,19 @@ def test_an_interrupted_export_goes_on_and_ends_in_equal_files(
     assert not list((tmp_path / "out").rglob("*.partial*"))
 
 
+@pytest.mark.parametrize("name", get_args(Format))
+def test_a_resumed_export_refuses_a_file_with_other_tokens(
+    store: Path, tmp_path: Path, name: Format
+) -> None:
+    config = ExportConfig(store=str(store), format=name, out=str(tmp_path / "out"))
+    with pytest.raises(KeyboardInterrupt):
+        export_store(config, progress=stop_at(5))
+    first, second = sorted((tmp_path / "out").rglob("*_[12].*"))
+    shutil.copyfile(first, second)
+    with raises_naming(OutputOccupied, second, "other tokens than sequence 2"):
+        export_store(config)
+
+
 def test_an_interrupted_import_goes_on_and_ends_in_equal_files(
     store: Path, target: Path, tmp_path: Path
 ) -> None:
@@ -251,6 +265,26 @@ def test_an_interrupted_import_goes_on_and_ends_in_equal_files(
     assert (
         0 < import_folder(config).n_parts_done < ActivationStore(tmp_path / "back").manifest.n_parts
     )
+    assert read_tree(tmp_path / "back") == read_tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", get_args(Format))
+def test_a_resumed_import_loads_the_target_only_for_the_bundle(
+    store: Path, target: Path, tmp_path: Path, name: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export(store, name, tmp_path / "out")
+    loads, load = list[Any](), Target.load
+
+    def counted(*arguments: Any) -> Any:
+        loads.append(arguments)
+        return load(*arguments)
+
+    monkeypatch.setattr(Target, "load", counted)
+    for damaged, n_loads in (("", 1), ("", 1), ("part-00000", 1), ("target", 2)):
+        (tmp_path / "back" / "commits" / f"{damaged}.json").unlink(missing_ok=True)
+        assert len(bring_in(folder, name, target, tmp_path / "back", part_tokens=256)) == 12
+        assert len(loads) == n_loads
+    bring_in(folder, name, target, tmp_path / "whole", part_tokens=256)
     assert read_tree(tmp_path / "back") == read_tree(tmp_path / "whole")
 
 

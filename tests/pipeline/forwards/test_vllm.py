@@ -208,6 +208,19 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
     refused(run("extract", *options, "--max-length", "90"), f"pip install vllm=={VLLM_VERSIONS[0]}")
 
 
+def test_activations_of_too_few_tokens_are_refused(
+    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = vllm_source._read
+    monkeypatch.setattr(
+        vllm_source,
+        "_read",
+        lambda file: {name: values[:-1] for name, values in read(file).items()},
+    )
+    with raises_naming(WorkerError, "vLLM returned activations of", "tokens for a sequence of"):
+        extract(config)
+
+
 def test_an_engine_that_hangs_is_one_line(
     config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
