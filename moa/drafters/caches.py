@@ -7,6 +7,7 @@ n tokens of one call.
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -296,6 +297,9 @@ class LayerState(RowState):
         # The last layer computes only the features of the root.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
+        if last is None and len(counts) == 1 and are_alike(counts):
+            append = partial(last_slots.append, counts=counts)
+            return last_block.attend_last(x, rotation, append), root
         keys, values = last_slots.append(*last_block.keys_values(x, rotation), counts)
         x = (
             x[:, -1:]
