@@ -61,7 +61,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         shared = {"weight_decay": weight_decay}
         matrices = list(matrices)
-        groups: list[dict[str, Any]] = [shared | {"params": matrices, "lr": lr, "momentum": 0.95}]
+        # Earlier releases read the number of iterations when they resume from a checkpoint.
+        groups: list[dict[str, Any]] = [
+            shared | {"params": matrices, "lr": lr, "momentum": 0.95, "n_iterations": 5}
+        ]
         in_matrices = set(map(id, matrices))
         if others := [weight for weight in parameters if id(weight) not in in_matrices]:
             groups.append(shared | {"params": others, "lr": others_lr, "betas": (0.9, 0.95)})

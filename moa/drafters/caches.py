@@ -7,6 +7,7 @@ n tokens of one call.
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from typing_extensions import override
 from ..nn import masks
 from ..nn.attention import expand_heads
 from ..nn.kv import KVBuffer, positions_from, slots_after, write_slots
-from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation, no_cache
+from ..nn.layers import DecoderBlock, KeysValues, Rotary, Rotation
 from ..nn.masks import added, are_alike, to_device
 from .base import CommittedTokens, DraftLevel
 from .training import at_queries
@@ -168,7 +169,12 @@ def causal_features(
     causal = masks.Mask.up_to(slots[None], len(slots))
     *before, last = blocks
     for block in before:
-        x = block.attend_cached(x, rotation, no_cache, causal)
+        normed = block.normed(x)
+        # Compute keys and values before queries, because autograd adds the gradients of ``normed``
+        # in an order that depends on it. With the same order, training can be repeated bit for bit.
+        keys, values = block.self_attn.keys_values(normed, rotation)
+        own_queries = block.self_attn.queries(normed, rotation)
+        x = block.finish(x, block.self_attn(own_queries, keys, values, causal))
     keys, values = last.keys_values(x, rotation)
     seen = masks.Mask.up_to(queries, len(slots))
     features: Tensor = last(at_queries(x, queries), rotary(queries), keys, values, seen)
@@ -291,6 +297,9 @@ class LayerState(RowState):
         # The last layer computes only the features of the root.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
+        if last is None and len(counts) == 1 and are_alike(counts):
+            append = partial(last_slots.append, counts=counts)
+            return last_block.attend_last(x, rotation, append), root
         keys, values = last_slots.append(*last_block.keys_values(x, rotation), counts)
         x = (
             x[:, -1:]

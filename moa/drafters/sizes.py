@@ -166,13 +166,16 @@ class DrafterSizes:
             raise DrafterError(
                 f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}."
             )
+        known = {item.name for item in fields(cls)}
+        if unknown := sorted(set(sizes) - known):
+            raise DrafterError(
+                f"drafter.json has unknown keys {', '.join(unknown)}. It was probably written by "
+                "a newer release of moa-data; install that release, or restore the file."
+            )
         try:
             return cls(**sizes)
         except TypeError as error:
-            raise DrafterError(
-                f"drafter.json has keys that this release of moa-data does not know, or lacks keys "
-                f"({error}). Install the release that wrote it, or restore the file."
-            ) from error
+            raise DrafterError(f"drafter.json is incomplete ({error}); restore it.") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes and the ``kind`` as plain values for JSON."""

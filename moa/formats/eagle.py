@@ -304,7 +304,6 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     facts = layout.drafter_facts(config)
     key = "eagle_aux_hidden_state_layer_ids"
     eagle_config = layout.nested(config, "eagle_config")
-    settings = dict(config) | eagle_config
     # Refuse keys that would change the computation in a way that is not implemented. The values in
     # this dict do not change the computation.
     for name, plain in {
@@ -316,7 +315,7 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "mlp_bias": False,
         "bias": False,
     }.items():
-        if (value := settings.get(name, plain)) not in (plain, None):
+        if (value := eagle_config.get(name, config.get(name, plain))) not in (plain, None):
             raise DrafterError(
                 f"config.json has {name} {value!r}, but only {plain!r} is supported for EAGLE-3. "
                 "Choose another drafter."
@@ -330,7 +329,9 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     }
     for name in EAGLE3_FLAGS:
         # The norms of ``fc_norm`` also show in the names of tensors.
-        read[name] = bool(settings.get(name)) or f"{name}.0.weight" in weights
+        read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
+    # TensorRT-LLM reads this key in ``eagle_config``. The other keys are at the top level only.
+    read["norm_before_fc"] = bool(eagle_config.get("norm_before_fc", read["norm_before_fc"]))
     return Eagle3Sizes.from_dict(
         facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read
     )

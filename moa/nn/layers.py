@@ -62,6 +62,10 @@ class DecoderBlockSizes:
     input_width: int | None = None
 
 
+# Up to this many tokens, one fused product for Q, K and V takes less time than two products (K with
+# V, and Q).
+_FEW_TOKENS = 32
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported RoPE types. Their angles do not depend on the length, so cached keys stay valid."""
 
@@ -405,14 +409,39 @@ class DecoderBlock(nn.Module):
         if (fused := self._current(x)) is None:
             queries, keys, values = self.self_attn.project(self.normed(x), rotation)
             return self.finish(x, self.self_attn(queries, *append(keys, values), mask))
+        return self._attend_fused(fused, x, rotation, append, mask)
+
+    def attend_last(self, x: Tensor, rotation: Rotation, append: AppendKV) -> Tensor:
+        """Compute :meth:`attend_cached` for the last token of x [B, Q, E] only, without a mask.
+
+        The result has the shape [B, 1, E].
+        """
+        fused = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
+        if fused is not None:
+            return self._attend_fused(fused, x, rotation, append, None, n_last=1)
+        keys, values = append(*self.keys_values(x, rotation))
+        cosines, sines = rotation
+        return self.forward(x[:, -1:], (cosines[:, -1:], sines[:, -1:]), keys, values, None)
+
+    def _attend_fused(
+        self,
+        fused: FusedWeights,
+        x: Tensor,
+        rotation: Rotation,
+        append: AppendKV,
+        mask: AnyMask,
+        # Number of last tokens to compute; 0 computes all tokens.
+        n_last: int = 0,
+    ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
         block_input = self.normed(x) if has_own_norms else x
         cosines, sines = rotation
         queries, keys, values = fused.project(
             block_input, cosines.unsqueeze(2), sines.unsqueeze(2), has_own_norms
         )
-        attended = attend(queries, *append(keys, values), mask).transpose(1, 2).flatten(2)
-        return fused.finish(attended, self.residual(x))
+        chosen = queries[:, :, -n_last:]
+        attended = attend(chosen, *append(keys, values), mask).transpose(1, 2).flatten(2)
+        return fused.finish(attended, self.residual(x[:, -n_last:]))
 
     def fuse(self) -> None:
         """Use fused products (:mod:`.fused`) for drafting if the weights are packed.

@@ -295,6 +295,11 @@ def test_other_parameters_follow_adamw() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_checkpoints_hold_what_earlier_releases_read() -> None:
+    group = Muon([torch.nn.Parameter(torch.zeros(2, 2))]).state_dict()["param_groups"][0]
+    assert (group["momentum"], group["n_iterations"]) == (0.95, 5)
+
+
 def test_blocks_of_rows_are_orthogonalised_each() -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(20, 12))

@@ -75,6 +75,12 @@ def test_sizes_of_another_kind_are_refused() -> None:
         EagleSizes.from_dict({"kind": "moa"})
 
 
+def test_all_unknown_keys_are_named(usual_facts: TargetFacts) -> None:
+    sizes = EagleSizes.from_target(usual_facts).to_dict()
+    with raises_naming(DrafterError, "first_new", "second_new"):
+        EagleSizes.from_dict(sizes | {"second_new": 1, "first_new": 2})
+
+
 def test_heads_divide_widths() -> None:
     model = build_model(num_attention_heads=6, head_dim=64)
     wide = MoASizes.from_target(TargetFacts.of_model(model))

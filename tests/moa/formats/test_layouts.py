@@ -830,6 +830,24 @@ def test_keys_of_eagle3_that_change_the_computation_are_heeded(
         load_drafter(tmp_path)
 
 
+def test_only_one_norm_of_eagle3_is_read_in_its_own_dict(tmp_path: Path) -> None:
+    """``norm_before_fc`` is read in ``eagle_config`` too, and the other flags are not."""
+    model = model_of()
+    write(
+        build("eagle3", model, norm_before_fc=True, norm_before_residual=True),
+        "eagle3",
+        tmp_path,
+        model,
+    )
+    config = read_config(tmp_path)
+    inner = config["eagle_config"] | {"norm_output": True, "norm_before_residual": False}
+    del config["norm_before_fc"]
+    without_own_key(tmp_path, eagle_config=inner | {"norm_before_fc": True})
+    sizes: Any = load_drafter(tmp_path).config
+    assert (sizes.norm_output, sizes.norm_before_residual) == (False, True)
+    assert sizes.norm_before_fc
+
+
 @pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
 @pytest.mark.parametrize("name", ["eagle3", "speculators-eagle3"])
 def test_eagle3_may_leave_out_what_d2t_implies(tmp_path: Path, name: str, layer: str) -> None:
