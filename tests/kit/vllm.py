@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -319,8 +318,3 @@ def install(patch: pytest.MonkeyPatch, version: str = "0.33.0", distribution: st
 
     patch.setattr(importlib.metadata, "version", known)
     LLM.made.clear()
-
-
-def files_left() -> list[Path]:
-    """Return the exchange folders that were not deleted."""
-    return list(Path("/dev/shm").glob("moa-data-*"))

@@ -40,6 +40,18 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def memory_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which vLLM's values are exchanged, in place of /dev/shm.
+
+    Tests that run in parallel use /dev/shm too.
+    """
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setattr(vllm_source, "_MEMORY_FOLDER", folder)
+    return folder
+
+
+@pytest.fixture
 def connector() -> Any:
     return importlib.import_module("moa_data.pipeline.forwards.vllm_connector")
 
@@ -57,10 +69,13 @@ def config(tmp_path: Path) -> ExtractConfig:
 
 @pytest.mark.parametrize(("layout", "is_mixed"), [(None, False), ("LBHNC", True)])
 def test_a_store_of_vllm_passes_the_audit(
-    config: ExtractConfig, layout: str | None, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
+    config: ExtractConfig,
+    memory_folder: Path,
+    layout: str | None,
+    is_mixed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This holds for each memory layout, with KV cache groups of one kind of layer or several."""
-    before = vllm.files_left()
     monkeypatch.setattr(vllm.LLM, "is_mixed", is_mixed)
     monkeypatch.setattr(vllm.LLM, "forced_layout", layout)
     report = extract(config)
@@ -86,7 +101,7 @@ def test_a_store_of_vllm_passes_the_audit(
     extract(config)
     assert {name for name in read_tree(config.out) if name in tree} == set(tree)
     assert len(vllm.LLM.made) == 1, "all was there"
-    assert vllm.files_left() == before
+    assert not list(memory_folder.iterdir())
     with raises_naming(OptionInvalid, config.out, "vllm"):
         plan_addition(
             AddConfig(store=config.out, model=config.model, activations=("hidden:layer:2",))
@@ -222,18 +237,17 @@ def test_activations_of_too_few_tokens_are_refused(
 
 
 def test_an_engine_that_hangs_is_one_line(
-    config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+    config: ExtractConfig, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait for the files is bounded.
 
     vLLM's engine hangs like this when its process has ended.
     """
-    before = vllm.files_left()
     monkeypatch.setattr(vllm_source, "_WRITTEN_WITHIN_S", 0.5)
     monkeypatch.setattr(vllm.LLM, "generate", lambda *_, **__: time.sleep(60))
     with raises_naming(WorkerError, 0.5):
         extract(config)
-    assert vllm.files_left() == before
+    assert not list(memory_folder.iterdir())
 
 
 @pytest.mark.parametrize(
