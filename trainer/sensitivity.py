@@ -43,7 +43,7 @@ _LOGITS_BYTES = 1 << 26
 
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
-    """Return the fields and layers that a drafter reads from a store.
+    """Return the fields and layers that a drafter reads, if its sensitivity can be measured.
 
     Raises:
         MoaDataError: the drafter does not fit the store, or reads no keys and values.
@@ -175,7 +175,7 @@ def drawn_gradients(
         inputs: one sequence. Its ``kv`` is [1, T, L, H, 2, d], with all layers.
         draws: the positions at which draft rounds start.
         codec: defines the groups of layers and their parts.
-        kv_layers: layers whose KV the drafter reads; None for all.
+        kv_layers: layers whose KV the drafter reads. If the argument is None, it reads all layers.
         generator: random generator for the tokens.
 
     Returns:
