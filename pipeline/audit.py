@@ -42,7 +42,7 @@ _LOW_PRECISION_FACTOR = 5.0
 
 @dataclass(frozen=True)
 class AuditRow:
-    """Result of comparing one field of one stored sequence with the live target."""
+    """The result of comparing one field of a stored sequence with what the target computes now."""
 
     index: int
     sequence_id: str

@@ -218,7 +218,8 @@ def outcome_of(code: int, text: str) -> Outcome:
     """
     if code == 0:
         return Timings(**json.loads(text))
-    # The worker is lost if it was killed, or if its accelerator failed. Other workers can continue.
+    # A worker that was killed, or whose accelerator failed, counts as lost. Other workers can
+    # continue.
     if code < 0 or code >= 128 or "AcceleratorError" in text:
         return text
     error = WorkerError(text.removeprefix("Error: "))
@@ -354,8 +355,8 @@ def run_on_ray(
 
             return direct(start, workers, store, progress, restarts=True)
     except BaseException:
-        # Ray does not say when the processes that it kills have ended, but then they have released
-        # the store's lock.
+        # Ray does not report when the processes that it kills have ended. When they end, they
+        # release the store's lock, so wait for the lock.
         store.sweep(_LEAVE_S)
         raise
 
