@@ -129,8 +129,7 @@ def fix_sums() -> None:
     By default, matrix products of a few rows on a CPU differ in the last bits between one thread
     and two threads, because MKL adds the terms in a different order. This function sets the
     environment variable ``MKL_CBWR``, unless the user has set it. MKL reads the variable at its
-    first matrix
-    product, so call this function before that. The setting costs no measurable time.
+    first matrix product, so call this function before that. The setting costs no measurable time.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 

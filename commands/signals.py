@@ -203,7 +203,7 @@ def _next_signal(pipe: int, wait_s: float | None) -> int | None:
 
     Args:
         pipe: file descriptor to which Python writes the numbers of signals.
-        wait_s: maximum time to wait in seconds. If the argument is None, there is no limit.
+        wait_s: maximum time to wait in seconds. If the argument is None, the time is not limited.
 
     Returns:
         The number of the signal, or None if none has arrived.

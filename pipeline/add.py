@@ -2,8 +2,7 @@
 
 A part of a store is a range of sequences that is written and committed as a whole. The bundle is
 the folder ``target/`` of a store, with the target's config, tokenizer, embeddings, final norm and
-LM
-head.
+LM head.
 """
 
 import contextlib

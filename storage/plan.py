@@ -2,9 +2,9 @@
 
 The plan assigns each sequence to a part of the store and to a position in this part. (A part is a
 range of sequences that is written and committed as a whole.) The plan is fixed before the first
-forward pass of the target. Parts are filled in the order of the rows of the
-dataset, so that the first parts of a store are an unbiased sample of the dataset. In a part, the
-sequences are sorted by length, so that batches of consecutive sequences have little padding.
+forward pass of the target. Parts are filled in the order of the rows of the dataset, so that the
+first parts of a store are an unbiased sample of the dataset. In a part, the sequences are sorted by
+length, so that batches of consecutive sequences have little padding.
 
 A table of texts (texts.arrow) has the tokens and response masks of all sequences.
 """

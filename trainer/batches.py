@@ -162,8 +162,7 @@ def _kv_layers_read(
 
     The layers of a field are a dict. It maps the index of a layer on the layer axis of
     ``TrainingInputs.kv`` to the layer's index on the layer axis of the field. Without stored KV,
-    the
-    result is empty.
+    the result is empty.
     """
     stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
     for name, spec in store.fields.items():

@@ -113,14 +113,14 @@ class Sample:
         return rows
 
     def sequence(self, index: int) -> list[list[np.ndarray]]:
-        """Read the parts of all layer groups of one sequence, in the form that :meth:`add` takes."""
+        """Read the values of one sequence: ``groups[g][p]``, as :meth:`add` takes them."""
         groups: list[list[np.ndarray]] = []
         for entries in self._kept[index]:
             groups.append([self.read(entry) for entry in entries])
         return groups
 
     def keep(self, array: np.ndarray) -> Kept:
-        """Append a float32 array to the file."""
+        """Append a float32 array to the temporary file. Return its offset and shape."""
         entry = Kept(self._file.seek(0, os.SEEK_END), array.shape)
         self._file.write(np.ascontiguousarray(array, np.float32).data.cast("B"))
         return entry
@@ -167,7 +167,7 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
-    """Compute a scale per layer: the layer's root mean square, relative to that of all layers.
+    """Compute a scale per layer: the root mean square of its values, relative to all layers.
 
     Values are divided by this scale before quantisation errors are measured. So each layer's error
     is relative to the size of its values, and a layer with small values does not lose more
@@ -283,7 +283,7 @@ def _normalised(embeddings: Array) -> np.ndarray:
 def learn_regression(
     features: Sequence[np.ndarray], sample: PackedSequences, to_device: ToDevice
 ) -> np.ndarray:
-    """Learn a linear prediction of a part by ridge regression.
+    """Learn a linear prediction of a part (keys, values or a hidden state) by ridge regression.
 
     Args:
         features: Features of each sequence of the sample, float32 [n_tokens, n_features].
@@ -377,11 +377,12 @@ def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
 def logit_metric(
     hidden: np.ndarray, head: np.ndarray, to_device: ToDevice, batch_tokens: int = 256
 ) -> np.ndarray:
-    """Compute how errors of the last hidden state change the target's next-token distribution.
+    """Compute a matrix that says how errors of the last hidden state change the target's output.
 
-    To second order, a small error ``e`` of the hidden state costs ``e @ metric @ e / 2`` nats of
-    Kullback-Leibler divergence on average. The metric is the mean over tokens of
-    ``head.T @ (diag(p) - outer(p, p)) @ head``, where ``p`` is the distribution after the token.
+    The output is the next-token distribution. To second order, a small error ``e`` of the hidden
+    state costs ``e @ metric @ e / 2`` nats of Kullback-Leibler divergence on average. The metric is
+    the mean over tokens of ``head.T @ (diag(p) - outer(p, p)) @ head``, where ``p`` is the
+    distribution after the token.
 
     Args:
         hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].

@@ -19,10 +19,10 @@ most frequent code, zero, is stored as zero, like the padding between sequences.
 
 *Runs and pieces.* The codes of all tokens are a table with one row per token. A run is a range of
 columns of this table whose codes have similar statistics and the same number of levels. If the
-groups have few bytes per token, each run is a stored array. If they have many, all runs
-are side by side in one array, which is cut into pieces of equal width. Each piece is an inner chunk
-with its own Huffman code. Each group starts with a new piece, so that a reader of some layers reads
-only the pieces of the groups that contain them::
+groups have few bytes per token, each run is a stored array. If they have many, all runs are side by
+side in one array, which is cut into pieces of equal width. Each piece is an inner chunk with its
+own Huffman code. Each group starts with a new piece, so that a reader of some layers reads only the
+pieces of the groups that contain them::
 
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
@@ -138,14 +138,14 @@ class CodeColumns(NamedTuple):
     shift_more: np.ndarray
 
     def table(self) -> np.ndarray:
-        """Return all columns as one float32 array [n_columns, 9]."""
+        """Return all attributes as one float32 array [n_columns, 9], with one column for each."""
         return np.stack(self, axis=1).astype(np.float32)
 
     @classmethod
     def from_table(cls, table: np.ndarray) -> "CodeColumns":
         """Create the columns from an array that :meth:`table` returned."""
         columns = np.ascontiguousarray(table.T, np.float32)
-        # The first four columns contain integers.
+        # The first four attributes (part, component, array and levels) contain integers.
         return cls(*columns[:4].astype(np.int32), *columns[4:])
 
     @property
@@ -164,7 +164,8 @@ class CodeColumns(NamedTuple):
 class GroupFit:
     """The learned state of one group of layers.
 
-    A group has two parts, keys and values, or one part, a hidden state. Each part has one basis.
+    A group has two parts, keys and values, or a hidden state as its only part. Each part has one
+    basis.
     """
 
     bases: tuple[Basis, ...]
@@ -390,7 +391,7 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the constants as NumPy arrays or torch tensors, on the device of ``like``."""
+        """Return the group's matrices and tables as arrays like ``like``, on the same device."""
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -515,8 +516,8 @@ class Pieces:
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        # The runs of each layer group, as arrays uint8 [token, byte]. These arrays are not stored,
-        # only the array of all pieces.
+        # For each layer group, its runs, as arrays uint8 [token, byte]. These arrays only describe
+        # the runs. The store contains the array of all pieces instead.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-row_bytes(group) // n_bytes) for group in runs]

@@ -80,9 +80,9 @@ class FieldCodec:
     def encode(
         self, values: Array, tokens: Array | None = None, features: Array | None = None
     ) -> dict[str, Array]:
-        """Encode one whole sequence, from position 0 on.
+        """Encode the values of this field for one whole sequence, from position 0 on.
 
-        ``StoreCodec.encode`` encodes all fields of a sequence.
+        To encode all fields of a sequence, use ``StoreCodec.encode``.
 
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.

@@ -118,8 +118,7 @@ def water_level(variances: np.ndarray, bits: float) -> float:
     """Compute the water level: the error of each component if they share ``bits`` optimally.
 
     Reverse water-filling is the optimal way to divide bits among independent Gaussian variables.
-    All
-    variables with a variance above the water level get the same error, the water level, and the
+    All variables with a variance above the water level get the same error, the water level, and the
     others get no bits. ``variances`` are the variances of the components, [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
@@ -456,7 +455,7 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn the basis of one part (keys, values or a hidden state) from most of the sample.
+    """Learn the basis of one part (keys, values or a hidden state) from most of the sequences.
 
     Quantisers are later measured on the other sequences of the sample. The principal components of
     these sequences are written to disk.
@@ -549,7 +548,8 @@ def _order_codes(
         quantisers = quantisers._replace(
             levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
         )
-    # Largest code of each component. Codes are symmetric around zero.
+    # The largest code of each component. Codes are symmetric around zero, so the smallest code is
+    # its negative.
     limits = (quantisers.levels - 1) // 2
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
@@ -640,8 +640,8 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
 # The functions below split a budget of bits among joint hidden states. With the codec option
 # ``,joint``, each hidden state of a store is predicted from the state of the stored layer below it,
 # because a decoder layer changes its input little. So the lowest state takes most of the bits. The
-# bits are split so that the mean squared error of every component is the same, ``d``. Variances and
-# errors are divided by the energy of their state.
+# bits are split so that components have the same mean squared error ``d`` in all states. Variances
+# and errors are divided by the energy of their state.
 #
 # - Lowest state: a Gaussian component with variance ``v`` takes ``0.5 * log2(v / d)`` bits, and
 #   zero bits if ``v`` is below ``d``.
@@ -677,9 +677,9 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
 
 def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[float]:
-    """Split the bits of a token among hidden states that are predicted from each other.
+    """Split the bits of a token among hidden states, each of which is predicted from the one below.
 
-    Afterwards all states have the same error, relative to the energy of the state.
+    With this split, all states have the same error, relative to the energy of the state.
 
     Args:
         variances: :func:`left_variances` of each state, the lowest state first.

@@ -11,9 +11,9 @@ hidden       channel and block of 64 tokens  Some channels are larger by orders 
 The integers are later entropy-coded (``storage.chunk``). So a larger scale causes more error, but
 its smaller integers take fewer bits. Other methods, such as a separate scale for each 32 values or
 clipping of the largest values, exchange bits for error at the same rate, so they gain nothing. A
-scale is stored as a bfloat16 with two bits of mantissa, which takes 4 to 5 bits
-after entropy coding. A full mantissa would take 10 bits and gain nothing. Scales are rounded up,
-which causes more error but saves bits of the integers in return.
+scale is stored as a bfloat16 with two bits of mantissa, which takes 4 to 5 bits after entropy
+coding. A full mantissa would take 10 bits and gain nothing. Scales are rounded up, which causes
+more error but saves bits of the integers in return.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -41,8 +41,8 @@ from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
 LARGEST_CODE = 127.0  # Upper bound on the magnitude of a code.
-# Number of consecutive tokens that share one scale per channel. Sequences are aligned to this
-# number, so that no block contains tokens of two sequences.
+# Number of consecutive tokens that share one scale per channel (a block). Sequences start at
+# multiples of this number, so that no block contains tokens of two sequences.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
 
 # Stored bits per value after the lossless compression of chunks (``storage.chunk``). This measured
@@ -66,7 +66,10 @@ class _Part(NamedTuple):
 
 
 class Int8Codec(FieldCodec):
-    """Quantises a KV field or a field [token, width]. Keys and values may have different widths."""
+    """Quantises a field of keys and values, or a hidden state, to 8-bit integers with scales.
+
+    Keys and values may have different widths.
+    """
 
     def __init__(self, spec: FieldSpec) -> None:
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)

@@ -141,7 +141,7 @@ class StoreCodec:
 
     @property
     def arrays(self) -> list[StoredArray]:
-        """All stored arrays, field by field."""
+        """The stored arrays of all fields, in the order of the fields."""
         return list(chain.from_iterable(codec.arrays for codec in self.fields.values()))
 
     @property
@@ -165,7 +165,7 @@ class StoreCodec:
 
     @property
     def joint(self) -> list[str]:
-        """Names of the fields of hidden states that are predicted from each other (``,joint``).
+        """Names of the hidden states in a chain of predictions, which the option ``,joint`` makes.
 
         They are ordered from the lowest layer to the last hidden state. Each one is predicted from
         the one before it.
@@ -285,7 +285,7 @@ class StoreCodec:
         return sources
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
-        """Set the sources of a hidden state, the fields from which it is predicted.
+        """Set the fields from which a hidden state is predicted (its sources).
 
         Raises:
             CodecUnknown: The hidden state cannot be predicted from these fields.

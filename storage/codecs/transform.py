@@ -73,10 +73,11 @@ AUTO_GROUP_WIDTH = 4_096
 MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
-# By default, the last hidden state has at least this many more bits per value than keys and values,
-# because the teacher's distributions are computed from it. It is only a small share of a store that
-# also contains keys and values. With HIDDEN_BITS_RATIO alone, the teacher's distributions of a real
-# model had a KL divergence of 0.04 nats from the exact ones.
+# By default, the last hidden state has at least this many more bits per value than keys and values.
+# It needs them because training computes the target's next-token distributions from it. These bits
+# cost little, because the last hidden state is only a small share of a store that also contains
+# keys and values. With HIDDEN_BITS_RATIO alone, the distributions of a real model had a KL
+# divergence of 0.04 nats from the exact ones.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
 # Largest number of principal components of keys and values from which hidden states are predicted.
@@ -106,7 +107,8 @@ class TransformSettings:
     # Number of layers that share a basis. If the value is 0, all layers share one. If it is None,
     # the number is chosen by the width of a layer.
     group_layers: int | None = None
-    # Whether keys and values are predicted from the target's embeddings of the tokens.
+    # Whether keys and values (or the lowest hidden state of a chain ``,joint``) are predicted from
+    # the target's embeddings of the tokens.
     from_tokens: bool = False
     from_kv: bool = False  # Whether hidden states are predicted from keys and values.
     # Whether each hidden state is predicted from the next lower hidden state of the store.
@@ -187,9 +189,9 @@ class Rope:
 
     Before RoPE, the same content has the same key at all positions, so keys vary in far fewer
     directions than after RoPE and take fewer bits. The rotation is that of Llama and related models
-    in ``transformers``: dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by
-    the angle ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1
-    except for YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
+    in ``transformers``: dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by the
+    angle ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except
+    for YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
     embedding).
 
     Args:
@@ -215,7 +217,7 @@ class Rope:
             )
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
-        """Raise ValueError if the rotation does not fit ``n_layers`` layers of this head size."""
+        """Raise ValueError if the rotation does not fit keys with these sizes."""
         half = self.inv_freq.shape[-1:]
         if (
             self.inv_freq.shape not in (half, (n_layers, *half))
@@ -563,8 +565,8 @@ class TransformCodec(FieldCodec):
         """Encode one whole sequence that :meth:`parts` has split.
 
         Args:
-            groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g, or a
-                hidden state.
+            groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g,
+                [n_tokens, width]. A hidden state is ``groups[0][0]``.
             tokens: The token ids. Required if the codec ``needs_tokens``.
             features: Features of the ``sources``, the fields from which this field is predicted.
                 Required if there are any sources.
@@ -578,8 +580,8 @@ class TransformCodec(FieldCodec):
                 f"Field {self.spec.name!r} is predicted from {names}. Encode these fields in one "
                 "call of StoreCodec.encode."
             )
-        # One dictionary can hold the codes of all groups, because the name of each array contains
-        # the number of its group.
+        # Collect the codes of all groups in one dictionary. Array names of different groups differ,
+        # because they contain the number of the group.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
