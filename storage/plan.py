@@ -59,8 +59,8 @@ TEXTS_SHA256 = b"sha256"
 
 MAX_ID_BYTES = 1024  # Readers refuse a plan with a longer sequence id.
 
-# Readers refuse a longer plan.parquet. This size allows 100 bytes per sequence for ten million
-# sequences.
+# Maximum size of plan.parquet in bytes. Readers refuse a larger file. This size allows 100 bytes
+# per sequence for ten million sequences.
 MAX_PLAN_BYTES = 1 << 30
 
 
@@ -73,7 +73,7 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
 
 
 def row_numbers(table: pa.Table) -> dict[str, int]:
-    """Map the id of each sequence to its row in a table of sequences."""
+    """Map the id of each sequence to the index of its row in a table of sequences."""
     return {key: row for row, key in enumerate(table["sequence_id"].to_pylist())}
 
 

@@ -151,15 +151,19 @@ ROTATED_IN_SOME: dict[str, str] = {
     "kv_keys": "after RoPE in layers that rotate keys, as they are in the others; positions "
     "counted from 0 at the first token of each sequence",
 }
-"""These entries replace those of :data:`CONVENTIONS` if some layers of the target lack RoPE."""
+"""Meaning of the stored keys if some layers of the target lack RoPE.
+
+These entries replace those of :data:`CONVENTIONS`.
+"""
 LATENTS: dict[str, str] = {
     "kv_keys": "the latent after its norm, which has no positions",
     "kv_order": "the latent, then the part of the key that all heads share, after RoPE, positions "
     "counted from 0 at the first token of each sequence",
 }
-"""These entries replace those of :data:`CONVENTIONS` if the target's layers cache latents.
+"""Meaning of the stored keys and values if the target's layers cache latents.
 
-A latent is a compressed form of a token's keys and values (multi-head latent attention).
+These entries replace those of :data:`CONVENTIONS`. A latent is a compressed form of a token's keys
+and values (multi-head latent attention).
 """
 
 MAX_LAYERS = 1 << 12
@@ -342,7 +346,8 @@ class StoredArray:
     # Number of tokens for which there is one row. Every sequence starts at a multiple of this
     # number.
     block_tokens: int = 1
-    # Index of the layer axis in ``axes``, which is 1. None if the array has no layer axis.
+    # Index of the layer axis in ``axes``, which is always 1. If the array does not have a layer
+    # axis, the value is None.
     layer_axis: int | None = None
     # Logical dtype of the values, e.g. ``"bfloat16"`` if ``dtype`` is ``"uint16"``. By default it
     # equals ``dtype``.

@@ -167,7 +167,8 @@ class ArrayWriter:
         counts: counts of the part (an item of ``plan.part_counts``).
         grid: grid of the array.
         pool: thread pool that encodes chunks and syncs files.
-        files: the part's files, which determine the paths of the shards.
+        files: the files of the part that this writer writes. They determine the paths of the
+            shards.
     """
 
     def __init__(

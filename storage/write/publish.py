@@ -289,7 +289,7 @@ class PartFiles:
         return other, False
 
     def withdraw(self) -> bool:
-        """Delete the unpublished local files and uploads.
+        """Give up the part: delete the files that did not get their final names.
 
         Returns:
             Whether the part is committed nevertheless. This happens if an interrupt arrives during
@@ -492,7 +492,7 @@ def refuse_links(store: StorePath) -> None:
 
 
 def changed_meanwhile(path: StorePath) -> StoreLocked:
-    """Return the error to raise if another process has changed a file since it was read."""
+    """Return the error to raise if a file was changed after this process had read it."""
     return StoreLocked(
         f"{path} was changed by another process in the meantime. Wait until that process ends, "
         "then run the same command again."
