@@ -108,7 +108,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
 
     Args:
         folder: the output folder. It may be missing, empty, or left by an interrupted pull.
-        revision: branch, tag or commit; None for main.
+        revision: branch, tag or commit. If the argument is None, it is the branch main.
 
     Returns:
         A text about the files that were pulled.

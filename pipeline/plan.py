@@ -277,8 +277,8 @@ def _plan_forwards(
         stored: the entry ``extraction`` of the store's manifest; empty for a new store.
 
     Returns:
-        The settings without open choices, the plan of the forwards, and the name and version of
-        vLLM. The last is None if transformers runs the target.
+        The settings, in which all choices are made; the plan of the forwards; and the name and
+        version of vLLM. If transformers runs the target, the name and version are None.
     """
     facts = load_facts(folder, with_weights)
     # Raise an error if drafters do not support the target's LM head. This is checked only for model
@@ -403,7 +403,10 @@ def _extraction(
 
 
 def _conventions(facts: TargetFacts) -> Mapping[str, str]:
-    """Return notes on how the target's keys and values differ from Llama's, possibly none."""
+    """Return notes on how the target's keys and values differ from those of Llama.
+
+    If they do not differ, the result is empty.
+    """
     if any(group.field == "kv/latent" for group in facts.kv_groups):
         return LATENTS
     return {} if facts.family.rotates_all else ROTATED_IN_SOME
@@ -441,10 +444,12 @@ def pinned_revision(
     the requested revision is returned.
 
     Args:
-        sources: the Hub ids and commits that the store records, or None.
+        sources: the Hub ids and commits that the store records. The argument is None if the store
+            does not exist or has no committed parts.
         kind: ``model`` or ``dataset``.
         name: hub id of the model or dataset.
-        revision: the requested branch, tag or commit; None for main.
+        revision: the requested branch, tag or commit. If the argument is None, it is the branch
+            main.
     """
     entry = (sources or {}).get(kind)
     if (

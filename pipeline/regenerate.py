@@ -222,9 +222,10 @@ class RowCounts(BaseModel):
 
 
 class Work(NamedTuple):
-    """The source and the number of the questions that a run asks."""
+    """The questions that a run asks: where they come from, and how many answers they need."""
 
-    source: ChatSource | None  # the dataset; None if the target writes the questions
+    # The dataset with the questions. If the target writes the questions itself, the value is None.
+    source: ChatSource | None
     n_rows: int
     n_answers: int  # number of answers that the questions ask for
     settings: dict[str, Any]  # settings that determine the questions
@@ -365,7 +366,8 @@ class _Record(BaseModel):
     settings: dict[str, Any]
     rows: RowCounts = RowCounts()
     n_bytes: int = 0  # size of the file of chats
-    sha256: str | None = None  # hash of the file of chats; None until the file is complete
+    # Hash of the file of chats. The value is None until the file is complete.
+    sha256: str | None = None
 
 
 @dataclass

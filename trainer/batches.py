@@ -50,8 +50,8 @@ class FieldRead:
 
     attribute: str  # Attribute of ``TrainingInputs`` that gets the values.
     codec: FieldCodec
-    # Indices along the field's layer axis of the layers that are read. None if all layers are read
-    # or the field has no layer axis.
+    # The layers that are read, as indices along the field's layer axis. The value is None if all
+    # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
     # Only for KV: for each layer that is read, its index on the layer axis of
     # ``TrainingInputs.kv``.

@@ -145,8 +145,8 @@ class RunPlan:
     read_bytes_per_epoch: int  # Size in bytes of the decoded activations that an epoch reads.
     n_parameters: int
     cost: RunCost
-    # Advice to use a different kind of drafter, which is expected to be better for this target.
-    # None if there is no such kind or none is known.
+    # Advice to use a different kind of drafter, which is expected to be better for this target. If
+    # such a kind is not known, the value is None.
     other_drafter: Advice | None
     free_disk_bytes: int
     # Maps each format of export-drafter to the reasons why the format cannot hold this drafter.

@@ -71,7 +71,8 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
 class DrafterMetrics:
     """Measures how much errors in keys and values change a drafter's output, averaged over tokens.
 
-    The results are matrices M, as described in the module.
+    The results are matrices ``M``: an error ``e`` changes the distributions by ``e @ M @ e / 2``
+    nats (see the docstring of this module).
     """
 
     drafter: Drafter  # The drafter to measure, in evaluation mode and float32.
@@ -165,9 +166,10 @@ def drawn_gradients(
 ) -> list[Tensor]:
     """Draw random gradients of the drafter's log-probabilities with respect to keys and values.
 
-    At each drafted position, a token is drawn from the drafter's distribution. The gradients are
-    those of the sum of the log-probabilities of these tokens. The expected outer product of such a
-    gradient with itself is the matrix M that the module's docstring defines.
+    At each drafted position, a token is drawn from the drafter's distribution. The
+    log-probabilities of these tokens are summed, and the gradient of this sum is computed. The
+    expected outer product of such a gradient with itself is the matrix ``M`` that the docstring of
+    this module defines.
 
     Args:
         drafter: the drafter.

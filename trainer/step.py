@@ -184,7 +184,7 @@ class DrafterModule(L.LightningModule):
         return terms["loss"]
 
     def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
-        """Compute the terms of the loss, as sums over positions divided by ``denominator``."""
+        """Compute the terms of the loss: sums over positions, divided by ``denominator``."""
         step = TrainingStep(self._cast(inputs), draws, self._weights, denominator)
         with recomputed_layers(self.drafter) if self.recomputes else contextlib.nullcontext():
             return self.drafter.objective(self.frozen, step)
@@ -207,7 +207,7 @@ class DrafterModule(L.LightningModule):
         return inputs
 
     def _check_inputs(self, are_finite: bool) -> None:
-        """Refuse activations with NaN or infinity, and reset the recorded flag."""
+        """Raise an error if activations of this step were NaN or infinite, and reset the record."""
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
@@ -259,7 +259,7 @@ class DrafterModule(L.LightningModule):
             )
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the validation sums."""
+        """Discard the sums of the previous validation."""
         self._validation = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
