@@ -35,12 +35,12 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Number of positions, in all sequences together, at which the target's distributions, computed from
-# stored hidden states, are compared.
+# Total number of positions at which next-token distributions, computed from the hidden states of
+# both stores, are compared.
 _TEACHER_POSITIONS = 2_048
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer, [H, T, d] each
-# Maps a name ("keys", "values", or a field of hidden states) to the differences between the stores.
+# The differences between two stores, by name: "keys", "values", or a field of hidden states.
 Errors = defaultdict[str, LayerDifferences]
 
 

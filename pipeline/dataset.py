@@ -259,7 +259,8 @@ class ChatSource:
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
         self._hub: Any = None
-        self._digests: list[bytes] = []  # sha256 of the first n rows of a Hub dataset, for each n
+        # Only for a Hub dataset: entry n is the sha256 of the first n rows.
+        self._digests: list[bytes] = []
         if path.exists():
             if config_name or revision:
                 raise DatasetError(
@@ -601,7 +602,8 @@ class Columns:
         """
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
-        assignments: list[str] = []  # the texts, with the name of a format replaced by its texts
+        # The texts ``role=column``. The name of a format is replaced by the texts of this format.
+        assignments: list[str] = []
         for text in texts:
             assignments.extend(FORMATS.get(text, (text,)))
         for text in assignments:

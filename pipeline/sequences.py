@@ -89,8 +89,9 @@ _ORIGIN_KEY = b"origin"
 # Version of the tokenisation code. Increase it if a change of the code gives chats other tokens, so
 # that cached tokens in ``texts.arrow`` are not used any more.
 _ORIGIN_VERSION = 5
-# The columns of the rows that `regenerate` writes. If such an answer is cut, the target has written
-# it right after the generation prompt.
+# The columns of the rows that `regenerate` writes. A row with exactly these columns has answers
+# that the target has written right after the generation prompt, which matters if an answer was cut
+# at its token limit.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # maximum number of columns and keys that a report lists
 _ALL_COLUMNS = Columns()  # for rows that are chats already
@@ -307,7 +308,7 @@ def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> 
 
 
 def _ending_in_error(rows: Iterator[Any]) -> Iterator[Any]:
-    """Yield rows. If a row cannot be read, yield the error as the last row."""
+    """Yield rows. If reading the next row raises an error, yield the error and stop."""
     try:
         yield from rows
     except DatasetError as error:

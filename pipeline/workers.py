@@ -48,7 +48,8 @@ _LEAVE_S = 2.0
 # Seconds that workers have to end after everything is committed. The limit is needed because some
 # Ray tasks may never start.
 _END_S = 10.0
-# Maximum number of lost Ray workers between two commits, divided by the number of workers.
+# With Ray, a lost worker is started again, as long as fewer workers than this number times the
+# number of workers were lost since the last commit.
 _MAX_LOST = 5
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",

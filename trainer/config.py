@@ -308,8 +308,7 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
         return problems
 
     def decay(self) -> float:
-        """Return the decay d of the loss weights in a draft block: draft k has weight exp(-k /
-        d)."""
+        """Return the decay of the loss weights in a draft block (the setting position_decay)."""
         if self.position_decay is not None:
             return self.position_decay
         return 4.0 if self.block_size <= 8 else 5.0 if self.block_size <= 12 else 7.0

@@ -193,7 +193,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check a batch and write the fields that the part needs. Runs on the writer thread."""
+    """Check a batch, and write the fields that its part needs. The writer thread calls this."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)
