@@ -43,7 +43,7 @@ _LOGITS_BYTES = 1 << 26
 
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
-    """Return the fields and layers that a drafter reads, if its sensitivity can be measured.
+    """Return what a drafter reads from a store. Refuse a drafter that reads no keys and values.
 
     Raises:
         MoaDataError: the drafter does not fit the store, or reads no keys and values.
@@ -71,8 +71,8 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
 class DrafterMetrics:
     """Measures how much errors in keys and values change a drafter's output, averaged over tokens.
 
-    The results are matrices ``M``: an error ``e`` changes the distributions by ``e @ M @ e / 2``
-    nats (see the docstring of this module).
+    The results are matrices ``M``. For a small error ``e``, the KL divergence between the drafter's
+    distributions with and without the error is about ``e @ M @ e / 2`` nats.
     """
 
     drafter: Drafter  # The drafter to measure, in evaluation mode and float32.

@@ -72,8 +72,8 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse targets whose KV cache in vLLM cannot give the values that a store needs.
 
-    `VllmSource` sets all options of vLLM that matter here, except for the dtype of the cache, which
-    a target's config.json can choose.
+    The dtype of the cache is checked here, because a target's config.json can choose it.
+    `VllmSource` chooses all other settings.
     """
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", "bfloat16"):
