@@ -48,7 +48,8 @@ _ABOUT_THE_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # Finds the number of a system error in the message of a library's own exception. Rust libraries
 # write the number as "(os error 28)", Python and Arrow as "[Errno 28]".
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
-# Some messages contain only words, without the number of the system error. Words -> this number.
+# Some messages of libraries describe a system error only in words. This maps the words to the
+# number of the error.
 _ERROR_WORDS = {
     "no space left on device": errno.ENOSPC, "disk quota exceeded": errno.EDQUOT,
     "file too large": errno.EFBIG, "read-only file system": errno.EROFS,
@@ -58,8 +59,8 @@ _ASK_FOR_RIGHTS = "Give yourself the rights to use this path, or choose another 
 _LOOK_AT_DISK = (
     "All finished work is saved. Check the disk or the mount, and run the same command again."
 )
-# Number of a system error -> advice. These errors have their cause in the machine, whatever the
-# operation was.
+# Advice for the user, by the number of a system error. The machine causes these errors, for example
+# its full disk, whatever the operation was.
 _ADVICE = {
     errno.ENOSPC: FULL_DISK_ADVICE,
     errno.EDQUOT: FULL_DISK_ADVICE,
@@ -245,7 +246,10 @@ def machine_trouble(error: BaseException) -> StorageUnavailable | None:
 
 
 def read_only(path: object, number: int) -> StorageUnavailable:
-    """Return the error to raise if a system error of this number says that a path is read-only."""
+    """Return the error to raise for a path that cannot be written.
+
+    ``number`` is the number of the system error that said so.
+    """
     return StorageUnavailable(
         f"{path} cannot be written ({os.strerror(number)}). Give yourself the "
         "right to write there, or choose another output folder."
@@ -253,7 +257,10 @@ def read_only(path: object, number: int) -> StorageUnavailable:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the absolute path if it exists, otherwise the closest parent folder that exists."""
+    """Return the path itself if it exists, otherwise its closest parent folder that exists.
+
+    The result is an absolute path.
+    """
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
@@ -286,7 +293,8 @@ def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] 
     Args:
         folder: the output folder. It may be missing or empty.
         kind: the kind of earlier output that the command can continue, for the message. The caller
-            has found that the folder does not hold one. Empty if the command continues nothing.
+            has found that the folder does not hold one. The text is empty if the command cannot
+            continue earlier output.
         leftovers: names of files that a killed command may have left, and that may be replaced.
 
     Raises:
@@ -453,7 +461,7 @@ def open_regular(path: Path) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """Return the type of a path, such as "a file", "a folder", "a FIFO" or "a broken link"."""
+    """Return what is at a path, for messages: "a file", "a folder", "a FIFO", "a broken link"."""
     if path.is_symlink() and not path.exists():
         return f"a link to {os.readlink(path)}, which does not exist"
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")

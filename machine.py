@@ -109,9 +109,9 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 
 
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
-    """Return a list with one number: the bytes that are left within one memory limit.
+    """Return the bytes that are left within one memory limit, as a list with one number.
 
-    The page cache counts as free. Without a limit, the list is empty.
+    The page cache counts as free. If memory is not limited, the list is empty.
     """
     try:
         # If memory is not limited, the limit file of cgroup version 2 contains "max", which raises
@@ -127,9 +127,9 @@ def fix_sums() -> None:
     """Make the results of MKL independent of the number of threads.
 
     By default, matrix products of a few rows on a CPU differ in the last bits between one thread
-    and two threads, because MKL adds the terms in a different order. This sets the environment
-    variable ``MKL_CBWR``, unless the user has set it. MKL reads the variable at its first matrix
-    product, so call this function before that. The setting costs no measurable time.
+    and two threads, because MKL adds the terms in a different order. This function sets the
+    environment variable ``MKL_CBWR``, unless the user has set it. MKL reads the variable at its
+    first matrix product, so call this function before that. The setting costs no measurable time.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 

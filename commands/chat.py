@@ -43,7 +43,8 @@ _STYLES = {"accepted": "\x1b[32m", "bonus": "", "streamed": "", "unverified": "\
 _RESET = "\x1b[0m"
 _ERASE_BELOW = "\x1b[J"
 _TAB = "    "
-_Position = tuple[int, int]  # Row and column, relative to the start of the answer.
+# Position of a character on the terminal: row and column, relative to the start of the answer.
+_Position = tuple[int, int]
 
 
 class ChatConfig(Config):

@@ -33,8 +33,8 @@ of the store are missing. FAULT: a bug."""
 LOG_LINE_EVERY_S = 10.0
 Report = TypeVar("Report")
 
-# An error of a library whose message has these words means that memory ran out, whatever the class
-# of the error.
+# Words in messages of libraries. If the message of an error contains one of them, memory ran out,
+# whatever the class of the error.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
 # Maps a command to the flag that limits the size of its tensors.
 _FEWER_TENSORS = {
@@ -72,7 +72,7 @@ class StageFailure(click.ClickException):
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line. If standard error is unusable, only the exit code tells the outcome."""
+        """Print the line. If standard error is unusable, the user sees only the exit code."""
         if self.message:
             with contextlib.suppress(OSError):
                 super().show(file)
@@ -256,8 +256,9 @@ _LOG_FORMAT = (
 class ProgressLine(contextlib.AbstractContextManager[Progress]):
     """Shows progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
-    Each phase has its own bar. A phase that starts again, which shows in a lower count or another
-    total, has a new bar. If standard error is unusable, work continues without progress.
+    Each phase of the work has a bar of its own. If a phase reports a lower count or another total
+    than before, it has started again and gets a new bar. If standard error is unusable, work
+    continues without progress.
     """
 
     def __init__(self) -> None:
@@ -310,7 +311,10 @@ class ProgressLine(contextlib.AbstractContextManager[Progress]):
 
 
 def run_stage(run: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
-    """Run a stage with a progress line, print its report, and return the report."""
+    """Run a stage (the function that does the work of a command), and return its report.
+
+    A progress line is shown while the stage runs. The report is printed.
+    """
     with ProgressLine() as progress:
         report = run(*arguments, progress=progress, **options)
     out.print(report if isinstance(report, str) else cast(Any, report).describe())

@@ -15,7 +15,10 @@ from ..errors import OptionInvalid
 
 
 class StageCommand(click.Command):
-    """A click command whose options are the settings of a stage; see :func:`stage_command`."""
+    """A click command whose options are made from the settings of its stage.
+
+    A stage is the function that does the work of a command. See :func:`stage_command`.
+    """
 
     def __init__(
         self, name: str, config_class: type[Config], arguments: Sequence[str], **attributes: Any
@@ -37,7 +40,7 @@ class StageCommand(click.Command):
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the common options to the help page; with ``--help-all``, all options by group."""
+        """Write the common options to the help page. ``--help-all`` shows all options by group."""
         if not ctx.meta.get(_ALL):
             super().format_options(ctx, formatter)
             return
@@ -69,7 +72,7 @@ def stage_command(
     earlier: Earlier | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], StageCommand]:
-    """Return a decorator that turns a function into a command.
+    """Return a decorator that converts a function to a command with options for all settings.
 
     The function is called with the settings as ``config``, and with its own click parameters.
 
@@ -79,10 +82,10 @@ def stage_command(
         presets: named sets of values, offered as ``--preset``.
         earlier: finds the settings of an earlier run. All other sources of settings, such as flags
             and files, take precedence over it.
-        name: name of the command; None for the function's name.
+        name: name of the command. If the argument is None, the command has the function's name.
     """
-    # Several kinds (for example of drafters) may have a setting of the same name. Use the first
-    # one's help for the flag.
+    # Several kinds (for example of drafters) may have a setting with the same name. They share one
+    # flag, whose help is taken from the first kind.
     settings: dict[str, Setting] = {}
     for setting in config_class.settings():
         settings.setdefault(setting.name, setting)
@@ -187,7 +190,10 @@ def help_text(setting: Setting) -> str:
 
 
 def default_text(setting: Setting) -> str:
-    """Return the default of a setting as a user would type it; an empty text if there is none."""
+    """Return the default of a setting as a user would type it.
+
+    If the setting has none, the result is an empty text.
+    """
     default = setting.field.get_default(call_default_factory=True)
     if setting.field.is_required() or default in (None, "", ()):
         return ""

@@ -78,8 +78,8 @@ def serve(config: ServeConfig) -> None:
         )
 
     if target.device.type == "cpu":
-        # Switch to huge pages in the background, because this takes seconds, and requests need not
-        # wait for it.
+        # Move the memory of the process to huge pages in a background thread. This takes seconds,
+        # and requests need not wait for it.
         threading.Thread(target=settle_memory, daemon=True).start()
 
     def on_ready(http: str, grpc: str | None) -> None:

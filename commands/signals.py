@@ -31,7 +31,8 @@ from ..machine import is_first_process
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-# Seconds that a command has after a signal to discard unfinished work.
+# Time in seconds that a command has after a signal to discard its unfinished work. After that, the
+# process is ended.
 CLEANUP_S = 3.0
 # A second SIGINT within this time counts as the same Ctrl-C, which a shell or launcher may forward.
 _REPEAT_S = 1.0
@@ -62,7 +63,7 @@ class _State:
     # because they would interrupt the handling of the first one.
     is_raised = False
     is_lost = False  # Whether Python has discarded the SignalReceived that was raised.
-    code: int | None = None  # Exit code of the process; None until it is decided.
+    code: int | None = None  # Exit code of the process. It is None until it is decided.
 
 
 def watch_signals() -> None:
@@ -89,7 +90,10 @@ def begin_command() -> None:
 
 
 def end_with_input() -> None:
-    """Send SIGTERM to this process when its standard input is closed: its parent has ended."""
+    """Send SIGTERM to this process when its standard input is closed.
+
+    The input is closed when the parent process ends.
+    """
 
     def wait_for_end() -> None:
         os.read(0, 1)
@@ -99,14 +103,14 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """Let signals raise no more exceptions, so that the outcome can be reported undisturbed."""
+    """Stop signals from raising exceptions, so that the outcome can be reported undisturbed."""
     _State.phase = "ending"
 
 
 def decide(code: int) -> int:
-    """Set the final exit code of the process, and return this code.
+    """Decide the final exit code of the process, and return it.
 
-    If a signal has arrived, the exit code is 128 plus the signal's number.
+    Without a signal, it is ``code``. If a signal has arrived, it is 128 plus the signal's number.
     """
     end_command()
     if _State.signum is not None and code < 128:
@@ -199,7 +203,7 @@ def _next_signal(pipe: int, wait_s: float | None) -> int | None:
 
     Args:
         pipe: file descriptor to which Python writes the numbers of signals.
-        wait_s: maximum time to wait in seconds; None for no limit.
+        wait_s: maximum time to wait in seconds. If the argument is None, the time is not limited.
 
     Returns:
         The number of the signal, or None if none has arrived.

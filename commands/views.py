@@ -248,7 +248,8 @@ def train_view(report: "TrainReport") -> RenderableType:
         "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
     }
-    # Leave out these metrics of the last steps, because speeds of the entire run are shown above.
+    # Do not show these metrics of the last steps, because the speeds of the entire run are shown
+    # above.
     speeds = ("train/tokens_per_s", "train/data_wait_share")
     for name, value in sorted(report.metrics.items()):
         if name not in speeds:
@@ -267,7 +268,7 @@ def decoding_view(
 
     Args:
         drafted: answers of speculative decoding.
-        plain: answers of plain decoding; None if there are none.
+        plain: answers of plain decoding. If there are none, the argument is None.
         shape: shape of the draft tree.
         sampled: whether the answers were sampled, so that they may differ by chance.
     """
@@ -279,8 +280,8 @@ def decoding_view(
     speeds: list[float] = []
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
         total = sum_stats(generation.stats for generation in generations)
-        # Count the time of prefill, drafts and forwards of the target, but not of printing the
-        # answer.
+        # The speed is computed from the time of prefill, drafts and forwards of the target. The
+        # time to print the answer does not count.
         seconds = total.prefill_s + total.draft_s + total.verify_s
         speeds.append(total.n_tokens / max(seconds, 1e-9))
         n_calls = max(1, total.n_target_calls)

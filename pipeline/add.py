@@ -1,7 +1,8 @@
 """Add activations to a store: run its sequences through the target again and store new fields.
 
-A part of a store is a group of sequences that is committed as a whole. The bundle is the folder
-``target/`` of a store, with the target's config, tokenizer, embeddings, final norm and LM head.
+A part of a store is a range of sequences that is written and committed as a whole. The bundle is
+the folder ``target/`` of a store, with the target's config, tokenizer, embeddings, final norm and
+LM head.
 """
 
 import contextlib
@@ -77,7 +78,7 @@ class AddPlan(WritePlan):
 
     @property
     def added(self) -> str:
-        """The names of the new fields, as text."""
+        """A text with the names of the fields that are added."""
         return ", ".join(self.forward.spec.fields) or "no field, because the store has all of them"
 
     @property
@@ -128,8 +129,8 @@ def add(
         with ActivationStore(plan.store) as reader:
             agreement = _write_fields(plan, writer, reader, timings, progress)
         named: dict[str, Any] = {}
-        # WorkerError means that the store has no record of its extraction. Then the dataset card is
-        # not rewritten.
+        # WorkerError means that the store has no record of its extraction. In that case, the
+        # dataset card is not rewritten.
         with contextlib.suppress(WorkerError):
             extraction = plan.manifest.extraction
             recorded = recorded_config(plan.store).replaced(
@@ -200,7 +201,10 @@ def _learn(
     target: Target,
     progress: Progress,
 ) -> None:
-    """Fit the codec of the new fields to the same sequences as the codec of the old fields."""
+    """Fit the codec of the new fields to a sample of sequences.
+
+    The codec of the old fields was fitted to the same sequences.
+    """
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
             f"{plan.store} is incomplete: {n_pending} of its parts are not extracted yet, but the "
@@ -224,8 +228,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     dtype = plan.forward.dtype
-    # If the store has kv, capture kv here too. Capturing kv may select other kernels, which change
-    # the last bits of the hidden states.
+    # If the store has the field kv, capture it here, too. Capturing kv may select other kernels,
+    # which change the last bits of the hidden states.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache

@@ -35,14 +35,14 @@ _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 # Relative L2 error that each codec may add: about twice the measured error of the worst layer. The
 # error of transform codecs depends on the bit rate, so their bound detects only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
-# Factor by which the tolerance is multiplied if the stored activations were computed in 16 bits or
-# by another engine. Different batches and kernels then change the last bits of many values.
+# If the stored activations were computed in 16 bits or by another engine, different batches and
+# kernels change the last bits of many values. The tolerance is then multiplied by this factor.
 _LOW_PRECISION_FACTOR = 5.0
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """Result of comparing one field of one stored sequence with the live target."""
+    """The result of comparing one field of a stored sequence with what the target computes now."""
 
     index: int
     sequence_id: str

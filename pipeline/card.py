@@ -20,7 +20,7 @@ _SIZE_CATEGORIES = (
 )  # fmt: skip
 Licences = tuple[
     str | None, str | None
-]  # Licences of the target and the dataset, as the Hub names them. None if not given.
+]  # Licences of the target and of the dataset, as the Hub names them. An unknown licence is None.
 # Key of the manifest's ``target`` -> text of the card about it.
 _SIZES = {
     "architecture": "{}",

@@ -35,12 +35,12 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Number of positions, in all sequences together, at which the target's distributions, computed from
-# stored hidden states, are compared.
+# Total number of positions at which next-token distributions, computed from the hidden states of
+# both stores, are compared.
 _TEACHER_POSITIONS = 2_048
 
 LayerCaches = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer, [H, T, d] each
-# Maps a name ("keys", "values", or a field of hidden states) to the differences between the stores.
+# The differences between two stores, by name: "keys", "values", or a field of hidden states.
 Errors = defaultdict[str, LayerDifferences]
 
 
@@ -56,12 +56,12 @@ class Comparison:
     times_smaller: float  # compression ratio: bytes of the raw values per stored byte
     errors: Errors
     # Divergence between the next-token distributions that the LM head gives for the last hidden
-    # states of both stores. None if a store lacks last hidden states, or the reference store lacks
-    # the LM head.
+    # states of both stores. If a store lacks last hidden states, or the reference store lacks the
+    # LM head, the value is None.
     teacher: Divergence | None
     # Divergence between the next-token distributions that the target gives for the second half of
-    # each sequence, with the KV cache of the first half read from each store. None if no target was
-    # given.
+    # each sequence. Its KV cache of the first half is read from one store or from the other. If no
+    # target was given, the value is None.
     continued: Divergence | None
 
     def lines(self) -> list[str]:
@@ -110,7 +110,8 @@ def compare(
 
     Args:
         model: the target of both stores, to compute the second half of each sequence from the
-            stored keys and values of the first half. None skips this comparison.
+            stored keys and values of the first half. If the argument is None, this comparison is
+            skipped.
         samples: number of sequences.
         seed: seed of the random choice of sequences.
         device: device of the target.
@@ -294,9 +295,10 @@ def compare_continued(
     values: Mapping[str, tuple[np.ndarray, np.ndarray]],
     divergence: Divergence,
 ) -> None:
-    """Compare the target's outputs on the second half of a sequence between two stores.
+    """Compare what the target computes from the keys and values of two stores of a sequence.
 
-    The KV cache of the first half is taken from each store in turn.
+    The first half of the sequence is in the target's KV cache, read from one store and then from
+    the other. The target's outputs for the second half are compared.
 
     Args:
         tokens: token ids of the sequence, [T].

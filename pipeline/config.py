@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 TEXT_FIELDS = ("tokens", "response_mask")  # fields of every store that are not activations
 
 DEFAULT_MAX_LENGTH = 2048
-# Maximum number of encoding threads. With more, the single writer thread is the bottleneck.
+# Maximum number of encoding threads. With more threads, the single writer thread would be the
+# bottleneck.
 _MAX_ENCODE_THREADS = 16
 
 
@@ -171,7 +172,7 @@ class ScaleSettings(Config):
 
     @property
     def n_local_workers(self) -> int:
-        """Number of workers that this command itself starts on this machine; 1 with Ray."""
+        """Number of workers that this command itself starts on this machine. With Ray, it is 1."""
         return 1 if self.engine == "ray" else self.workers
 
 
@@ -390,14 +391,15 @@ def resolve_encode_threads(wanted: int | None, n_workers: int = 1) -> int:
     """Return the number of encoding threads of a worker.
 
     Args:
-        wanted: the setting; None for one thread per core of the worker's share, at most 16.
+        wanted: the value of the setting. If it is None, a worker has one thread for each core of
+            its share, at most 16.
         n_workers: number of workers on this machine.
     """
     return wanted or min(core_share(n_workers), _MAX_ENCODE_THREADS)
 
 
 def core_share(n_workers: int) -> int:
-    """Return the number of cores per worker if the workers share the machine; at least 1."""
+    """Return the number of CPU cores for each of the workers on this machine, at least 1."""
     return max(1, usable_cores() // n_workers)
 
 
@@ -459,7 +461,7 @@ def parse_activations(
 
 
 def parse_fields(fields: Iterable[str]) -> ActivationSpec:
-    """Return the activations that are stored in these fields.
+    """Return the activations that a store with these fields contains.
 
     Raises:
         OptionInvalid: `extract` writes no field of that name.

@@ -107,7 +107,8 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
 
     Args:
         path: a file or a folder. If no file in the folder belongs to a split, all are chosen.
-        split: the split to read. None means DEFAULT_SPLIT, or the only split of the folder.
+        split: the split to read. If the argument is None, it is DEFAULT_SPLIT, or the only split of
+            the folder.
 
     Returns:
         The files in reading order, the name of their split or None, and the number of files left
@@ -197,7 +198,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _missing_shards(files: Sequence[Path]) -> list[str]:
-    """Return the names of files that the numbers in the names of other files imply."""
+    """Return the names of missing files of a numbered series, such as ``train-00001-of-00002``."""
     present = {file.name for file in files}
     missing: set[str] = set()
     for name in present:
@@ -235,9 +236,12 @@ class ChatSource:
 
     Args:
         dataset: a file, a folder of files, or a hub id.
-        split: the split to read. None means DEFAULT_SPLIT, or the only split of a folder.
-        config_name: configuration of a Hub dataset; None for its default.
-        revision: branch, tag or commit of a Hub dataset; None for its default.
+        split: the split to read. If the argument is None, it is DEFAULT_SPLIT, or the only split of
+            a folder.
+        config_name: configuration of a Hub dataset. If the argument is None, it is the dataset's
+            default.
+        revision: branch, tag or commit of a Hub dataset. If the argument is None, it is the
+            dataset's default.
     """
 
     def __init__(
@@ -249,12 +253,14 @@ class ChatSource:
     ) -> None:
         self.name = dataset
         self.config_name = config_name
-        # The commit of a Hub dataset. None for local files, or if `datasets` does not report it.
+        # The commit of a Hub dataset. For local files, or if `datasets` does not report the commit,
+        # the value is None.
         self.commit: str | None = None
         path = Path(dataset).expanduser()
         self._root = path if path.is_dir() else path.parent
         self._hub: Any = None
-        self._digests: list[bytes] = []  # sha256 of the first n rows of a Hub dataset, for each n
+        # Only for a Hub dataset: entry n is the sha256 of the first n rows.
+        self._digests: list[bytes] = []
         if path.exists():
             if config_name or revision:
                 raise DatasetError(
@@ -596,7 +602,8 @@ class Columns:
         """
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
-        assignments: list[str] = []  # the texts, with the name of a format replaced by its texts
+        # The texts ``role=column``. The name of a format is replaced by the texts of this format.
+        assignments: list[str] = []
         for text in texts:
             assignments.extend(FORMATS.get(text, (text,)))
         for text in assignments:

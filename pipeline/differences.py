@@ -117,7 +117,10 @@ class Divergence(Difference):
 
     @property
     def kl(self) -> float:
-        """Mean of ``KL(exact || approximate)`` over positions, in nats."""
+        """Mean KL divergence of the approximate distributions from the exact ones, in nats.
+
+        It is the mean of ``KL(exact || approximate)`` over all positions.
+        """
         return self.kl_sum / self.n_positions
 
     @property

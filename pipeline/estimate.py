@@ -1,8 +1,8 @@
 """Plan the forwards of the target, and estimate their memory, disk space and time.
 
-A forward runs the target on one batch of sequences. A store consists of parts, groups of sequences
-that are committed as a whole, and of the folder ``target/``, the bundle of the target's config,
-tokenizer, embeddings, final norm and LM head.
+A forward runs the target on one batch of sequences. A store consists of parts (ranges of sequences
+that are written and committed as a whole) and of the folder ``target/``, the bundle of the target's
+config, tokenizer, embeddings, final norm and LM head.
 
 To estimate the time, three batches of the plan are run through a model with random weights and the
 target's widths, so that only the target's config.json is needed. The code of the extraction writes
@@ -74,7 +74,8 @@ _MAX_WEIGHTS = 250_000_000
 
 One layer of Llama-3-8B has 218 million weights. Drawing 218 million random numbers takes a second.
 """
-# Maximum number of multiplications in a timed forward on a CPU: about two seconds on slow cores.
+# Maximum number of multiplications in a timed forward on a CPU. Slow cores need about two seconds
+# for this number.
 _MAX_PRODUCTS = 1e11
 
 
@@ -117,7 +118,7 @@ def has_device(device: str) -> bool:
 
 
 def free_device_memory(device: str) -> int | None:
-    """Return the free bytes of a CUDA device; None for any other device."""
+    """Return the free bytes of a CUDA device. For any other device, return None."""
     return (
         int(torch.cuda.mem_get_info(torch.device(device))[0])
         if torch.device(device).type == "cuda"
@@ -127,9 +128,9 @@ def free_device_memory(device: str) -> int | None:
 
 @dataclass(frozen=True)
 class ForwardPlan(CaptureSettings):
-    """Settings of the target's forwards, and estimates of memory.
+    """Settings of the target's forwards, and estimates of the memory that they need.
 
-    The codec is possibly not yet fitted to data.
+    The attribute ``codec`` may be a codec that is not yet fitted to data.
     """
 
     folder: Path
@@ -159,10 +160,10 @@ class ForwardPlan(CaptureSettings):
 
     @property
     def memory_bytes(self) -> tuple[int, int]:
-        """Estimated upper bounds of the memory that forwards need, in bytes.
+        """Estimated upper bounds of the memory that the forwards need, in bytes.
 
-        The first number is the host memory of all workers together. The second is the device memory
-        of one worker.
+        The first number is for the host memory of all worker processes together. The second number
+        is for the device memory of one worker process.
         """
         facts = self.facts
         itemsize = getattr(torch, self.compute_dtype).itemsize
@@ -265,7 +266,8 @@ class WritePlan:
     # The rows of plan.parquet whose sequences will be run through the target. Columns: sequence_id,
     # source_row, n_tokens, n_response_tokens, part, first_token.
     table: pa.Table = field(repr=False)
-    # Number of decoder layers to write to target/, or None if target/ is not written.
+    # Number of decoder layers to write to the store's folder target/. If the folder is not written,
+    # the value is None.
     bundle_layers: int | None
     present_bytes: int  # number of bytes of the store that are on disk already
 
@@ -330,7 +332,7 @@ class WritePlan:
     def check_disk(self) -> None:
         """Refuse a plan if the disk does not have enough free space for it."""
         needed = max(0, self.stored_bytes - self.present_bytes)
-        # The advice names no option of `extract`, because `add` and `repair` may lack that option.
+        # The advice must not name an option of `extract`, because `add` and `repair` may lack it.
         advice = "Free some space."
         # For a remote store, the local disk needs room only for shards that are being uploaded.
         if backend_of(self.store).uploads:
@@ -509,14 +511,14 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
 
 
 def _embedding_weights(facts: TargetFacts) -> int:
-    """Count the weights of the embeddings and of the LM head."""
+    """Return the number of weights in the target's token embeddings and LM head together."""
     # Some configs lack this attribute.
     is_tied = getattr(facts.config, "tie_word_embeddings", False)
     return (1 if is_tied else 2) * facts.vocab_size * facts.hidden_size
 
 
 def _layer_weights(facts: TargetFacts) -> int:
-    """Count the weights of a decoder layer, or of an average layer if layers differ."""
+    """Return the number of weights in a decoder layer, averaged over layers if they differ."""
     if not facts.family.has_llama_layers:
         return (facts.n_weights - _embedding_weights(facts)) // facts.n_layers
     heads = 2 * (facts.n_heads + facts.n_kv_heads)

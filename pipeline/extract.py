@@ -1,6 +1,7 @@
 """Run the target over every pending part of the plan and write the store.
 
-A part is a group of sequences that is committed as a whole. A chat passes through these steps::
+A part of a store is a range of sequences that is written and committed as a whole. A part without a
+commit is pending. A chat passes through these steps::
 
     dataset row             {"messages": [...]}                        dataset.py
       -> tokens, mask       int32 [T], uint8 [T], named by their hash  sequences.py
@@ -71,7 +72,7 @@ def extract(
         repairs: whether to check every byte of the store when it is opened, so that damaged parts
             are written again.
         share: (k, n) if this process is worker k of n workers. A worker writes parts but no record
-            of the run. None if this process is the command itself.
+            of the run. If this process is the command itself, the argument is None.
 
     Raises:
         MoaDataError: the input cannot be used.
@@ -235,7 +236,8 @@ def _work(
     Args:
         plan: the plan of the extraction.
         store: the store.
-        forwards: runs the target over batches in this process; None if workers run it.
+        forwards: runs the target over batches in this process. If worker processes run the target,
+            the argument is None.
         progress: reports the tokens.
         share: (k, n) if this process is worker k of n workers.
 
@@ -349,8 +351,9 @@ def repair(
 
     Args:
         model: the target that the store was made with: a folder, a GGUF file or a hub id.
-        dataset: the chats; None for the dataset of the last extraction.
-        device: device of the target; None for the device of the last extraction.
+        dataset: the chats. If the argument is None, the dataset of the last extraction is used.
+        device: device of the target. If the argument is None, the device of the last extraction is
+            used.
 
     Raises:
         WorkerError: the store has no record of an extraction.

@@ -108,7 +108,7 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
 
     Args:
         folder: the output folder. It may be missing, empty, or left by an interrupted pull.
-        revision: branch, tag or commit; None for main.
+        revision: branch, tag or commit. If the argument is None, it is the branch main.
 
     Returns:
         A text about the files that were pulled.
@@ -171,7 +171,10 @@ def _damaged(message: str) -> DatasetError:
 
 
 def _what(path: Path) -> tuple[Path, str]:
-    """Return the folder of the store or drafter at a path, and the type of its Hub repository."""
+    """Return the folder to push, and the type of its Hub repository: dataset or model.
+
+    The folder is a store, or the drafter at the path.
+    """
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)
         if unfinished := summary.missing or ", ".join(summary.unfinished):

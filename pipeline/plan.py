@@ -1,6 +1,6 @@
 """Plan an extraction before its first forward: inputs, sequences, fields and output.
 
-Sequences are divided into parts, which are later committed one by one.
+Sequences are divided into parts. Each part is later written and committed as a whole.
 
 ``store.json`` identifies the inputs of a store by the content hashes of the target and the dataset.
 If the target or the dataset comes from the Hub, ``extraction.sources`` also records its commit, and
@@ -98,15 +98,15 @@ class ExtractPlan(WritePlan):
     config: ExtractConfig
     manifest: StoreManifest  # Content of store.json, possibly with a codec not yet fitted to data.
     sequences: Sequences = field(repr=False)
-    # All inputs that determine the token ids (see the function ``texts_origin``). None if the
-    # dataset can only be identified by reading all rows, or if the output folder already holds the
-    # tokenised sequences.
+    # All inputs that determine the token ids (see the function ``texts_origin``). The value is None
+    # if the dataset can only be identified by reading all rows, or if the output folder already
+    # holds the tokenised sequences.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
     dataset: str  # text with the dataset's name, its split and the number of files
     template: ChatTemplate = field(repr=False)
 
     def rows_read(self) -> list[str]:
-        """Return lines of text with the number of rows that were read, and of rejected rows."""
+        """Return lines of text about the rows of the dataset: how many were read and rejected."""
         counts = self.sequences
         rows = counted(counts.n_rows, "row")
         lines = [
@@ -277,8 +277,8 @@ def _plan_forwards(
         stored: the entry ``extraction`` of the store's manifest; empty for a new store.
 
     Returns:
-        The settings without open choices, the plan of the forwards, and the name and version of
-        vLLM. The last is None if transformers runs the target.
+        The settings, in which all choices are made; the plan of the forwards; and the name and
+        version of vLLM. If transformers runs the target, the name and version are None.
     """
     facts = load_facts(folder, with_weights)
     # Raise an error if drafters do not support the target's LM head. This is checked only for model
@@ -347,7 +347,7 @@ def _choose_compute_dtype(config: ExtractConfig, device: str, stored: Mapping[st
         return config.forward.compute_dtype
     kind = torch.device(device).type
     dtype = config.storage.dtype
-    # A store that exists keeps its recorded dtype, so that nobody has to repeat the option.
+    # An existing store keeps its recorded dtype, so that the user need not repeat the option.
     if stored.get("device") == kind and stored.get("compute_dtype") in (
         "float32",
         "bfloat16",
@@ -403,7 +403,10 @@ def _extraction(
 
 
 def _conventions(facts: TargetFacts) -> Mapping[str, str]:
-    """Return notes on how the target's keys and values differ from Llama's, possibly none."""
+    """Return notes on how the target's keys and values differ from those of Llama.
+
+    If they do not differ, the result is empty.
+    """
     if any(group.field == "kv/latent" for group in facts.kv_groups):
         return LATENTS
     return {} if facts.family.rotates_all else ROTATED_IN_SOME
@@ -441,10 +444,12 @@ def pinned_revision(
     the requested revision is returned.
 
     Args:
-        sources: the Hub ids and commits that the store records, or None.
+        sources: the Hub ids and commits that the store records. The argument is None if the store
+            does not exist or has no committed parts.
         kind: ``model`` or ``dataset``.
         name: hub id of the model or dataset.
-        revision: the requested branch, tag or commit; None for main.
+        revision: the requested branch, tag or commit. If the argument is None, it is the branch
+            main.
     """
     entry = (sources or {}).get(kind)
     if (
@@ -459,7 +464,7 @@ def pinned_revision(
 def find_same_target(
     model: str, store: StorePath, stored: StoreManifest, progress: Progress = SILENT
 ) -> Path:
-    """Return the folder of the target that a store was made with.
+    """Return the folder of a target, and check that a store was made with this target.
 
     Args:
         model: a folder, a GGUF file or a hub id.

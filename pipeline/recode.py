@@ -30,8 +30,8 @@ from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Provenance, Timings, WriteReport
 
-# Approximate number of tokens on which it is measured how much errors in keys and values matter to
-# a drafter.
+# Approximate number of tokens in the sample for ``KVMetrics``, the measurement of how much errors
+# in keys and values affect a drafter.
 _METRIC_TOKENS = 60_000
 # Minimum number of response tokens in the sequences of this measurement (``KVMetrics``). A shorter
 # response has no room for draft rounds.
@@ -181,8 +181,8 @@ def _learned_codec(
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
-    # Load the target's weights only now, so that their memory is free while it is measured how much
-    # errors matter to the drafter.
+    # Load the target's weights after the measurement with ``kv_metrics``, which needs much memory
+    # itself.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", backend_of(out).local_folder(), progress)
     calibrate(

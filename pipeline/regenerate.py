@@ -53,12 +53,14 @@ from .report import reason_lines
 _FILE = "chats.jsonl"  # name of the output file if the output is a folder
 # Number of prompt tokens, and of new tokens, per sequence when the speed is measured.
 _TIMED_TOKENS = 16
-# The run stops if more than `_FEW_DROPPED + _MOST_DROPPED * n` questions that the target wrote were
-# unusable, and only n questions have been answered.
+# Limit for unusable questions among those that the target writes. When n questions have been
+# answered, at most `_FEW_DROPPED + _MOST_DROPPED * n` questions may have been unusable. Otherwise
+# the run stops.
 _MOST_DROPPED = 9
 _FEW_DROPPED = 64
-# Multiplies `seed + 1` to get the first seed for questions. The factor is large, so that these
-# seeds differ from the seeds of answers and from the seeds of questions of runs with other seeds.
+# The first seed for questions is `seed + 1` times this factor. The factor is large, so that the
+# seeds of questions differ from the seeds of answers, and from the seeds of questions in runs with
+# another `seed`.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -101,9 +103,10 @@ class Row:
 
     @classmethod
     def read(cls, row: int, content: Any, columns: Columns) -> "Row":
-        """Read the questions of a row.
+        """Read the questions of a row of the dataset.
 
-        The last turn is asked even if the row contains no answer to that turn.
+        A turn is the messages between two answers. The last turn is asked even if the row does not
+        contain an answer to it.
         """
         chat = parse_prompt(columns.apply(content))
         if isinstance(chat, Rejection):
@@ -219,9 +222,10 @@ class RowCounts(BaseModel):
 
 
 class Work(NamedTuple):
-    """The source and the number of the questions that a run asks."""
+    """The questions that a run asks: where they come from, and how many answers they need."""
 
-    source: ChatSource | None  # the dataset; None if the target writes the questions
+    # The dataset with the questions. If the target writes the questions itself, the value is None.
+    source: ChatSource | None
     n_rows: int
     n_answers: int  # number of answers that the questions ask for
     settings: dict[str, Any]  # settings that determine the questions
@@ -362,7 +366,8 @@ class _Record(BaseModel):
     settings: dict[str, Any]
     rows: RowCounts = RowCounts()
     n_bytes: int = 0  # size of the file of chats
-    sha256: str | None = None  # hash of the file of chats; None until the file is complete
+    # Hash of the file of chats. The value is None until the file is complete.
+    sha256: str | None = None
 
 
 @dataclass
@@ -543,9 +548,10 @@ class LocalTarget:
         }
 
     def answer(self, rows: Iterator[Row], chat_file: ChatFile) -> None:
-        """Answer all turns of the rows, batch by batch, and commit each batch."""
-        # A batch is committed as a whole. After an interruption, all of its rows are asked again,
-        # because the rounding of a forward depends on all rows in its batch.
+        """Answer all turns of the rows, batch by batch, and write each batch to the file."""
+        # The answers of a batch are written to the file together. After an interruption, all rows
+        # of the unfinished batch are asked again, because the rounding of a forward depends on all
+        # rows in its batch.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, chat_file)
@@ -673,7 +679,10 @@ _ADVICE = "Check --server, --model and OPENAI_API_KEY."
 
 
 class Server:
-    """A server with OpenAI's API. Requests run in parallel, and rows are committed in order."""
+    """A server with OpenAI's API that runs the target.
+
+    Requests run in parallel. The answered rows are written to the file in their order.
+    """
 
     def __init__(self, config: RegenerateConfig) -> None:
         assert config.server is not None
@@ -689,7 +698,7 @@ class Server:
         }
 
     def answer(self, rows: Iterable[Row], chat_file: ChatFile) -> None:
-        """Answer all turns of the rows. A row is committed once all rows before it are finished."""
+        """Answer all turns of the rows. A row is written once all rows before it are finished."""
         asyncio.run(self._answer_all(rows, chat_file))
 
     async def _answer_all(self, rows: Iterable[Row], chat_file: ChatFile) -> None:
@@ -706,8 +715,9 @@ class Server:
             try:
                 for row in rows:
                     waiting.append(asyncio.create_task(self._converse(client, row)))
-                    # Start more rows than there are connections, so that the connections stay busy
-                    # while the oldest row waits for a long answer.
+                    # Rows are written in order, so finished rows wait for the oldest unfinished
+                    # row. Up to four rows per connection are started, so that the connections stay
+                    # busy while the oldest row waits for a long answer.
                     if len(waiting) == 4 * self._config.n_together:
                         await commit_finished()
                 while waiting:

@@ -1,6 +1,7 @@
 """Timings, progress and the final report of a command that writes a store.
 
-A store is written in parts. A part is a group of sequences that is committed as a whole.
+A store is written in parts. A part is a range of sequences that is written and committed as a
+whole.
 """
 
 from collections import Counter
@@ -55,7 +56,8 @@ class Timings:
 
         Args:
             n_tokens: number of tokens in the part.
-            was_first: whether this run has committed the part. False if another run was first.
+            was_first: whether this run has committed the part. It is False if another run has
+                committed the part first.
         """
         self.n_parts += was_first
         self.n_late += not was_first
@@ -96,7 +98,7 @@ class Timings:
 
 @dataclass
 class WriteReport:
-    """Report on the store that a command has written to, and on what this run has added."""
+    """Report on a store that a command has written, and on the parts that this run has added."""
 
     store: StorePath
     # The next four fields are about all committed parts of the store, also those of earlier runs.
@@ -111,7 +113,7 @@ class WriteReport:
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
-        """Make the report of a store from its commit files."""
+        """Make the report of a store. The commits of its parts contain the counts."""
         commits = [
             read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()
         ]

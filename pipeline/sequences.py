@@ -89,8 +89,9 @@ _ORIGIN_KEY = b"origin"
 # Version of the tokenisation code. Increase it if a change of the code gives chats other tokens, so
 # that cached tokens in ``texts.arrow`` are not used any more.
 _ORIGIN_VERSION = 5
-# The columns of the rows that `regenerate` writes. If such an answer is cut, the target has written
-# it right after the generation prompt.
+# The columns of the rows that `regenerate` writes. A row with exactly these columns has answers
+# that the target has written right after the generation prompt, which matters if an answer was cut
+# at its token limit.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # maximum number of columns and keys that a report lists
 _ALL_COLUMNS = Columns()  # for rows that are chats already
@@ -105,16 +106,16 @@ class Sequences:
     ids: dict[str, int] = field(default_factory=dict)
     # Row number in the dataset of each sequence, int64.
     source_rows: Any = field(default_factory=lambda: array("q"))
-    # Start of each sequence on the token axis, then the end of the last sequence. These are
-    # n_sequences + 1 values, int64.
+    # Index of the first token of each sequence in the concatenated tokens, then the total number of
+    # tokens: int64 [n_sequences + 1].
     offsets: Any = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0
     asked_the_time: bool = False  # whether the chat template has asked for the current time
     dataset_sha256: str = ""  # hash of the rows or files that were read (``ChatSource.identity``)
-    # Name of a column, or of a key of a message, whose content is not part of the tokens -> number
-    # of sequences that have it.
+    # Counts of content that is not part of the tokens. The key is the name of a column or of a key
+    # of messages. The value is the number of sequences that have it.
     beside: Counter[str] = field(default_factory=Counter)
     rejections: Counter[str] = field(default_factory=Counter)  # rejection reason -> number of rows
     # Rejection reason -> text with details about the first row rejected for this reason.
@@ -139,7 +140,10 @@ class Sequences:
         return tokens[span], mask[span]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
-        """Add the sequence of a row. If an equal sequence exists, count a duplicate instead."""
+        """Add a tokenised chat. If there is an equal sequence already, count a duplicate instead.
+
+        ``row`` is the number of the chat's row in the dataset.
+        """
         sequence_id = content_id(chat.tokens, chat.response_mask)
         if sequence_id in self.ids:
             self.n_duplicates += 1
@@ -240,7 +244,7 @@ def read_sequences(
     facts: TargetFacts,
     progress: Progress = SILENT,
 ) -> Sequences:
-    """Tokenise the rows of a dataset in order, until there are ``max_sequences`` sequences."""
+    """Tokenise the rows of a dataset in order, up to ``max_sequences`` usable sequences."""
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()
@@ -273,7 +277,9 @@ def read_sequences(
 
 
 def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> Iterator[Tokenised]:
-    """Tokenise rows and yield the results in order. Large blocks of rows are divided among forks.
+    """Tokenise rows, and yield the results in the order of the rows.
+
+    The rows are read in blocks. Large blocks are divided among forked processes.
 
     Args:
         rows: the rows of the dataset.
@@ -302,7 +308,7 @@ def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> 
 
 
 def _ending_in_error(rows: Iterator[Any]) -> Iterator[Any]:
-    """Yield rows. If a row cannot be read, yield the error as the last row."""
+    """Yield rows. If reading the next row raises an error, yield the error and stop."""
     try:
         yield from rows
     except DatasetError as error:

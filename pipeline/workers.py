@@ -48,7 +48,8 @@ _LEAVE_S = 2.0
 # Seconds that workers have to end after everything is committed. The limit is needed because some
 # Ray tasks may never start.
 _END_S = 10.0
-# Maximum number of lost Ray workers between two commits, divided by the number of workers.
+# With Ray, a lost worker is started again, as long as fewer workers than this number times the
+# number of workers were lost since the last commit.
 _MAX_LOST = 5
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -218,7 +219,8 @@ def outcome_of(code: int, text: str) -> Outcome:
     """
     if code == 0:
         return Timings(**json.loads(text))
-    # The worker is lost if it was killed, or if its accelerator failed. Other workers can continue.
+    # A worker that was killed, or whose accelerator failed, counts as lost. Other workers can
+    # continue.
     if code < 0 or code >= 128 or "AcceleratorError" in text:
         return text
     error = WorkerError(text.removeprefix("Error: "))
@@ -354,8 +356,8 @@ def run_on_ray(
 
             return direct(start, workers, store, progress, restarts=True)
     except BaseException:
-        # Ray does not say when the processes that it kills have ended, but then they have released
-        # the store's lock.
+        # Ray does not report when the processes that it kills have ended. When they end, they
+        # release the store's lock, so wait for the lock.
         store.sweep(_LEAVE_S)
         raise
 

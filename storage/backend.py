@@ -67,9 +67,10 @@ class LocalBackend:
 
     path: Path
     uploads = False
-    """Whether files are uploaded from a local temporary folder and then copied on the server.
+    """Whether new files are uploaded to a bucket.
 
-    If not, files are written in the folder of the store, and renamed while the store is locked.
+    The server then copies them to their final names. If false, files are written in the folder of
+    the store, and renamed while the store is locked.
     """
 
     def exists(self) -> bool:
@@ -145,7 +146,7 @@ class LocalBackend:
         return True
 
     def replace(self, old: bytes, new: bytes) -> bool:
-        """Replace the file if its content is ``old``; return whether it is now ``new``."""
+        """Replace the file if its content is ``old``. Return whether its content is now ``new``."""
         # Comparing and then replacing is not atomic, but the store's lock keeps other writers out.
         if not self._holds(old):
             return False
@@ -227,7 +228,11 @@ class LocalBackend:
 
 
 def backend_of(path: StorePath) -> LocalBackend | RemotePath:
-    """Return the object that reads and writes a file or folder. A remote path is this object."""
+    """Return the object that reads and writes a file or folder.
+
+    For a local path, it is a new ``LocalBackend``. A remote path has the methods itself, so it is
+    returned.
+    """
     return path if isinstance(path, RemotePath) else LocalBackend(path)
 
 
@@ -305,7 +310,7 @@ def check_incomplete(
 
 @contextmanager
 def check_guard(store: StorePath) -> Iterator[None]:
-    """Turn I/O errors while a store is inspected into :class:`StorageUnavailable`."""
+    """Convert I/O errors in the ``with`` block, which inspects a store, to StorageUnavailable."""
     try:
         yield
     except MoaDataError:  # Errors of moa_data already say what the user can do.
@@ -349,8 +354,8 @@ class LocalFile:
 
     After a longer read, the data would no longer be in the CPU cache when it is decoded.
     """
-    # Maximum size in bytes of one read-ahead request. The kernel would truncate a longer request to
-    # the largest transfer size of the disk.
+    # Maximum size in bytes of one read-ahead request. The kernel truncates a request that is longer
+    # than the largest transfer of the disk, so longer ranges are split into several requests.
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:

@@ -45,17 +45,17 @@ numcodecs.blosc.use_threads = False
 BLOSC_BLOCK_BYTES = 1 << 20
 CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
-"""The names of the codecs in the chain, as ``store.json`` records them."""
+"""The names of the codecs that encode every inner chunk, as ``store.json`` records them."""
 
 # Layout of a blosc header: number of raw bytes and number of frame bytes. Its other fields are
 # skipped.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
-"""CRC-32C of every valid chunk.
+"""The CRC-32C of a whole chunk that is not damaged.
 
-A chunk ends with the CRC-32C (little endian) of the bytes before it. The CRC-32C of such data is
-always this constant.
+A chunk ends with the CRC-32C (little endian) of the bytes before it. The CRC-32C of any data that
+ends in this way is the same constant.
 """
 
 
@@ -157,10 +157,11 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
         values: C-contiguous, little endian. Axis 0 is the axis of tokens, or of blocks of tokens.
 
     Returns:
-        The consecutive pieces of the frame, which are valid until the next call on this thread.
-        None if the caller should use the encoder of the blosc library, which is better for items of
-        more than two bytes, for tiny or narrow arrays, and for arrays in which many rows are equal.
-        For example, the attention values of the target's first layer are equal for equal tokens.
+        The consecutive pieces of the frame, which are valid until the next call on this thread. The
+        result is None if the caller should use the encoder of the blosc library. That encoder is
+        better for items of more than two bytes, for tiny or narrow arrays, and for arrays in which
+        many rows are equal. For example, the attention values of the target's first layer are equal
+        for equal tokens.
     """
     planes = _planes(values)
     if planes is None:
@@ -175,9 +176,10 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
 
 
 def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the planes of low and high bytes, or None if the blosc library should encode.
+    """Split values into a plane of their low bytes and a plane of their high bytes.
 
-    For one-byte values, both planes are the same array.
+    For one-byte values, both planes are the same array. If the blosc library should encode the
+    values, the result is None.
     """
     if values.itemsize > 2 or values.ndim < 2 or not len(values):
         return None
@@ -276,8 +278,8 @@ class EncodePool(AbstractContextManager["EncodePool"]):
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        # Upper bound on the number of pending tasks of one shard, which limits the memory. When it
-        # is reached, the writer of the shard waits for its oldest task.
+        # Upper bound on the number of unfinished encoding tasks of one shard, which limits the
+        # memory. When it is reached, the writer of the shard waits for its oldest task.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
         self.busy_s = 0.0  # CPU time of encoding in seconds, summed over all threads.
         self._counting = threading.Lock()

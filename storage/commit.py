@@ -41,9 +41,9 @@ FileName = Annotated[str, AfterValidator(relative_name)]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and ``zlib.crc32`` of a file, as a commit lists them.
+    """Size in bytes and CRC-32 (``zlib.crc32``) of a file, as a commit lists them.
 
-    The checksum is CRC-32 and not CRC-32C, which would not detect that two shards were swapped (see
+    The checksum is CRC-32, because CRC-32C would not detect that two shards were swapped (see
     ``backend.file_crc32``).
     """
 
@@ -61,10 +61,10 @@ def record_of(content: bytes) -> FileRecord:
 
 @dataclass(frozen=True)
 class PartCommit:
-    """The content of ``commits/part-<k>.json``, the commit of one part of the store.
+    """The content of ``commits/part-<k>.json``: the file that completes part k of a store.
 
-    ``allocated_tokens`` is the number of tokens including padding. The names in ``files`` are
-    relative to ``parts/``.
+    It lists the files of the part. The names in ``files`` are relative to ``parts/``.
+    ``allocated_tokens`` is the number of tokens including padding.
     """
 
     part: schema.Natural
@@ -83,11 +83,11 @@ class PartCommit:
         return files_json(**vars(self))
 
     def check_counts(self, store: StorePath, part: int, planned: Mapping[str, int]) -> None:
-        """Compare the counts with those of the plan.
+        """Compare the numbers of sequences and tokens with the plan of the store.
 
         Args:
-            store: the store that has this commit.
-            part: the part in whose file the commit is.
+            store: the store that contains this commit.
+            part: number of the part, from the name of the commit's file.
             planned: the item of ``plan.part_counts`` for this part.
 
         Raises:
@@ -119,8 +119,8 @@ def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -
 
     Args:
         path: path of the commit.
-        read: function of ``backend.reads_of`` that returns the content of the file. None to read
-            the file now.
+        read: function of ``backend.reads_of`` that returns the content of the file. If the argument
+            is None, the file is read now.
 
     Raises:
         StoreDamaged: the file is not a valid commit.
@@ -159,7 +159,7 @@ def committed_bytes(store: StorePath) -> int:
         if name.endswith(".json"):
             commits.append(folder / name)
     for _, read in reads_of(commits):
-        # A damaged commit does not count, because the files that it lists will be written again.
+        # Skip a damaged commit, because the files that it lists will be written again.
         with contextlib.suppress(ValueError, OSError):
             records = _FILE_LIST.validate_json(read(), strict=True)["files"].values()
             n_bytes += sum(record.bytes for record in records)
@@ -179,7 +179,7 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array to which a shard belongs. For metadata, return None."""
+    """Return the name of the array to which a shard belongs. For a zarr.json, return None."""
     match = _SHARD_NAME.fullmatch(file)
     return None if match is None else match[1]
 
@@ -191,7 +191,7 @@ def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = N
         path: path of the file.
         record: size and checksum of the file in its commit.
         listed_bytes: size of the file from ``listed_sizes`` of a folder, which may be out of date.
-            So if it is missing or differs from the commit, the file is checked with ``stat``.
+            If this size is None or differs from the commit, the file is checked with ``stat``.
 
     Raises:
         StoreDamaged: the file is missing, not regular, or of the wrong size.

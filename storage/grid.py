@@ -57,9 +57,10 @@ MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30  # Upper bound on the raw bytes of a shard.
 PART_STEP_TOKENS = 8192
-"""The rows of each part have room for a multiple of this number of tokens.
+"""Each part of a store has room for a multiple of this number of tokens.
 
-It equals the largest result of :func:`chunk_tokens`.
+The number equals the largest result of :func:`chunk_tokens`, so every part consists of whole
+chunks.
 """
 MAX_READABLE_CHUNK_BYTES = 256 << 20
 MAX_SHARD_CHUNKS = 1 << 28
@@ -91,7 +92,7 @@ class ArrayGrid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Number of inner chunks along axis 1: the same tokens, but different layers."""
+        """Number of inner chunks that contain different layers of the same tokens (axis 1)."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
@@ -131,8 +132,9 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
     room = -(-longest_part // PART_STEP_TOKENS) * PART_STEP_TOKENS
     n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
     max_chunk_rows = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
-    # In the regular grid of Zarr, all shards have the same shape. Choose the smallest number of
-    # shards of a part for which no shard is larger than MAX_SHARD_BYTES.
+    # Zarr's regular grid requires that all shards of an array have the same shape. Divide the rows
+    # of a part among the smallest number of equal shards for which each shard has at most
+    # MAX_SHARD_BYTES.
     shards = next(
         n
         for n in range(1, n_chunk_rows + 1)
@@ -145,10 +147,11 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # Pieces of the same tokens are adjacent in the file and are read together. Therefore the
-        # fixed cost of reading a piece is assumed to be half of that of a chunk that is read alone.
-        # ``chunk_tokens`` has no parameter for the fixed cost, so pass twice the bytes per token,
-        # which gives the same number of tokens.
+        # The array is divided into pieces (ranges of codes) along axis 1. The pieces of the same
+        # tokens are adjacent in the file and are read together. So the fixed cost of a piece is
+        # assumed to be half the fixed cost of a chunk that is read alone. ``chunk_tokens`` has no
+        # parameter for this cost. Pass twice the bytes per token, which gives the same number of
+        # tokens.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:

@@ -54,7 +54,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 
-# Errors of requests that a retry cannot avoid: the credentials are wrong, or the request is.
+# Errors that a retry cannot avoid, because the credentials or the request itself are wrong.
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _MISTAKES = (
     exceptions.InvalidPathError,
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class _Torn(Exception):
-    """The response has fewer or more bytes than the server announced or the request asked for."""
+    """A response does not have the number of bytes that was announced or requested."""
 
 
 class ObjectStore:
@@ -96,16 +96,19 @@ class ObjectStore:
 
     @property
     def connection(self) -> Connection:
-        """The store object of obstore, which ``zarr.storage.ObjectStore`` also accepts."""
+        """The connection to the bucket: an object of the library obstore.
+
+        ``zarr.storage.ObjectStore`` accepts the object, too.
+        """
         _refuse_fork(self.url)
         if self._connected is None:
             self._connected = _connect(self.url)
         return self._connected
 
     def list_files(self, folder: str) -> dict[str, Entry]:
-        """Return file name -> size and time, for the file ``folder`` or all files below it.
+        """Return the size and modification time of every file below a folder, by file name.
 
-        The listing may be out of date.
+        If ``folder`` is a file, only this file is returned. The listing may be out of date.
         """
         items = self._asked(folder, lambda: obstore.list(self.connection, folder or None).collect())
         return {item["path"]: Entry(item["size"], item["last_modified"]) for item in items}
@@ -132,9 +135,9 @@ class ObjectStore:
         return content
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Return the bytes [start, stop) of files, for a sequence of (name, start, stop).
+        """Read byte ranges (name, start, stop): the bytes [start, stop) of the file ``name``.
 
-        If a file ends before ``stop``, the result has fewer bytes.
+        If a file ends before ``stop``, the result for this range has fewer bytes.
         """
         contents: list[memoryview] = [memoryview(b"")] * len(ranges)
 
@@ -180,7 +183,7 @@ class ObjectStore:
         return self._settled(name, data, "create")
 
     def replace(self, name: str, old: bytes, new: bytes) -> bool:
-        """Replace a file if its content is ``old``; return whether the content is now ``new``."""
+        """Replace a file if its content is ``old``. Return whether the content is now ``new``."""
 
         def found() -> tuple[bytes, Any]:
             response = obstore.get(self.connection, name)
@@ -271,7 +274,7 @@ class ObjectStore:
             self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
-        """Make a short request with retries, and log a warning if it takes long."""
+        """Make a short request with retries. If it takes long, a message is logged."""
         global _watcher
         if _watcher is None:
             # One thread watches all requests. A timer per request would nearly double the CPU time

@@ -19,7 +19,7 @@ _BLOCKS_AHEAD = 4
 
 
 class Stat(NamedTuple):
-    """The result of :meth:`RemotePath.stat`: the attributes that are known of a remote file."""
+    """The result of :meth:`RemotePath.stat`: the known attributes of a remote file."""
 
     st_size: int
     st_mode: int = stat.S_IFREG
@@ -28,8 +28,8 @@ class Stat(NamedTuple):
 class RemotePath:
     """A file or folder in an object store, with the interface of ``Path``.
 
-    Like ``backend.LocalBackend``, it also reads and writes the file or folder. The methods of both
-    classes are documented there. The path of the store itself has an empty key.
+    Like ``backend.LocalBackend``, it also reads and writes the file or folder. The methods are
+    documented in ``LocalBackend``. The path of the store itself has an empty key.
     """
 
     uploads = True

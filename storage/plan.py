@@ -1,9 +1,10 @@
 """Makes, checks, writes and reads plan.parquet, and reads texts.arrow.
 
-The plan assigns each sequence to a part of the store and to a position in this part. It is fixed
-before the first forward pass of the target. Parts are filled in the order of the rows of the
-dataset, so that the first parts of a store are an unbiased sample of the dataset. In a part, the
-sequences are sorted by length, so that batches of consecutive sequences have little padding.
+The plan assigns each sequence to a part of the store and to a position in this part. (A part is a
+range of sequences that is written and committed as a whole.) The plan is fixed before the first
+forward pass of the target. Parts are filled in the order of the rows of the dataset, so that the
+first parts of a store are an unbiased sample of the dataset. In a part, the sequences are sorted by
+length, so that batches of consecutive sequences have little padding.
 
 A table of texts (texts.arrow) has the tokens and response masks of all sequences.
 """
@@ -50,15 +51,16 @@ In addition to ``SEQUENCE_SCHEMA``, ``part`` is the number of the sequence's par
 ``first_token`` is the position of its first token on the token axis of the part.
 """
 
-TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]  # Columns of texts.arrow.
+# Columns of the file texts.arrow, which has one row per sequence.
+TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
 
 # Key in the metadata of texts.arrow. Its value is the result of ``texts_sha256``.
 TEXTS_SHA256 = b"sha256"
 
 MAX_ID_BYTES = 1024  # Readers refuse a plan with a longer sequence id.
 
-# Readers refuse a longer plan.parquet. This size allows 100 bytes per sequence for ten million
-# sequences.
+# Maximum size of plan.parquet in bytes. Readers refuse a larger file. This size allows 100 bytes
+# per sequence for ten million sequences.
 MAX_PLAN_BYTES = 1 << 30
 
 
@@ -71,7 +73,7 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
 
 
 def row_numbers(table: pa.Table) -> dict[str, int]:
-    """Map the id of each sequence to its row in a table of sequences."""
+    """Map the id of each sequence to the index of its row in a table of sequences."""
     return {key: row for row, key in enumerate(table["sequence_id"].to_pylist())}
 
 
@@ -81,14 +83,14 @@ def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
 
 
 def column(values: np.ndarray) -> pa.Array:
-    """Return a NumPy array of numbers [n_rows] as a pyarrow column without copying it."""
+    """Convert a NumPy array of numbers, [n_rows], to a pyarrow column without copying it."""
     return pa.Array.from_buffers(
         pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
     )
 
 
 def text_column(values: Iterable[str]) -> pa.Array:
-    """Return strings as a pyarrow column. Their total size must not exceed 2 GB."""
+    """Convert strings to a pyarrow column. Their total size must not exceed 2 GB."""
     encoded = [value.encode() for value in values]
     offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
@@ -179,10 +181,10 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
 
 
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
-    """Return, for each part, the counts that its commit must contain.
+    """Return, for each part of the store, the counts that its commit must contain.
 
-    These are part (its number), n_sequences, n_tokens and allocated_tokens (the number of tokens
-    including padding).
+    The keys of the counts are ``part`` (its number), ``n_sequences``, ``n_tokens`` and
+    ``allocated_tokens`` (the number of tokens including padding).
     """
     part = numbers(plan, "part")
     ends = numbers(plan, "first_token") + numbers(plan, "n_tokens")
@@ -295,8 +297,8 @@ def read_plan(path: StorePath) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         metadata = file.metadata
-        # Check the sizes in the file's metadata before memory is allocated. Each row has another
-        # sequence id, so it takes at least one byte of the file.
+        # Check the sizes in the file's metadata before memory is allocated. A file cannot have more
+        # rows than bytes: each row has a sequence id of its own, which takes at least one byte.
         n_bytes = _declared_bytes(metadata)
         if metadata.num_rows > len(content) or n_bytes > 2 * MAX_ID_BYTES * metadata.num_rows + (
             1 << 20

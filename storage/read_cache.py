@@ -50,8 +50,8 @@ class RemoteFile:
     Args:
         path: path of the file.
         record: size and checksum of the file from its commit.
-        cache: cache on a local disk, which all files of a store share. None to read without a
-            cache.
+        cache: cache on a local disk, which all files of a store share. If the argument is None, the
+            file is read without a cache.
     """
 
     max_read_bytes = REQUEST_BYTES
@@ -148,12 +148,13 @@ class ReadCache:
             data = content[: -_CRC.size]
             crc = content[-_CRC.size :]
             if len(data) == stop - start and _CRC.pack(crc32c(data)) == crc:
-                os.utime(path)  # Mark the block as recently used.
+                # Mark the cached block as recently used, so that it is evicted later.
+                os.utime(path)
                 return data
         return b""
 
     def _keep(self, block: "_Block", data: bytes) -> None:
-        """Write a block to the cache. If that fails, for example on a full disk, do nothing."""
+        """Write a block to the cache. An error, for example of a full disk, is ignored."""
         start, stop = block.span
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
@@ -173,7 +174,10 @@ class ReadCache:
                 partial.unlink(missing_ok=True)
 
     def _make_room(self, n_bytes: int) -> None:
-        """Count a new block of ``n_bytes``. Evict old blocks after 1/20 of the limit was written."""
+        """Count a new block of ``n_bytes``, and evict old blocks if many bytes have been written.
+
+        Blocks are evicted each time this process has written 1/20 of the size limit of the cache.
+        """
         share = self.max_bytes // _FREED_SHARE
         self._n_written += n_bytes
         if self._n_written <= share:
@@ -189,7 +193,7 @@ class ReadCache:
             n_used -= size
 
     def _found(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (time of last use, size in bytes, path) of the file of every block."""
+        """Yield the time of last use, the size in bytes and the path of every cached block."""
         with suppress(FileNotFoundError):
             for folder in os.scandir(self.folder / "blocks"):
                 for entry in os.scandir(folder):
@@ -202,8 +206,10 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
     """Return the read cache with the settings in the arguments or the environment.
 
     Args:
-        folder: folder of the cache. None for the value of ``MOA_DATA_CACHE_DIR``.
-        n_gb: size of the cache in GB. None for the value of ``MOA_DATA_CACHE_GB`` (default 100).
+        folder: folder of the cache. If the argument is None, it is the value of
+            ``MOA_DATA_CACHE_DIR``.
+        n_gb: size of the cache in GB. If the argument is None, it is the value of
+            ``MOA_DATA_CACHE_GB`` (default 100).
 
     Returns:
         The cache, or None if neither the argument nor the environment gives a folder.
@@ -228,7 +234,7 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
 
 
 class _Block(NamedTuple):
-    """A range of BLOCK_BYTES of a file, or the rest of the file."""
+    """A range of a remote file that is cached as a whole: BLOCK_BYTES, or the rest of the file."""
 
     file: RemoteFile
     number: int

@@ -32,8 +32,8 @@ def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
 
     The threads of the pool start on first use. After a fork, the child process gets a new pool.
     """
-    # Two threads that call this function at the same time may create two pools. One of them does
-    # not stay in `_pools`, and its threads end when their work is done.
+    # If two threads call this function at the same time, they may create two pools. Only one of the
+    # pools stays in `_pools`. The threads of the other pool end when their work is done.
     if (key := (name, os.getpid())) not in _pools:
         _pools[key] = ThreadPoolExecutor(n_threads, name)
     return _pools[key]

@@ -113,10 +113,10 @@ def manifest_commit_path(store: StorePath) -> StorePath:
 
 
 def publication_path(commit: StorePath) -> StorePath:
-    """Return the path of the publication record of a commit.
+    """Return the path of the publication record of a commit, a JSON file that lists uploads.
 
-    A store in a bucket has this JSON file while a writer publishes uploaded files: from before the
-    files get their final names until the commit exists (see ``write.publish``).
+    Only a store in a bucket has such a file, and only while a writer publishes uploaded files: from
+    before the files get their final names until the commit exists (see ``write.publish``).
     """
     return commit.parent / f"{commit.name}.partial"
 
@@ -151,15 +151,19 @@ ROTATED_IN_SOME: dict[str, str] = {
     "kv_keys": "after RoPE in layers that rotate keys, as they are in the others; positions "
     "counted from 0 at the first token of each sequence",
 }
-"""These entries replace those of :data:`CONVENTIONS` if some layers of the target lack RoPE."""
+"""Meaning of the stored keys if some layers of the target lack RoPE.
+
+These entries replace those of :data:`CONVENTIONS`.
+"""
 LATENTS: dict[str, str] = {
     "kv_keys": "the latent after its norm, which has no positions",
     "kv_order": "the latent, then the part of the key that all heads share, after RoPE, positions "
     "counted from 0 at the first token of each sequence",
 }
-"""These entries replace those of :data:`CONVENTIONS` if the target's layers cache latents.
+"""Meaning of the stored keys and values if the target's layers cache latents.
 
-A latent is a compressed form of a token's keys and values (multi-head latent attention).
+These entries replace those of :data:`CONVENTIONS`. A latent is a compressed form of a token's keys
+and values (multi-head latent attention).
 """
 
 MAX_LAYERS = 1 << 12
@@ -182,9 +186,11 @@ BLOCK_AXIS = "block"
 # Name of axis 1 of a stored array of pieces (see ``codecs.coding``). Each piece can be read
 # separately, because it has separate inner chunks.
 PIECE_AXIS = "piece"
-KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")  # Axes of one token's keys and values.
+# Names of the axes of one token's keys and values. On the axis "key_value", index 0 is the key and
+# index 1 is the value.
+KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")
 UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
-"""Axes of one token's keys and values if a key and a value have different widths.
+"""Names of the axes of one token's keys and values if a key and a value have different widths.
 
 The last axis contains the key, followed by the value.
 """
@@ -214,11 +220,11 @@ class FieldSpec:
     token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
     description: str
-    # Number of the target's layer at each index of the layer axis. None if the field has no layer
-    # axis, or contains all layers in order. If it is None, the JSON object does not contain it.
+    # Number of the target's layer at each index of the layer axis. The value is None if the field
+    # has no layer axis, or contains all layers in order. The JSON object then lacks this key.
     layers: Annotated[tuple[Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
-    # Width of the key if the last axis holds a key followed by a value of another width. None for
-    # all other fields. If it is None, the JSON object does not contain it.
+    # Width of the key if the last axis holds a key followed by a value of another width. It is None
+    # for all other fields, and the JSON object then lacks this key.
     key_width: _Count | None = None
 
     def __post_init__(self) -> None:
@@ -276,7 +282,7 @@ class FieldSpec:
 
 
 class _Sizes(TypedDict, total=False):
-    """The object ``target`` in store.json: the sizes of the target that readers compute with."""
+    """The object ``target`` in store.json: those sizes of the target that readers need."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]  # mypy allows only keys here
 
@@ -290,7 +296,7 @@ class _Sizes(TypedDict, total=False):
 
 
 class _Extraction(TypedDict, total=False):
-    """The object ``extraction`` in store.json: the settings that readers compute with."""
+    """The object ``extraction`` in store.json: those settings that readers need."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -303,7 +309,7 @@ class _Extraction(TypedDict, total=False):
 
 
 class _Codec(TypedDict):
-    """The object ``codec`` in store.json: the keys that all codecs have."""
+    """The object ``codec`` in store.json: those keys that the objects of all codecs have."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -337,8 +343,11 @@ class StoredArray:
     dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
     row_shape: tuple[int, ...]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"`` or ``"block"``.
-    block_tokens: int = 1  # Number of tokens per row. Sequences start at multiples of it.
-    # Index of the layer axis in ``axes``, which is 1. None if the array has no layer axis.
+    # Number of tokens for which there is one row. Every sequence starts at a multiple of this
+    # number.
+    block_tokens: int = 1
+    # Index of the layer axis in ``axes``, which is always 1. If the array does not have a layer
+    # axis, the value is None.
     layer_axis: int | None = None
     # Logical dtype of the values, e.g. ``"bfloat16"`` if ``dtype`` is ``"uint16"``. By default it
     # equals ``dtype``.
@@ -452,8 +461,8 @@ class StoreManifest:
     n_parts: int
     n_tokens: int  # Number of planned tokens without alignment padding.
     codec: Mapping[str, Any]  # The result of ``StoreCodec.describe``.
-    # What the stored numbers mean (conventions), as far as it is not said by ``CONVENTIONS`` or
-    # differs from it. All other entries of ``CONVENTIONS`` are added automatically.
+    # What the stored numbers mean. The dict contains only entries that differ from ``CONVENTIONS``
+    # or are missing there. All other entries of ``CONVENTIONS`` are added automatically.
     conventions: Mapping[str, str] = field(default_factory=dict)
     # Every sequence starts at a multiple of this number of tokens.
     alignment_tokens: int = ALIGNMENT_TOKENS
@@ -574,7 +583,7 @@ STORAGE_DTYPES = {
     "int32": "int32",
     "uint8": "uint8",
 }
-"""Logical dtype name -> NumPy dtype name on disk (always little endian)."""
+"""For each logical dtype, the name of the NumPy dtype on disk (always little endian)."""
 
 # Logical dtypes whose values can be NaN or infinite.
 FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})

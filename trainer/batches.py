@@ -50,10 +50,11 @@ class FieldRead:
 
     attribute: str  # Attribute of ``TrainingInputs`` that gets the values.
     codec: FieldCodec
-    # Indices along the field's layer axis of the layers that are read. None if all layers are read
-    # or the field has no layer axis.
+    # The layers that are read, as indices along the field's layer axis. The value is None if all
+    # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
-    # Only for KV: the index of each of these layers on axis L of ``TrainingInputs.kv``.
+    # Only for KV: for each layer that is read, its index on the layer axis of
+    # ``TrainingInputs.kv``.
     positions: tuple[int, ...] = ()
 
     @property
@@ -157,10 +158,11 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
 def _kv_layers_read(
     store: ActivationStore, chosen: Sequence[int] | None
 ) -> dict[str, dict[int, int]]:
-    """Map each KV field that is read to its layers that are read.
+    """Choose the KV layers that the drafter reads, for each KV field of the store.
 
-    The layers are a dict from the position of a layer on axis L to its index along the field's
-    layer axis. Without stored KV, the result is empty.
+    The layers of a field are a dict. It maps the index of a layer on the layer axis of
+    ``TrainingInputs.kv`` to the layer's index on the layer axis of the field. Without stored KV,
+    the result is empty.
     """
     stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
     for name, spec in store.fields.items():
@@ -191,11 +193,12 @@ def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
 class Batch:
     """One micro-batch of training or validation sequences, with facts about its step."""
 
-    # Until :meth:`decode` is called, the inputs have no activations if there are ``stored`` fields.
+    # The inputs of the drafter. As long as ``stored`` lists fields that are not decoded yet, the
+    # inputs have no activations.
     inputs: TrainingInputs
     draws: Draws
-    # Divisor of the loss, which is summed over loss positions. All micro-batches of a step have the
-    # same divisor, so that each loss position of the step has the same weight.
+    # Divisor of the loss, which is a sum over positions. All micro-batches of a step have the same
+    # divisor, so that each position of the step has the same weight.
     denominator: float = 1.0
     n_tokens: int = 0  # Number of tokens without padding.
     # Number of tokens in this micro-batch and in those that the other devices process at the same
@@ -206,14 +209,15 @@ class Batch:
     # validation batch among those of all devices.
     index: int = 0
     n_parts: int = 1  # Number of micro-batches in the step on this device.
-    # CUDA event that ends the copy of the batch to the device. None if there is no copy to wait
-    # for.
+    # CUDA event that is recorded after the copy of the batch to the device. If there is no copy to
+    # wait for, the value is None.
     copied: torch.cuda.Event | None = None
     stored: tuple[FieldRead, ...] = ()  # Fields that are not decoded yet.
     # Name of each stored array of these fields -> its rows, [B, n_rows, *row_shape].
     rows: dict[str, Tensor] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()  # Length of each sequence.
-    # Packed width D of KV whose layers have different widths. 0 if they have the same width.
+    # Width to which the KV of all layers is padded if the layers have different widths. If all
+    # layers have the same width, the value is 0.
     kv_width: int = 0
 
     def to(self, device: torch.device, **kwargs: Any) -> "Batch":
@@ -249,9 +253,10 @@ def _pack_layers(parts: list[tuple[tuple[int, ...], Tensor]], width: int) -> Ten
     """Pack the KV of layers with different widths into one tensor, [B, T, L, D].
 
     Args:
-        parts: the positions of some layers on axis L, and their KV, [B, T, n_layers, their width].
-        width: packed width D. Layers with less width are padded with zeros. 0 if all layers have
-            the same width.
+        parts: for some layers of equal width each, their indices on axis L, and their KV, [B, T,
+            n_layers, their width].
+        width: packed width D. Layers with less width are padded with zeros. It is 0 if all layers
+            have the same width.
     """
     first = parts[0][1]
     if len(parts) == 1 and first.shape[3] >= width:
@@ -289,8 +294,8 @@ def await_copy(batch: Batch) -> Batch:
     stream.wait_event(batch.copied)
 
     def keep(tensor: Tensor) -> None:
-        # Without this call, the allocator could reuse the tensor's memory before the work queued on
-        # this stream is done.
+        # The tensor was allocated on the copy stream. Without this call, the allocator could reuse
+        # its memory before the work that is queued on the current stream has read it.
         tensor.record_stream(stream)
 
     apply_to_collection(batch, Tensor, keep, allow_frozen=True)
@@ -330,8 +335,8 @@ class BatchReader:
         Args:
             sequences: indices of the sequences.
             draws: random numbers of the sequences.
-            response: response masks of the sequences, bool [B, at least T]. None reads them from
-                the store.
+            response: response masks of the sequences, bool [B, at least T]. If the argument is
+                None, they are read from the store.
             facts: further attributes of `Batch`.
         """
         lengths = self.store.lengths[sequences]

@@ -47,9 +47,11 @@ class Throughput(L.Callback):
         self.n_tokens_total = 0
         # Number of bytes read in all invocations, assuming that all devices read the same amount.
         self.n_bytes_read = 0
-        # ``n_tokens_total`` and ``n_bytes_read`` at the end of the last complete step.
+        # The values of ``n_tokens_total`` and ``n_bytes_read`` at the end of the last complete
+        # step.
         self._at_step = (0, 0)
-        # ``n_tokens``, ``step_s`` and ``wait_s`` at the start of the logging interval.
+        # The values of ``n_tokens``, ``step_s`` and ``wait_s`` at the start of the logging
+        # interval.
         self._interval = (0, 0.0, 0.0)
         self._wait_before_s = 0.0
 
@@ -172,8 +174,8 @@ class MicroBatches(L.Callback):
     """Runs trial steps to choose the micro-batch size and whether layers are recomputed."""
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
-        # The chosen micro-batch size is written to ``file``. If the size still fits into memory, a
-        # resumed run uses it again, so that gradients are summed in the same order.
+        # Path of the file to which the chosen micro-batch size is written. A resumed run uses this
+        # size again if it still fits into memory. Gradients are then summed in the same order.
         self.data = data
         self.file = file
         self._has_chosen = False
@@ -419,7 +421,7 @@ class StopGuard(L.Callback):
 
 
 def stopped_at(step: int) -> str:
-    """Return the message for a run that was stopped with its state saved."""
+    """Return the message for the user after a signal has stopped a run and its state was saved."""
     return f"stopped at step {step}; go on with the same command and --resume."
 
 

@@ -96,7 +96,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except SafetensorError as error:
         raise damaged_checkpoint(path, str(error)) from error
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        # RuntimeError includes RecursionError, which nested JSON may raise.
+        # RuntimeError includes RecursionError, which deeply nested JSON may raise.
         raise damaged_checkpoint(
             path, f"no training state in its header ({type(error).__name__})"
         ) from error

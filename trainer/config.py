@@ -28,7 +28,8 @@ MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
 LOCK_FILE = "run.lock"  # Lock file of the process that trains in this folder.
 DRAFTER = "drafter"  # The drafter with the best validation.
 CHECKPOINTS = "checkpoints"
-# --resume continues from ``LAST``.
+# Checkpoints in the folder of a run: the current state, from which --resume continues, and the
+# state of the best validation.
 LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
 
 CHANGE_NO_RESULT = frozenset(
@@ -307,7 +308,7 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
         return problems
 
     def decay(self) -> float:
-        """Return the decay of the loss weights within a block."""
+        """Return the decay of the loss weights in a draft block (the setting position_decay)."""
         if self.position_decay is not None:
             return self.position_decay
         return 4.0 if self.block_size <= 8 else 5.0 if self.block_size <= 12 else 7.0

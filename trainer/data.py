@@ -152,7 +152,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Select the draws of some sequences (rows) of a step."""
+    """Select the random numbers (draws) of some sequences of a step, given by their indices."""
     chosen: Draws = apply_to_collection(draws, Tensor, lambda tensor: tensor[rows])
     chosen.seeds = tuple(draws.seeds[row] for row in rows.tolist())
     return chosen
@@ -176,7 +176,10 @@ def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the loss weights of the positions in response masks [B, T]; the default weight is 1."""
+    """Sum the loss weights of all response positions. The default weight of a position is 1.
+
+    ``response`` holds the response masks of the sequences, [B, T].
+    """
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
 
@@ -249,10 +252,11 @@ class _Step:
     draws: Draws  # Random choices of the loss (such as anchors) for all these sequences.
     # For each micro-batch of this device, the indices into ``sequences`` of its sequences.
     parts: list[np.ndarray]
-    # Response masks of all these sequences, bool [B, T]. None until the first micro-batch is
-    # read.
+    # Response masks of all sequences of the step, bool [B, T]. The value is None until the first
+    # micro-batch is read.
     response: Tensor | None = None
-    # Divisor of the loss of each micro-batch. It is computed from the response masks.
+    # Divisor of the loss of each micro-batch. It is computed from the response masks when the first
+    # micro-batch is read.
     denominator: float = 1.0
 
 
@@ -264,8 +268,9 @@ class TrainingStream:
         sequences: indices in the store of the training sequences.
         max_steps: number of steps of the run. Some random draws depend on the progress of the run.
         rank, n_ranks: rank of this process, and number of processes.
-        micro_batch: number of sequences per micro-batch. None takes the number in the settings. If
-            there is none, a micro-batch has all sequences of a step on this device.
+        micro_batch: number of sequences per micro-batch. If the argument is None, the number in the
+            settings is used. Without such a setting, a micro-batch has all sequences of a step on
+            this device.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class RunFacts(NamedTuple):
 
 
 def is_open(value: Any) -> bool:
-    """Return whether a setting with this value was not given, so that the trainer chooses it."""
+    """Return whether the trainer must choose a setting, because this value means 'not given'."""
     return value is None or value == "auto"
 
 

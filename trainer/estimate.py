@@ -38,9 +38,9 @@ class RunCost:
     """Lower and upper estimates of the disk space, memory and time of a run."""
 
     disk_bytes: tuple[int, int]
-    # Memory of the training device; None if the memory was not measured.
+    # Memory of the training device. If it was not measured, the value is None.
     memory_bytes: tuple[float, float] | None = None
-    # Time of all steps and validations; None if no time was measured.
+    # Time of all steps and validations. If it was not measured, the value is None.
     seconds: tuple[float, float] | None = None
 
 

@@ -38,7 +38,7 @@ _GIVE = "Give the target with --model."
 
 @dataclass(frozen=True)
 class DrafterExportReport:
-    """The result of exporting a drafter."""
+    """The report that `moa-data export-drafter` prints about the files that it has written."""
 
     folder: Path
     format: str
@@ -108,8 +108,8 @@ def find_target(
     """Read the target's identity, the facts about it, and the weights that a layout needs.
 
     Args:
-        model: a store, a model folder or a hub id. None uses the store from which the drafter was
-            trained.
+        model: a store, a model folder or a hub id. If the argument is None, it is the store from
+            which the drafter was trained.
         drafter: path of the drafter.
         needs: names of the tensors that the layout needs.
 

@@ -114,14 +114,17 @@ class TrainReport:
     n_steps: int
     n_parameters: int
     n_tokens: int  # Number of tokens trained on in this invocation, without padding.
-    tokens_per_s: float | None  # Training speed. None if no step was left to train.
-    # Fraction of the time that was spent waiting for data. None if no step was left to train.
+    # Training speed. If a resumed run had no step left to train, the value is None.
+    tokens_per_s: float | None
+    # Fraction of the time that was spent waiting for data. If a resumed run had no step left to
+    # train, the value is None.
     data_wait_share: float | None
     metrics: dict[str, float]  # The last training and validation metrics that are finite.
-    # Largest expected acceptance length of all validations. None if the run has no validation.
+    # Largest expected acceptance length of all validations. If the run has no validation, the value
+    # is None.
     best_expected_acceptance_length: float | None
-    # Half width of the 95 % interval of ``best_expected_acceptance_length``. None if fewer than two
-    # sequences were validated.
+    # Half width of the 95 % confidence interval of ``best_expected_acceptance_length``. If fewer
+    # than two sequences were validated, the value is None.
     best_half_width: float | None
     n_validation_sequences: int
     # Number of parts of the store that were planned but not yet extracted. Their sequences are not
@@ -142,8 +145,8 @@ class RunPlan:
     read_bytes_per_epoch: int  # Size in bytes of the decoded activations that an epoch reads.
     n_parameters: int
     cost: RunCost
-    # Advice to use a different kind of drafter, which is expected to be better for this target.
-    # None if there is no such kind or none is known.
+    # Advice to use a different kind of drafter, which is expected to be better for this target. If
+    # such a kind is not known, the value is None.
     other_drafter: Advice | None
     free_disk_bytes: int
     # Maps each format of export-drafter to the reasons why the format cannot hold this drafter.
@@ -247,8 +250,8 @@ def _train(
             checkpoints.remove_leftovers(out)
             _record_run(data, out, provenance)
         if announce is not None:
-            # Measure the time and memory of steps only on a CPU. On an accelerator, measuring would
-            # keep other processes waiting and compile kernels, so only --dry-run measures there.
+            # Measure the time and memory of steps only on a CPU. On an accelerator, this would make
+            # other processes wait and would compile kernels, so only --dry-run measures there.
             announce(_plan(data, module, measures=trains_on_cpu(config.machine)))
         report = _fit(data, module, progress, is_first)
     store.close()
@@ -451,7 +454,8 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
     # Check the number of processes before any process waits for the others.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
-    # This call raises if the batch cannot be divided among the devices.
+    # Call this function only for its check: it raises TrainingError if the batch cannot be divided
+    # among the devices.
     device_share(config, trainer.world_size)
     return trainer
 
@@ -478,8 +482,8 @@ def _loggers(config: TrainConfig) -> list[Logger]:
             loggers.append(MLFlowLogger(experiment_name=project, run_name=run))
         loggers[-1].log_hyperparams(config.named())
     except Exception as error:
-        # Catch everything: the tracker's package may be missing, or its client may refuse the
-        # account or the server with errors of its own.
+        # All exceptions are caught here: the tracker's package may be missing, or its client may
+        # refuse the account or the server with errors of its own.
         raise TrainingError(
             f"--logger {name} cannot be used ({first_line(error)}); run pip install "
             f"'moa-data[{name}]', and set "
@@ -710,8 +714,8 @@ def keep_earlier_metrics(run: Path) -> None:
     """Rename metrics.csv of an earlier invocation, because Lightning's logger would delete it."""
     if (run / METRICS_FILE).is_file():
         earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
-        # Number the file from the highest existing number. The number of existing files may be
-        # lower, because some may have been deleted.
+        # The next file gets the highest existing number plus one. Counting the existing files would
+        # not work, because some may have been deleted.
         index = int(earlier[-1].stem[-3:]) + 1 if earlier else 0
         (run / METRICS_FILE).rename(run / f"metrics-{index:03d}.csv")
 
@@ -745,8 +749,8 @@ def plot_curves(run: Path, out: Path) -> None:
     series = read_metrics(run)
     panels = [
         ("Training loss", {"train/loss": "total, weighted", "train/feature_loss": "features"}),
-        # As in the Mixture of Attentions paper, this loss includes the target's entropy, so its
-        # values cannot be compared with the validation KL.
+        # As in the Mixture of Attentions paper, the plotted training loss includes the target's
+        # entropy, so it cannot be compared with the KL divergence of the validation.
         ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
         ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
         ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),

@@ -46,8 +46,8 @@ class Muon(torch.optim.Optimizer):
             ``lr / sqrt(n)`` (root mean square).
         others_lr: AdamW's learning rate.
         weight_decay: decoupled weight decay of all parameters.
-        block_rows: number of rows of the blocks in which a matrix is orthogonalized. None
-            orthogonalizes entire matrices, which takes several times as long.
+        block_rows: number of rows of the blocks in which a matrix is orthogonalized. If the
+            argument is None, entire matrices are orthogonalized, which takes several times as long.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         shared = {"weight_decay": weight_decay}
         matrices = list(matrices)
-        # Earlier releases read the number of iterations when they resume from a checkpoint.
+        # The number of iterations is stored in checkpoints only for earlier releases, which read it
+        # when they resume.
         groups: list[dict[str, Any]] = [
             shared | {"params": matrices, "lr": lr, "momentum": 0.95, "n_iterations": 5}
         ]

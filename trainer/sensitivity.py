@@ -43,7 +43,7 @@ _LOGITS_BYTES = 1 << 26
 
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
-    """Return the fields and layers that a drafter reads from a store.
+    """Return what a drafter reads from a store. Refuse a drafter that reads no keys and values.
 
     Raises:
         MoaDataError: the drafter does not fit the store, or reads no keys and values.
@@ -71,7 +71,8 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
 class DrafterMetrics:
     """Measures how much errors in keys and values change a drafter's output, averaged over tokens.
 
-    The results are matrices M, as described in the module.
+    The results are matrices ``M``. For a small error ``e``, the KL divergence between the drafter's
+    distributions with and without the error is about ``e @ M @ e / 2`` nats.
     """
 
     drafter: Drafter  # The drafter to measure, in evaluation mode and float32.
@@ -165,9 +166,10 @@ def drawn_gradients(
 ) -> list[Tensor]:
     """Draw random gradients of the drafter's log-probabilities with respect to keys and values.
 
-    At each drafted position, a token is drawn from the drafter's distribution. The gradients are
-    those of the sum of the log-probabilities of these tokens. The expected outer product of such a
-    gradient with itself is the matrix M that the module's docstring defines.
+    At each drafted position, a token is drawn from the drafter's distribution. The
+    log-probabilities of these tokens are summed, and the gradient of this sum is computed. The
+    expected outer product of such a gradient with itself is the matrix ``M`` that the docstring of
+    this module defines.
 
     Args:
         drafter: the drafter.
@@ -175,7 +177,7 @@ def drawn_gradients(
         inputs: one sequence. Its ``kv`` is [1, T, L, H, 2, d], with all layers.
         draws: the positions at which draft rounds start.
         codec: defines the groups of layers and their parts.
-        kv_layers: layers whose KV the drafter reads; None for all.
+        kv_layers: layers whose KV the drafter reads. If the argument is None, it reads all layers.
         generator: random generator for the tokens.
 
     Returns:

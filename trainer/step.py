@@ -76,7 +76,7 @@ def zero_peak_constant(
     """
     if step < warmup_steps:
         return peak_multiplier * step / warmup_steps
-    # If the decay would end before the warm-up does, skip the decay.
+    # If the decay would end before the warm-up, the result is 1 from the end of the warm-up on.
     if step >= decay_end_step or decay_end_step <= warmup_steps:
         return 1.0
     done = (step - warmup_steps) / (decay_end_step - warmup_steps)
@@ -184,7 +184,7 @@ class DrafterModule(L.LightningModule):
         return terms["loss"]
 
     def compute_terms(self, inputs: TrainingInputs, draws: Draws, denominator: float) -> LossTerms:
-        """Compute the terms of the loss, as sums over positions divided by ``denominator``."""
+        """Compute the terms of the loss: sums over positions, divided by ``denominator``."""
         step = TrainingStep(self._cast(inputs), draws, self._weights, denominator)
         with recomputed_layers(self.drafter) if self.recomputes else contextlib.nullcontext():
             return self.drafter.objective(self.frozen, step)
@@ -207,7 +207,7 @@ class DrafterModule(L.LightningModule):
         return inputs
 
     def _check_inputs(self, are_finite: bool) -> None:
-        """Refuse activations with NaN or infinity, and reset the recorded flag."""
+        """Raise an error if activations of this step were NaN or infinite, and reset the record."""
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
@@ -259,7 +259,7 @@ class DrafterModule(L.LightningModule):
             )
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the validation sums."""
+        """Discard the sums of the previous validation."""
         self._validation = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -344,8 +344,8 @@ class Choice(NamedTuple):
 
     micro_batch: int  # Number of sequences per forward.
     recomputes: bool  # Whether the backward recomputes decoder layers.
-    # Whether the step fits into memory. False if not even the smallest micro-batch with recomputed
-    # layers does.
+    # Whether the step fits into memory. It is False if even the smallest micro-batch with
+    # recomputed layers does not fit.
     fits: bool = True
 
 
@@ -354,8 +354,8 @@ class Trial:
     """Runs trial steps to find out how many sequences fit into memory. No weight is changed."""
 
     module: DrafterModule
-    # The longest training sequence, [1, T, ...], in CPU memory. All of its tokens are treated as
-    # response, which is the most expensive case.
+    # The inputs of the longest training sequence, in CPU memory, with a batch axis of length 1. All
+    # tokens are treated as response, which is the most expensive case.
     longest: TrainingInputs
     device: torch.device
     # Creates the autocast context of a forward in the precision of the run.
@@ -366,8 +366,8 @@ class Trial:
 
         Args:
             sizes: numbers of sequences per forward to try, descending.
-            free_bytes: free host memory, if training runs on a CPU. None means unknown, in which
-                case the largest size is chosen.
+            free_bytes: free host memory, if training runs on a CPU. If it is unknown, the argument
+                is None, and the largest size is chosen.
             held_copies: memory that a step needs in addition to weights, gradients and activations,
                 as a multiple of the size of the weights.
         """
@@ -439,9 +439,9 @@ class Trial:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             terms = self._terms(1)
-        # Keep the result of the forward alive until here. If one of its storages were freed
-        # earlier, a later storage could get the same address, and only one of the two storages
-        # would be counted.
+        # The result of the forward must stay alive until here. If one of its storages were freed
+        # earlier, a later storage could get the same address, and only one of the two would be
+        # counted.
         del terms
         return sum(storages.values())
 
@@ -461,10 +461,10 @@ class Trial:
 def validate_batch(
     drafter: Drafter, frozen: FrozenTarget, batch: Batch, draft_length: int
 ) -> list[float]:
-    """Draft all rounds of a batch along the dataset's text, and compare drafter and target.
+    """Draft all rounds of a batch, and compare the distributions of drafter and target.
 
-    The target's distributions are computed from its stored hidden states. Rounds start every
-    ``draft_length + 1`` positions.
+    The drafts follow the text of the dataset. The target's distributions are computed from its
+    stored hidden states. Rounds start every ``draft_length + 1`` positions.
 
     Returns:
         Ten sums over the batch, which :func:`validation_metrics` reduces to metrics. The first six
@@ -588,7 +588,7 @@ def _half_width(
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    # The sum over sequences of ``(t - ratio * r) ** 2``, where a sequence has t committed tokens
-    # and r rounds.
+    # A sequence has t committed tokens and r rounds. This is the sum of ``(t - ratio * r) ** 2``
+    # over sequences.
     squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

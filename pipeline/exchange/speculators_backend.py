@@ -58,8 +58,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         """Read a sequence from the store.
 
         Returns:
-            ``hidden_states`` [S, K + 1, E] in the store's dtype, and ``token_ids`` int64 [S]. None
-            if the store has no such sequence.
+            ``hidden_states`` [S, K + 1, E] in the store's dtype, and ``token_ids`` int64 [S]. If
+            the store does not have the sequence, the result is None.
         """
         if not 0 <= file_idx < len(self._dataset):
             return None

@@ -44,9 +44,9 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
     Args:
         store: an open store, or its folder.
         fields: names of the fields to read.
-        layers: layers to read from each field with a layer axis, in the given order. None reads
-            all layers.
-        dtype: dtype of the activations; None keeps the stored dtype.
+        layers: layers to read from each field with a layer axis, in the given order. If the
+            argument is None, all layers are read.
+        dtype: dtype of the activations. If the argument is None, they keep the stored dtype.
 
     Example::
 
@@ -126,14 +126,17 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     Args:
         store: an open store, or its folder.
         fields: names of the fields to read.
-        layers: layers to read from each field with a layer axis. None reads all layers.
-        dtype: dtype of the activations; None keeps the stored dtype.
+        layers: layers to read from each field with a layer axis. If the argument is None, all
+            layers are read.
+        dtype: dtype of the activations. If the argument is None, they keep the stored dtype.
         shuffle: if true, shuffle in every epoch; if false, keep the store's order.
         seed: seed of the shuffling.
         batch_size: number of sequences in a group, the unit that is dealt out to ranks and workers.
         bucket_batches: number of groups in a window that is sorted by length; 0 for no bucketing.
-        rank: rank of this process. None asks ``torch.distributed``; without it, the rank is 0.
-        world_size: number of processes. None asks ``torch.distributed``; without it, it is 1.
+        rank: rank of this process. If the argument is None, ``torch.distributed`` gives the rank.
+            If that is not initialized, the rank is 0.
+        world_size: number of processes. If the argument is None, ``torch.distributed`` gives the
+            number. If that is not initialized, the number is 1.
     """
 
     def __init__(

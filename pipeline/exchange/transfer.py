@@ -53,7 +53,8 @@ from .torch_dataset import ActivationDataset, check_fields
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _INDEX_ROWS = 1024
-# Metadata key of an index file. The value of the key identifies the indexed store.
+# Key in the metadata of a Parquet index file. Its value identifies the store whose sequences the
+# file lists.
 _STORE_KEY = b"moa_data.store"
 # JSON file in an exported folder that records the format, the fields and the store. Other projects
 # do not read this file.
@@ -239,7 +240,7 @@ def import_folder(
     progress: Progress = SILENT,
     provenance: Mapping[str, Any] | None = None,
 ) -> WriteReport:
-    """Read another project's files into a store, or continue an import that was interrupted.
+    """Create a store from another project's files, or continue an import that was interrupted.
 
     Raises:
         DatasetError: an option or a file cannot be used.
@@ -271,8 +272,8 @@ def import_folder(
         target = load()
         norm = copy.deepcopy(prove_norm(target)).float()
     elif not has_parts(open_path(config.out)):
-        # Load the target before the store is created, so that no store is left behind if the target
-        # cannot be loaded.
+        # Load the target now, before the store is created. If the target cannot be loaded, no
+        # unfinished store is left behind.
         target = load()
     with StoreWriter.create_or_resume(config.out, manifest, plan, begins_anew=True) as store:
         if not store.has_target:

@@ -76,7 +76,8 @@ def learning_on(device: str | torch.device, folder: Path | None, progress: Progr
 
     Args:
         device: device of the target.
-        folder: folder for the sample on disk; None for the system's temporary folder.
+        folder: folder for the sample on disk. If the argument is None, it is the system's temporary
+            folder.
         progress: reports the steps of the calibration.
     """
     return Learning(
@@ -155,10 +156,10 @@ def _joint_bits(
     observations: Mapping[str, Observation],
     learning: Learning,
 ) -> dict[str, float]:
-    """Split the bit budget among hidden states that are encoded jointly.
+    """Split the budget of bits among hidden states, each of which is predicted from the one below.
 
     Args:
-        joint: names of the hidden states, from the lowest layer to the highest.
+        joint: names of these hidden states, from the lowest layer to the highest.
 
     Returns:
         A dict from field name to bits per token.

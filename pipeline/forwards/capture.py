@@ -38,18 +38,19 @@ class Capture:
     n_tokens: tuple[int, ...]  # Length of each sequence, without padding.
     # Token ids, int64 [B, T], on the device. Values beyond a sequence's length are arbitrary.
     tokens: Tensor
-    # Maps each field to bool [B, L] for kv, or bool [B, 1] for hidden states: whether all values of
-    # the sequence are finite.
+    # For each field, whether all values of a sequence are finite: bool [B, L] for kv, with one
+    # entry per sequence and layer, or bool [B, 1] for hidden states.
     finite: dict[str, Tensor]
     # Maps each field that is not encoded to its values, [B, T, *token_shape]. kv is
     # [B, T, L, H_kv, 2, d] with keys after RoPE. hidden/last and hidden/layer_k are [B, T, E].
     fields: dict[str, Tensor]
-    # For each sequence, maps each encoded field to its stored arrays, and the name of each stored
-    # array to its rows, [n_rows, *row_shape]. Empty if no field is encoded.
+    # For each sequence, its encoded fields: field name -> name of a stored array -> rows of this
+    # array, [n_rows, *row_shape]. It is empty if no field is encoded.
     codes: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
     # Maps each field of keys and values to the target's layers along the field's layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # Marks at the start and the end of an asynchronous copy from the device.
+    # The recorded moments at which an asynchronous copy from the device starts and ends. The value
+    # is None if the values were not copied.
     copying: tuple[Mark, Mark] | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
@@ -142,7 +143,8 @@ def _start_copy(source: Tensor) -> Tensor:
     """Start copying a tensor to pinned host memory, on the current CUDA stream."""
     copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     copied.copy_(source, non_blocking=True)
-    # Without this call, the allocator could reuse the source's memory before the copy is done.
+    # Tell torch's allocator that the copy stream uses the source. Otherwise, the allocator could
+    # reuse the source's memory before the copy is done.
     source.record_stream(torch.cuda.current_stream(source.device))
     return copied
 

@@ -1,7 +1,8 @@
 """The loop that runs the target over the parts of a store and passes each batch to a writer thread.
 
-A part of a store is a group of sequences that is committed as a whole. ``extract`` and ``add``
-share this loop. Its stages form a pipeline, in which each stage works on a different batch::
+A part of a store is a range of sequences that is written and committed as a whole. ``extract`` and
+``add`` share this loop. Its stages form a pipeline, in which each stage works on a different
+batch::
 
     main thread    runs the forward, gathers the activations, runs lossy codecs on the device
     copy streams   copy from the device to pinned host memory (``capture``)
@@ -54,12 +55,14 @@ N_HOST_BATCHES = _BATCHES_AHEAD + 3
 
 @dataclass(frozen=True)
 class CaptureSettings:
-    """Which activations are kept, and how the target runs to compute them."""
+    """Settings that say which activations of the target are stored, and how the target runs."""
 
     spec: ActivationSpec  # The activations that are kept.
     codec: StoreCodec  # The codec of the kept activations.
     dtype: str  # The dtype of the kept activations.
-    # Maximum tokens per forward, padding included. A longer sequence forms a batch of its own.
+
+    # Maximum number of tokens in a forward, padding included. A longer sequence forms a batch of
+    # its own.
     batch_tokens: int
     # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
     # the last bits of the activations may differ.
@@ -80,8 +83,8 @@ class Forwards:
     target: Target
     # Maps a sequence id to the token ids (int32) and response mask (uint8), [n_tokens] each.
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
-    # Function that computes the activations of a batch of token ids, int32 [n_tokens] each, in
-    # place of the target. None runs the target.
+    # Function that computes the activations of a batch of token ids, int32 [n_tokens] each. If the
+    # value is None, the target is run instead.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
@@ -122,8 +125,8 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            # Open the part before commits are counted again: another process may have committed the
-            # part since it was chosen, which is noticed when it is published.
+            # Open the part before commits are counted again. Since the part was chosen, another
+            # process may have committed it, which is noticed when this process publishes it.
             out = store.part(part, pool)
             # Earlier parts may still be queued for the writer thread: more than one if each part
             # is a single batch.
@@ -190,7 +193,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check a batch and write the fields that the part needs. Runs on the writer thread."""
+    """Check a batch, and write the fields that its part needs. The writer thread calls this."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)

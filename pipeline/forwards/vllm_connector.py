@@ -70,9 +70,10 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed
 
 
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse targets whose KV cache in vLLM lacks values that a store needs.
+    """Refuse targets whose KV cache in vLLM cannot give the values that a store needs.
 
-    `VllmSource` chooses all other settings, but a target's config.json can choose the cache's dtype.
+    The dtype of the cache is checked here, because a target's config.json can choose it.
+    `VllmSource` chooses all other settings.
     """
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", "bfloat16"):

@@ -278,7 +278,8 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
         except Exception as error:  # noqa: BLE001
             outcome.set_exception(error)
 
-    # Not a ThreadPoolExecutor, because Python would wait for a call that hangs when it exits.
+    # Use a daemon thread and not a ThreadPoolExecutor: when Python exits, it waits for the threads
+    # of an executor, so a call that hangs would keep Python from exiting.
     threading.Thread(target=run, daemon=True).start()
     n_before = n_done()
     last_s = time.monotonic() + within_s

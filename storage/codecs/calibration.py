@@ -1,8 +1,8 @@
 """Learns the state of a transform codec from a sample of sequences.
 
-The state consists of means, principal components, and matrices of linear predictions. A *group* is
-a run of consecutive layers that share one basis. A *part* of a group is the keys (before RoPE) of
-its layers, their values, or a hidden state. Each part is quantised separately. The sample is on
+The state consists of means, principal components, and matrices of linear predictions. A *group*
+consists of consecutive layers that share one basis. A *part* of a group is the keys (before RoPE)
+of its layers, their values, or a hidden state. Each part has a basis of its own. The sample is on
 disk, and only one part of one group is in memory at a time. For 16 layers of an 8B target and
 30,000 tokens, this takes 2 GB of memory instead of 8 GB::
 
@@ -31,8 +31,8 @@ from .field import to_device_of
 # ``codecs.field.Learning``.
 ToDevice = Callable[[np.ndarray], Array]
 
-# Largest number of principal components of one basis. Keys and values of a layer group have one
-# basis each, a hidden state has one.
+# Largest number of principal components in a basis. The keys of a layer group have one basis, its
+# values have another, and a hidden state has one.
 MAX_COMPONENTS = 4_096
 MAX_FEATURES = 512  # Largest number of token features from which keys and values are predicted.
 # Largest width of a part (keys, values or a hidden state) whose principal axes are computed from
@@ -49,7 +49,7 @@ _VOCABULARY_BLOCK = 1 << 16
 
 
 class Kept(NamedTuple):
-    """Offset and shape of a float32 array in the file of a :class:`Sample`."""
+    """The offset and the shape of a float32 array in the temporary file of a :class:`Sample`."""
 
     offset_bytes: int
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class PackedSequences(NamedTuple):
 
     @property
     def sequences(self) -> list[np.ndarray]:
-        """Views of ``values``, one per sequence."""
+        """The rows of each sequence, as views of ``values``."""
         return np.split(self.values, np.cumsum(self.lengths)[:-1])
 
 
@@ -101,7 +101,10 @@ class Sample:
             self.tokens.append(np.asarray(tokens))
 
     def rows(self, group: int, part: int, chosen: Sequence[int]) -> PackedSequences:
-        """Read one part of one layer group, for the sequences whose indices are ``chosen``."""
+        """Read one part (keys, values or a hidden state) of one layer group.
+
+        Only the sequences with the indices ``chosen`` are read.
+        """
         entries = [self._kept[i][group][part] for i in chosen]
         lengths = [self.lengths[i] for i in chosen]
         rows = PackedSequences(np.empty((sum(lengths), entries[0].shape[1]), np.float32), lengths)
@@ -110,14 +113,14 @@ class Sample:
         return rows
 
     def sequence(self, index: int) -> list[list[np.ndarray]]:
-        """Read the parts of all layer groups of one sequence, in the form that :meth:`add` takes."""
+        """Read the values of one sequence: ``groups[g][p]``, as :meth:`add` takes them."""
         groups: list[list[np.ndarray]] = []
         for entries in self._kept[index]:
             groups.append([self.read(entry) for entry in entries])
         return groups
 
     def keep(self, array: np.ndarray) -> Kept:
-        """Append a float32 array to the file."""
+        """Append a float32 array to the temporary file. Return its offset and shape."""
         entry = Kept(self._file.seek(0, os.SEEK_END), array.shape)
         self._file.write(np.ascontiguousarray(array, np.float32).data.cast("B"))
         return entry
@@ -138,9 +141,9 @@ def on_host(array: Array) -> np.ndarray:
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute the mean of each of the first ``EARLY_POSITIONS`` positions, and of all later ones.
+    """Compute the mean at each of the first ``EARLY_POSITIONS`` positions, and at all later ones.
 
-    An early position that no sequence reaches gets the mean of the later positions.
+    If all sequences are shorter than an early position, it gets the mean of the later positions.
 
     Args:
         sequences: Whole sequences, [n_tokens, width] each.
@@ -164,7 +167,7 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
-    """Compute a scale per layer: the layer's root mean square, relative to that of all layers.
+    """Compute a scale per layer: the root mean square of its values, relative to all layers.
 
     Values are divided by this scale before quantisation errors are measured. So each layer's error
     is relative to the size of its values, and a layer with small values does not lose more
@@ -201,7 +204,7 @@ def learn_basis(
             place.
         metric: Matrix [width, width] that weighs quantisation errors, symmetric and positive
             semidefinite: an error ``e`` costs ``e @ metric @ e``. The axes are then chosen for this
-            cost. None for the default cost, the sum of squares of ``e / scale``.
+            cost. If the argument is None, the cost is the sum of squares of ``e / scale``.
         scale: Scale of each column's layer, [width], from :func:`layer_scale`.
         to_device: Moves an array to the device on which large matrix products run.
     """
@@ -211,8 +214,9 @@ def learn_basis(
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
         axes = principal_axes(to_device(sample.values)).T * scale
-        # The store holds the axes in float16. Round them first, so that encoding (analysis) uses
-        # the same axes as decoding (synthesis).
+        # The store holds the axes in float16. Round them to float16 first, so that encoding (which
+        # uses the analysis matrix) and decoding (which uses the synthesis matrix) have the same
+        # axes.
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, to_device)
     weighted = to_device(sample.values) @ to_device(on_host(factor).astype(np.float32))
@@ -279,7 +283,7 @@ def _normalised(embeddings: Array) -> np.ndarray:
 def learn_regression(
     features: Sequence[np.ndarray], sample: PackedSequences, to_device: ToDevice
 ) -> np.ndarray:
-    """Learn a linear prediction of a part by ridge regression.
+    """Learn a linear prediction of a part (keys, values or a hidden state) by ridge regression.
 
     Args:
         features: Features of each sequence of the sample, float32 [n_tokens, n_features].
@@ -353,15 +357,15 @@ def _leading_axes(rows: Array, n_axes: int) -> np.ndarray:
 def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
     """Compute the Cholesky factor of a matrix that weighs errors.
 
-    Before that, ``metric`` is divided by its mean diagonal entry, and regularised by mixing it with
-    the identity matrix.
+    First, ``metric`` is divided by its mean diagonal entry, and regularised: it is mixed with the
+    identity matrix.
 
     Returns:
-        The factor, float64 [width, width], lower triangular. ``factor @ factor.T`` is the metric
-        after these two steps.
+        The factor, float64 [width, width], lower triangular. ``factor @ factor.T`` is the
+        regularised metric.
     """
-    # For a part of width 16,384, an eigendecomposition instead of the Cholesky factor would take
-    # about ten minutes and three times the memory.
+    # An eigendecomposition would also give a factor. But for a width of 16,384 it would take about
+    # ten minutes, and three times the memory of the Cholesky factor.
     even = (1 - _METRIC_RIDGE) / metric_scale(metric) * np.asarray(metric, np.float64)
     even += even.T
     even /= 2
@@ -373,11 +377,12 @@ def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
 def logit_metric(
     hidden: np.ndarray, head: np.ndarray, to_device: ToDevice, batch_tokens: int = 256
 ) -> np.ndarray:
-    """Compute how errors of the last hidden state change the target's next-token distribution.
+    """Compute a matrix that says how errors of the last hidden state change the target's output.
 
-    To second order, a small error ``e`` of the hidden state costs ``e @ metric @ e / 2`` nats of
-    Kullback-Leibler divergence on average. The metric is the mean over tokens of
-    ``head.T @ (diag(p) - outer(p, p)) @ head``, where ``p`` is the distribution after the token.
+    The output is the next-token distribution. To second order, a small error ``e`` of the hidden
+    state costs ``e @ metric @ e / 2`` nats of Kullback-Leibler divergence on average. The metric is
+    the mean over tokens of ``head.T @ (diag(p) - outer(p, p)) @ head``, where ``p`` is the
+    distribution after the token.
 
     Args:
         hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].

@@ -6,6 +6,8 @@ values, or a hidden state. A *code* is the quantised value of one component of a
     parts -> subtract the mean -> multiply by the basis -> quantise to codes -> split into digits
           -> runs of bytes with similar statistics -> arrays, or pieces of one array
 
+The arrays are later compressed with Huffman codes (``storage.chunk``).
+
 *Packing.* A Huffman code takes at least one bit per symbol, so several codes with few levels are
 packed into one symbol: five codes of three levels are one byte with 243 values, and take as little
 as 0.2 bit each. For each number of codes per byte, only the largest odd number of levels that fits
@@ -15,11 +17,12 @@ most frequent code, zero, is stored as zero, like the padding between sequences.
 ``WIDE_LEVELS`` levels and does not fit into a byte. It is stored as two digits:
 ``q = low + 255 * high``.
 
-*Runs and pieces.* A run is a range of columns of codes that have similar statistics and the same
-number of levels. If the groups are narrow, each run is a stored array. If they are wide, all runs
-are side by side in one array, which is cut into pieces of equal width. Each piece is an inner chunk
-with its own Huffman code. Each group starts with a new piece, so that a reader of some layers reads
-only the pieces of the groups that contain them::
+*Runs and pieces.* The codes of all tokens are a table with one row per token. A run is a range of
+columns of this table whose codes have similar statistics and the same number of levels. If the
+groups have few bytes per token, each run is a stored array. If they have many, all runs are side by
+side in one array, which is cut into pieces of equal width. Each piece is an inner chunk with its
+own Huffman code. Each group starts with a new piece, so that a reader of some layers reads only the
+pieces of the groups that contain them::
 
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
@@ -41,23 +44,25 @@ from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
 from .field import Codes, Layers, to_device_of
 
 EARLY_POSITIONS = 8
-"""Number of positions at the start of a sequence that have a mean of their own.
+"""Number of positions at the start of a sequence. Each of them has a mean of its own.
 
-Their values differ from those of later positions, because these positions are attention sinks or
-hold the constant start of a chat template.
+The values at these positions differ from the values at later positions, because they are attention
+sinks or hold the constant start of a chat template.
 """
 
-# Number of different values (levels) of a digit -> number of such digits that fit into a byte.
+# Maps the number of different values (levels) of a digit to the number of such digits that are
+# packed into one byte.
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
 HIGH_LEVELS = 15
-# Number of different values (levels) of a code that is stored as two digits.
+# Number of different values (levels) of a wide code, which does not fit into a byte. It is stored
+# as a low digit and a high digit.
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
-# If the codes of a layer group take at least this many bytes per token on average, all of them are
-# stored in a single array, which is cut into pieces. Otherwise each run of columns has its own
-# array.
+# If the codes of a layer group take at least this many bytes per token (the average over the groups
+# counts), all codes of the field are stored in a single array, which is cut into pieces. Otherwise
+# each run (a range of code columns with similar statistics) has its own array.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -77,22 +82,26 @@ class Basis:
     mean: np.ndarray
     synthesis: np.ndarray  # float32 [n_components, width]
     analysis: np.ndarray  # float32 [width, n_components]
-    # float32 [width], the scale by which the errors of each column are divided before they are
-    # added up. The axes are orthonormal for values divided by this scale. None if errors were
-    # weighed with a full matrix instead (the ``metric`` of ``calibration.learn_basis``), so that
-    # there is no scale. The axes are then orthonormal with respect to this matrix.
+    # float32 [width]. The errors of each column are divided by its scale before their squares are
+    # added up. The axes are orthonormal for values divided by this scale. If errors were weighed
+    # with a full matrix instead (the ``metric`` of ``calibration.learn_basis``), there is no scale,
+    # and the value is None. The axes are then orthonormal with respect to this matrix.
     scale: np.ndarray | None = None
 
     @classmethod
     def scaled(cls, mean: np.ndarray, synthesis: np.ndarray, scale: np.ndarray) -> "Basis":
-        """Make a basis whose axes ``synthesis / scale`` are orthonormal."""
+        """Make a basis from axes that are orthonormal after division by the scale of each column.
+
+        ``synthesis / scale`` must have orthonormal rows. The analysis matrix follows from it.
+        """
         return cls(mean, synthesis, np.ascontiguousarray((synthesis / np.square(scale)).T), scale)
 
 
 def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
-    """Return the index of the row of ``Basis.mean`` for each of ``n_tokens`` consecutive positions.
+    """Return which row of ``Basis.mean`` applies to each of ``n_tokens`` consecutive positions.
 
-    The result is int32 [n_tokens].
+    Each early position has a row of its own, and all later positions share the last row. The result
+    is int32 [n_tokens].
     """
     return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(
         np.int32
@@ -112,33 +121,40 @@ class CodeColumns(NamedTuple):
     # int32, index of the principal component that the digit encodes. Two columns with the same
     # component are the low and the high digit of its code.
     component: np.ndarray
-    # int32, index of the run that contains the column. A run is a range of columns with similar
-    # statistics, so the index never decreases from one column to the next.
+    # int32, index of the run that contains the column. A run is a range of neighbouring columns
+    # with similar statistics that are stored together. The runs are numbered from left to right, so
+    # the index never decreases from one column to the next.
     array: np.ndarray
     levels: np.ndarray  # int32, number of different values that the digit can have.
     step: np.ndarray  # float32, distance between two quantised values of the component.
     is_high: np.ndarray  # float32, 1 for the high digit of a wide code, otherwise 0.
-    # float32. The code of ``x >= 0`` is ``x / step + rounding``, rounded down.
+    # float32. A component x is quantised to the code with the sign of x and the magnitude
+    # ``floor(|x| / step + rounding)``.
     rounding: np.ndarray
-    # float32, number of steps by which code 1 or -1 is decoded closer to zero.
+    # float32. Codes 1 and -1 are decoded to the magnitude ``(1 - shift_one) * step``.
     shift_one: np.ndarray
-    # float32, number of steps by which codes of magnitude 2 or more are decoded closer to zero.
+    # float32. A code q of magnitude 2 or more is decoded to the magnitude ``(|q| - shift_more) *
+    # step``.
     shift_more: np.ndarray
 
     def table(self) -> np.ndarray:
-        """Return all columns as one float32 array [n_columns, 9]."""
+        """Return all attributes as one float32 array [n_columns, 9], with one column for each."""
         return np.stack(self, axis=1).astype(np.float32)
 
     @classmethod
     def from_table(cls, table: np.ndarray) -> "CodeColumns":
         """Create the columns from an array that :meth:`table` returned."""
         columns = np.ascontiguousarray(table.T, np.float32)
-        # The first four columns contain integers.
+        # The first four attributes (part, component, array and levels) contain integers.
         return cls(*columns[:4].astype(np.int32), *columns[4:])
 
     @property
     def limit(self) -> np.ndarray:
-        """For each column, the largest magnitude of its component's code: int32 [n_columns]."""
+        """The largest magnitude that the code of each column's component can have.
+
+        The result is int32 [n_columns]. Both digits of a wide code have the limit of the whole
+        code.
+        """
         component = (self.part.astype(np.int64) << 20) + self.component
         is_wide = np.isin(component, component[self.is_high > 0])
         return np.where(is_wide, (WIDE_LEVELS - 1) // 2, (self.levels - 1) // 2).astype(np.int32)
@@ -148,14 +164,16 @@ class CodeColumns(NamedTuple):
 class GroupFit:
     """The learned state of one group of layers.
 
-    A group has two parts, keys and values, or one part, a hidden state. Each part has one basis.
+    A group has two parts, keys and values, or a hidden state as its only part. Each part has one
+    basis.
     """
 
     bases: tuple[Basis, ...]
     columns: CodeColumns
-    # One matrix for each part (keys and values, or a hidden state), float32 [n_features, width].
-    # The prediction ``features @ matrix`` is subtracted from the values before the basis is
-    # applied. The tuple is empty if the values are not predicted.
+    # One matrix float32 [n_features, width] for each part (the keys and the values, or a hidden
+    # state). It predicts the part from features of the token: ``features @ matrix`` is subtracted
+    # from the values before the basis is applied. The tuple is empty if the values are not
+    # predicted.
     regressions: tuple[np.ndarray, ...] = ()
 
 
@@ -172,7 +190,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
     """
     xp = array_namespace(scaled)
     codes = xp.floor(xp.abs(scaled) + rounding)
-    # Do not use xp.sign, because it also handles NaN, in an extra step that indexes with a mask.
+    # Do not use xp.sign: it also handles NaN, which takes an extra step that indexes with a mask.
     codes = xp.where(scaled < 0, -codes, codes)
     return xp.minimum(xp.maximum(codes, -limit), limit)
 
@@ -204,20 +222,21 @@ def pack(codes: Array, levels: int) -> Array:
 
 
 def unpack_table(levels: int) -> np.ndarray:
-    """Return the codes to unpack from each value of a byte: int16 [256, CODES_PER_BYTE[levels]].
+    """Return a table that maps each value of a packed byte to the codes that it contains.
 
-    A value that :func:`pack` never writes is mapped to valid codes too, so that reading it does
-    not fail.
+    The table is int16 [256, CODES_PER_BYTE[levels]]. A value that :func:`pack` never writes is
+    mapped to valid codes too, so that reading it does not fail.
     """
     digits = np.arange(256)[:, None] // levels ** np.arange(CODES_PER_BYTE[levels]) % levels
     return np.where(digits > levels // 2, digits - levels, digits).astype(np.int16)
 
 
 class _Run(NamedTuple):
-    """Adjacent code columns of a layer group, and the stored array of their packed bytes.
+    """A run: neighbouring columns of a layer group's table of codes, which are packed together.
 
-    The columns are those from ``first`` to ``last`` (exclusive). Their codes are digits, each with
-    ``levels`` different values. ``array`` is uint8 [token, byte].
+    The run consists of the columns from ``first`` to ``last`` (exclusive). Each column holds one
+    digit per token, and all digits of the run have ``levels`` different values. The digits are
+    packed into the bytes of ``array``, uint8 [token, byte].
     """
 
     array: StoredArray
@@ -227,9 +246,10 @@ class _Run(NamedTuple):
 
 
 class GroupTransform:
-    """Encodes and decodes one group of layers. Keeps a copy of the constants on each device.
+    """Encodes and decodes the keys and values of one group of layers, or a hidden state.
 
-    ``arrays`` are the stored arrays, one for each run of code columns.
+    Matrices and tables are copied to each device once and kept there. ``arrays`` holds one array
+    for each run, a range of code columns that are packed together.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -253,7 +273,8 @@ class GroupTransform:
                 has regressions.
 
         Returns:
-            Name of a run's array -> its rows, uint8 [n_tokens, n_bytes].
+            For each run (a range of code columns), the name of its array -> its rows, uint8
+            [n_tokens, n_bytes].
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
@@ -265,8 +286,8 @@ class GroupTransform:
                 residual = values - features @ constants["regression"][part]
             mean = xp.take(constants["mean"][part], rows, axis=0)
             scaled.append((residual - mean) @ constants["analysis"][part])
-        # The components are sorted by part. Reorder them to the stored order, in which codes with
-        # similar statistics are neighbours.
+        # The components of the keys come first, then those of the values. Reorder them to the
+        # stored order, in which codes with similar statistics are neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
@@ -288,17 +309,19 @@ class GroupTransform:
         """Decode consecutive tokens.
 
         Args:
-            codes: Name of a run's array -> its rows, uint8 [at least n_tokens, n_bytes].
+            codes: For each run (a range of code columns), the name of its array -> its rows, uint8
+                [at least n_tokens, n_bytes].
             first_position: Position of the first token in its sequence.
             n_tokens: Number of tokens to decode.
             n_layers: Number of layers of the group.
-            layers: Layers to decode, counted from the first layer of the group. None for all.
+            layers: Layers to decode, counted from the first layer of the group. If the argument is
+                None, all layers are decoded.
             features: Features of these tokens, float32 [n_tokens, n_features]. Required if the fit
                 has regressions.
 
         Returns:
-            The values of each part, float32 [n_tokens, width]. If ``layers`` are given, the width
-            is that of these layers only.
+            The values of each part, float32 [n_tokens, width]. If ``layers`` are given, the rows
+            contain only the values of these layers.
         """
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
@@ -315,17 +338,18 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            # Most reads start after the early positions. In that case all tokens have the same
-            # mean, and no gather is needed.
+            # Most reads start after the early positions, which have means of their own. In that
+            # case all tokens have the same mean, and no gather is needed.
             late = mean[EARLY_POSITIONS, :]
             is_late = first_position >= EARLY_POSITIONS
             decoded.append(product + (late if is_late else xp.take(mean, rows, axis=0)))
         return decoded
 
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
-        """Decode the first ``max_components`` components of each part: keys and values, or a state.
+        """Decode the first ``max_components`` components of the keys and of the values.
 
-        If a part has fewer components, all of them are decoded.
+        For a hidden state, its first components are decoded. If there are fewer components, all of
+        them are decoded.
 
         Returns:
             The components of the keys, then those of the values, or the components of a hidden
@@ -334,7 +358,8 @@ class GroupTransform:
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        # Append a column of zeros, which stands for a digit that a component does not have.
+        # A component may lack a low or a high digit. For a missing digit, the index arrays `low`
+        # and `high` hold the index of an additional column of zeros, which is appended here.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         components: list[Array] = []
         for low, high in zip(constants["low"], constants["high"], strict=True):
@@ -344,16 +369,16 @@ class GroupTransform:
         return xp.concat(components, axis=1)
 
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
-        """Look up the decoded value of each column of each token: float32 [n_tokens, n_columns].
+        """Look up the decoded value of each digit of each token: float32 [n_tokens, n_columns].
 
-        The value of a component is the sum of the values of its one or two columns.
+        A column holds one digit. The value of a component is the sum over its one or two digits.
         """
         like = codes[self._runs[0].array.name]
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table lookup maps a byte to the decoded values of all its codes. The table has one row
-        # for each value of each byte of a token.
+        # One table lookup maps a byte to the decoded values of all codes in it. Steps and shifts
+        # differ between columns, so the table has 256 rows of its own for each byte of a token.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -366,7 +391,7 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the constants as NumPy arrays or torch tensors, on the device of ``like``."""
+        """Return the group's matrices and tables as arrays like ``like``, on the same device."""
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -408,14 +433,16 @@ class GroupTransform:
             constants["own"].append(ids)
             constants["low"].append(self._digits(part, is_high=False))
             constants["high"].append(self._digits(part, is_high=True))
-        # Encoding computes the columns part by part. This is their order in the store.
+        # Encoding computes all columns of the keys before those of the values. These indices put
+        # them into the stored order.
         constants["to_stored"] = np.argsort(np.concatenate(constants["own"])).astype(np.int32)
         return constants
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """For each component of a part, return the column of its low or high digit.
+        """Return the index of the column that holds the low (or high) digit of each component.
 
-        For a component without that digit, the entry is the number of columns. It is the index of
+        Only the components of this part (keys, values or a hidden state) are returned. If a
+        component does not have the digit, its entry is the number of columns. This is the index of
         the column of zeros that :meth:`leading` appends.
         """
         columns = self.fit.columns
@@ -452,7 +479,8 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
     The shape changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
     """
     n_rows, width = matrix.shape
-    # A part may have no components, so `reshape` cannot infer a length from the number of values.
+    # Give `reshape` all lengths: if the keys or the values have no components, the matrix is empty,
+    # and a length of -1 could not be inferred.
     by_layer = xp.reshape(matrix, (n_rows, n_layers, width // n_layers))
     ids = to_device_of(np.asarray(layers, np.int32), matrix)
     selected_width = width // n_layers * len(layers)
@@ -460,18 +488,19 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Return the number of bytes that runs take together for each token."""
+    """Return the total number of bytes per token of the arrays of several runs."""
     return sum(run.row_bytes for run in runs)
 
 
 def piece_bytes(widths: Sequence[int]) -> int:
-    """Choose the width in bytes of the pieces into which the codes of all groups are cut.
+    """Choose the number of bytes per token in a piece of the array that holds all codes.
 
     Args:
         widths: Number of bytes of codes per token, for each group of layers.
 
     Returns:
-        The width of a piece, or 0 if each run should be a separate stored array.
+        The number of bytes per token in a piece. It is 0 if each run (a range of code columns with
+        similar statistics) should be a separate stored array instead.
     """
     mean_bytes = sum(widths) / len(widths)
     if mean_bytes < MIN_GROUP_BYTES:
@@ -480,14 +509,15 @@ def piece_bytes(widths: Sequence[int]) -> int:
 
 
 class Pieces:
-    """Joins the rows of runs into pieces of one stored array, and splits them again.
+    """Concatenates the bytes of all runs, cuts them into pieces of equal width, and undoes both.
 
-    The stored array is uint8 [token, piece, byte].
+    A run is a range of code columns with similar statistics. Each piece is an inner chunk of the
+    stored array, uint8 [token, piece, byte].
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        # The runs of each layer group, as arrays uint8 [token, byte]. These arrays are not stored,
-        # only the array of all pieces.
+        # For each layer group, its runs, as arrays uint8 [token, byte]. These arrays only describe
+        # the runs. The store contains the array of all pieces instead.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-row_bytes(group) // n_bytes) for group in runs]
@@ -504,7 +534,7 @@ class Pieces:
         return pieces
 
     def join(self, codes: Codes) -> Array:
-        """Join the rows of all runs into pieces.
+        """Concatenate the rows of all runs, and cut them into pieces.
 
         Args:
             codes: Name of a run's array -> its rows, uint8 [n_tokens, bytes of the run].

@@ -15,10 +15,15 @@ from ...errors import StoreError
 from ...text import SILENT, Progress
 from ..schema import Array, FieldSpec, StoredArray
 
-Codes = Mapping[str, Array]  # Name of a stored array -> its rows.
-# Indices of the layers to decode, on the field's layer axis and in this order. None for all layers.
+# Encoded values of a field: a mapping from the name of a stored array to the rows of this array.
+Codes = Mapping[str, Array]
+
+# Layers to decode, as indices on the field's layer axis. They are decoded in the order of the list.
+# If the value is None, all layers are decoded.
 Layers = list[int] | None
-# Stored array -> the indices along axis 1 to read. None to read whole rows.
+
+# Stored arrays to read. Each array is mapped to the indices along its axis 1 that are read. If an
+# array is mapped to None, whole rows are read.
 Selection = dict[StoredArray, list[int] | None]
 
 
@@ -29,14 +34,14 @@ def to_device_of(array: np.ndarray, like: Array) -> Array:
     """
     xp = array_namespace(like)
     if getattr(like, "is_cuda", False):
-        # A copy from memory that is not pinned would wait until the device has finished all work
-        # that is already queued.
+        # Pin the memory first. A copy from memory that is not pinned would wait until the device
+        # has finished all work that is already queued.
         return xp.asarray(array).pin_memory().to(device(like), non_blocking=True)
     return xp.asarray(array, device=device(like))
 
 
 class FieldCodec:
-    """The codec of one field.
+    """The codec of one field of a store, such as the keys and values.
 
     ``encode`` and ``decode`` run on the device of their inputs. NumPy and torch share one
     implementation.
@@ -46,8 +51,9 @@ class FieldCodec:
     # Such a field is read and written in its storage dtype, at any positions, without ``encode``
     # and ``decode``.
     is_identity = False
-    # Codecs of the fields from which this field is predicted. The prediction reads the features of
-    # all these fields (``as_features``), concatenated in this order.
+    # The codecs of the fields from which this field is predicted. Each of them computes features of
+    # a token (``as_features``). The features of all sources, concatenated in this order, are the
+    # input of the prediction.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(
@@ -55,7 +61,8 @@ class FieldCodec:
     ) -> None:
         # The stored arrays, in the order in which they are written.
         self.spec, self.arrays = spec, tuple(arrays)
-        # Upper estimate of the stored bits per value, after the byte chain (``storage.chunk``).
+        # Upper estimate of the stored bits per value. They are counted after the compression of
+        # chunks (``storage.chunk``).
         self.expected_bits = expected_bits
 
     @property
@@ -73,16 +80,16 @@ class FieldCodec:
     def encode(
         self, values: Array, tokens: Array | None = None, features: Array | None = None
     ) -> dict[str, Array]:
-        """Encode one whole sequence, from position 0 on.
+        """Encode the values of this field for one whole sequence, from position 0 on.
 
-        ``StoreCodec.encode`` encodes all fields of a sequence.
+        To encode all fields of a sequence, use ``StoreCodec.encode``.
 
         Args:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
                 All values must be finite.
             tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
-            features: Features from which the values are predicted: ``as_features`` of all
-                ``sources``, concatenated along axis 1, float32 [n_tokens, n_features].
+            features: Features from which the values are predicted: the results of ``as_features``
+                of all ``sources``, concatenated along axis 1, float32 [n_tokens, n_features].
 
         Returns:
             Name of a stored array -> its rows, [array.n_rows(n_tokens), *row_shape] in the array's
@@ -96,14 +103,14 @@ class FieldCodec:
         """Decode consecutive tokens of one sequence.
 
         Args:
-            codes: Name of a stored array -> the rows that cover the tokens, from
-                ``first_position`` on. The arrays, and the indices of the rows along axis 1, are
-                those that ``arrays_read(layers)`` returns. If this codec or a source
-                ``needs_tokens``, there is also the key ``"tokens"`` with the token ids, int
-                [at least n_tokens].
+            codes: Maps the name of a stored array to the rows that cover the tokens, from
+                ``first_position`` on. ``arrays_read(layers)`` returns the arrays that are required,
+                and the indices along axis 1 that their rows must contain. If this codec or a source
+                ``needs_tokens``, there is also the key ``"tokens"`` with the token ids, int [at
+                least n_tokens].
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
-            layers: The layers to decode. None for all.
+            layers: The layers to decode. If the argument is None, all layers are decoded.
 
         Returns:
             The values, float32 [n_tokens, *token_shape]. If ``layers`` are given, the length of the
@@ -112,14 +119,20 @@ class FieldCodec:
         raise NotImplementedError
 
     def arrays_of(self, layers: Layers) -> Selection:
-        """Select the members of ``arrays`` that are needed to decode these layers."""
+        """Select the stored arrays of this field that are needed to decode these layers.
+
+        The arrays of fields from which this field is predicted are not included.
+        """
         selection: Selection = {}
         for array in self.arrays:
             selection[array] = None if array.layer_axis is None else layers
         return selection
 
     def arrays_read(self, layers: Layers = None) -> Selection:
-        """Select the arrays that are read to decode these layers, including those of sources."""
+        """Select all stored arrays that are needed to decode these layers.
+
+        The arrays of the sources (fields from which this field is predicted) are included.
+        """
         selection = self.arrays_of(layers)
         for source in self.sources:
             selection |= source.arrays_read()
@@ -149,8 +162,9 @@ class FieldCodec:
             )
 
 
-# Logical dtype -> upper estimate of stored bits per raw bit. Measured values for bfloat16 are 0.66
-# to 0.70 for KV, and up to 0.70 for hidden states.
+# For each logical dtype, an upper estimate of the size after lossless compression, as a fraction of
+# the raw size. Measured fractions for bfloat16 are 0.66 to 0.70 for KV, and up to 0.70 for hidden
+# states.
 _STORED_FRACTION = {
     "bfloat16": 0.70,
     "float16": 0.90,
@@ -184,8 +198,8 @@ class LosslessCodec(FieldCodec):
 class Learning:
     """Settings for learning a codec. The store does not record them."""
 
-    # Folder in which the sample is kept in temporary files without names. None for the system's
-    # temporary folder.
+    # Folder of the temporary files that hold the sample. The files have no names. If the value is
+    # None, they are in the system's temporary folder.
     folder: Path | None = None
     # Moves a NumPy array to the device on which large matrix products and decompositions run, e.g.
     # to a GPU as a torch tensor.

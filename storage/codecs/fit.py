@@ -6,10 +6,10 @@ values, or a hidden state. The *error* of a component is its mean squared quanti
 *Allocation.* For every component, several quantisers (step, rounding, number of levels) are
 options. The bits and the error of each option are measured on the sample. :func:`allocate` chooses
 the option of each component that minimises ``error + multiplier * bits``, and finds the multiplier
-by bisection. No other allocation with the same total of bits has a smaller total error. The budget
-counts stored bytes, not entropy: the codes of the sample are packed and encoded by the byte chain
-(``storage.chunk``), and the budget of the estimated bits is scaled until the stored bytes meet the
-caller's budget.
+by bisection. No other allocation with the same total of bits has a smaller total error. The
+caller's budget counts stored bytes, which differ from the estimated bits. So the codes of the
+sample are packed and compressed as in a store (``storage.chunk``), and the budget of the estimated
+bits is scaled until the stored bytes meet the caller's budget.
 
 *Quantiser.* The code of x is ``q = sign(x) * floor(|x| / step + rounding)``, clipped to the levels.
 A rounding below 0.5 widens the interval of values with code zero. If most codes are zero, this
@@ -46,18 +46,21 @@ ROUNDINGS = (0.5, 0.4, 0.3)
 STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
 """Factors from ``2**(-5/3)`` to ``2**(5/3)``.
 
-Each factor times the base step (``measure_options``) is a step to try.
+The quantisation steps that are tried are these factors times the base step (see
+``measure_options``).
 """
 
-DROPPED = 1  # Marks a component that is not stored. Its quantiser has one level, zero.
+# Number of levels of the quantiser of a component that is not stored. The only level is zero.
+DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Largest magnitude, in units of the base step, that codes with the finest step should cover. The
-# factor of 0.8 leaves room for values larger than those of the sample.
+# The base step of a component is at least its largest magnitude in the sample, divided by this
+# number. Then codes with the finest step cover all values of the sample. The factor of 0.8 leaves
+# room for larger values in other sequences.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk. Huffman table, headers, checksum and
-# index entry of a chunk take about 120 bytes. Another 80 bytes are added as the equivalent of the
-# time to read one more chunk.
+# index entry of a chunk take about 120 bytes. Reading one more chunk also takes time, which is
+# counted as another 80 bytes.
 _ARRAY_PENALTY_BITS = 8 * 200
 _MAX_SEGMENTS = 64
 
@@ -71,8 +74,9 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# A component whose variance is below this fraction of the water level (``water_level``) would get
-# zero bits, whatever the shape of its distribution is. No quantisers are measured for it.
+# Limit for components that are not worth storing. The water level (``water_level``) is the error
+# that every stored component has. A component whose variance is below this fraction of the water
+# level would get zero bits for any shape of its distribution, so no quantisers are measured for it.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -89,20 +93,20 @@ class Quantisers(NamedTuple):
     levels: np.ndarray
     # float32, distance between neighbouring quantised values, in the units of the component.
     step: np.ndarray
-    # float32. The code of ``x >= 0`` is ``x / step + rounding``, rounded down. With 0.5, values are
-    # rounded to the nearest level.
+    # float32. A value x gets the code with the sign of x and the magnitude ``floor(|x| / step +
+    # rounding)``. With a rounding of 0.5, values are rounded to the nearest level.
     rounding: np.ndarray
-    # float32, in steps. Code 1 or -1 is decoded to the magnitude ``1 - shift_one``, the average of
-    # the values with this code.
+    # float32. Codes 1 and -1 are decoded to the magnitude ``(1 - shift_one) * step``. This is the
+    # average magnitude of the values with these codes.
     shift_one: np.ndarray
-    # float32, in steps. A code q of magnitude 2 or more is decoded to the magnitude ``|q| -
-    # shift_more``. The shift is the average over all values with such codes.
+    # float32. A code q of magnitude 2 or more is decoded to the magnitude ``(|q| - shift_more) *
+    # step``. The shift is the average over all values with such codes.
     shift_more: np.ndarray
     bits: np.ndarray  # float64, bits per token after packing and Huffman coding.
     error: np.ndarray  # float64, mean squared error times the weight of the component.
 
     def chosen(self, index: np.ndarray) -> "Quantisers":
-        """Take quantiser ``index[c]`` of those for component ``c``, for each component.
+        """Take one quantiser for each component: of the options for component c, ``index[c]``.
 
         The shape changes from [n_components, n_options] to [n_components].
         """
@@ -111,10 +115,11 @@ class Quantisers(NamedTuple):
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
-    """Compute the error per component at which Gaussian components take ``bits`` in total.
+    """Compute the water level: the error of each component if they share ``bits`` optimally.
 
-    This error is the water level of reverse water-filling, the optimal way to divide bits among
-    independent Gaussian variables. ``variances`` are [n_components].
+    Reverse water-filling is the optimal way to divide bits among independent Gaussian variables.
+    All variables with a variance above the water level get the same error, the water level, and the
+    others get no bits. ``variances`` are the variances of the components, [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
@@ -153,7 +158,7 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     """Measure the bits and the error of several quantisers (options) for one component.
 
-    The first option is not to store the component.
+    With the first option, the component is not stored.
 
     Args:
         magnitude: Magnitudes of the component in the sample, times the square root of its weight.
@@ -168,8 +173,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     ordered = np.sort(magnitude).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     squares = np.concatenate([[0.0], np.cumsum(ordered**2)])
-    # If the component has far larger values than the others, use a base step so large that even
-    # with the finest step, the levels cover all values.
+    # A component may have far larger values than the others. Its base step is increased so far that
+    # its levels cover all values even with the finest step.
     base_step = max(base_step, ordered[-1] / _WIDEST_SPAN)
     steps = np.repeat(STEP_RATIOS * base_step, len(ROUNDINGS))
     roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
@@ -178,7 +183,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     options = [Quantisers(*np.split(dropped, len(dropped)))]
     max_code = min(int(ordered[-1] / steps.min() + 0.5), (coding.WIDE_LEVELS - 1) // 2)
     edges = (np.arange(1, max_code + 1) - roundings[:, None]) * steps[:, None]
-    # ``first_index[option, code - 1]`` is the index of the smallest magnitude with this code.
+    # ``first_index[option, code - 1]`` is the index in ``ordered`` of the smallest magnitude that
+    # this option quantises to ``code``.
     first_index = np.searchsorted(ordered, edges)
     start = np.concatenate(
         [np.zeros((len(steps), 1), np.int64), first_index, np.full((len(steps), 1), n)], axis=1
@@ -187,7 +193,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     for levels in LEVELS:
         top = (levels - 1) // 2
         if max_code <= fewer_levels_top:
-            # Fewer levels cover all codes already.
+            # The previous, smaller number of levels already covers all codes, so this one would
+            # only cost more bits. An infinite error excludes it.
             never = zeros + np.inf
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
@@ -246,9 +253,9 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate how many bits per code Huffman coding of packed bytes takes beyond the entropy.
+    """Estimate the redundancy of Huffman coding of packed bytes: bits per code above the entropy.
 
-    ``zero`` is the share of codes that are zero, for each quantiser that is measured.
+    ``zero`` is the share of codes that are zero, for each quantiser.
     """
     if levels == coding.WIDE_LEVELS:
         return np.full(zero.shape, np.log2(256 / coding.LOW_LEVELS) + 0.2)
@@ -256,8 +263,9 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     most_likely = zero**per_byte
     inner = np.clip(most_likely, 1e-12, 1 - 1e-12)
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
-    # If a symbol has a probability above one half, its Huffman code has one bit. The rest of the
-    # code is the Huffman code of the other symbols.
+    # A symbol with a probability above one half has a Huffman code of one bit, although its
+    # information is less than one bit. The other symbols have a Huffman code of their own after the
+    # first bit.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
@@ -272,8 +280,8 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
     Returns:
         Index of the quantiser that is chosen for each component, int64 [n_components].
     """
-    # A larger multiplier never leads to more bits, so it is found by bisection on a logarithmic
-    # scale.
+    # A larger multiplier (the price of a bit, in units of error) never leads to more bits. So
+    # bisection on a logarithmic scale finds the smallest multiplier that meets the budget.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -341,13 +349,14 @@ def _code_bits(counts: np.ndarray) -> np.ndarray:
 class _FittedPart(NamedTuple):
     """The basis of one part (keys, values or a hidden state) of one layer group.
 
-    Quantisers are measured on the sequences of the sample from which the basis was not learned.
+    The basis was learned from most sequences of the sample. Quantisers are measured on the other
+    sequences.
     """
 
     regression: np.ndarray | None
     basis: coding.Basis
-    # Where the file of the sample holds the principal components of the sequences on which
-    # quantisers are measured: an array [n_tokens, n_components].
+    # Entry of the sample's file with the principal components of the sequences on which quantisers
+    # are measured. It is an array [n_tokens, n_components].
     components: Kept
     variances: np.ndarray  # Variance of each component, [n_components].
     weight: float  # Factor by which the squared error of each component is multiplied.
@@ -356,15 +365,16 @@ class _FittedPart(NamedTuple):
 class _MeasuredGroup(NamedTuple):
     """The quantisers that were measured for the hopeful components of a layer group.
 
-    A component is hopeful if it may get bits. The components of the keys come first, then those of
-    the values.
+    A component is hopeful if its variance is large enough that it may get bits. The components of
+    the keys come first, then those of the values.
     """
 
-    part: np.ndarray  # The part of each hopeful component.
+    # The part of each hopeful component: 0 for keys or a hidden state, 1 for values.
+    part: np.ndarray
     component: np.ndarray  # Index of each hopeful component among all components of its part.
-    # Where the file of the sample holds the hopeful components: an array [n_tokens, n_hopeful].
+    # Entry of the sample's file with the hopeful components, an array [n_tokens, n_hopeful].
     components: Kept
-    options: Quantisers  # [n_hopeful, n_options]
+    options: Quantisers  # The measured quantisers, [n_hopeful, n_options].
 
 
 def fit_groups(
@@ -388,9 +398,9 @@ def fit_groups(
         n_parts: Number of parts of each group: 2 for keys and values, 1 for a hidden state.
         bits_per_token: Budget of all groups together: 8 times the bytes of their stored arrays.
         metrics: For each part of each group, the matrix with which ``learn_basis`` weighs errors.
-            None for the relative errors described above.
+            If the argument is None, errors are relative, as described above.
         features: Features of each sequence, float32 [n_tokens, n_features], from which the values
-            are predicted. None for no prediction.
+            are predicted. If the argument is None, the values are not predicted.
         learning: Settings of learning.
 
     Returns:
@@ -445,9 +455,10 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn the basis of one part (keys, values or a hidden state) from most of the sample.
+    """Learn the basis of one part (keys, values or a hidden state) from most of the sequences.
 
-    Quantisers are measured on the other sequences. Their principal components are written to disk.
+    Quantisers are later measured on the other sequences of the sample. The principal components of
+    these sequences are written to disk.
     """
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
@@ -465,8 +476,9 @@ def _fit_part(
     rows = sample.rows(group, part, others)
     if metric is None:
         # The basis was learned from values divided by the scale of their layer. After this
-        # division, all layers have the same sum of squares: the part's energy (mean over tokens of
-        # the sum of squares) divided by the number of layers. Errors are measured relative to it.
+        # division, all layers have the same energy (mean over tokens of the sum of squares): the
+        # energy of all layers divided by the number of layers. Errors are measured relative to the
+        # energy of a layer.
         square_sum = 0.0
         for values in rows.sequences:
             square_sum += np.square(values, dtype=np.float64).sum()
@@ -488,8 +500,9 @@ def _measure_groups(
 ) -> list[_MeasuredGroup]:
     """Measure quantisers for the components of each group that may get bits.
 
-    These are the components whose weighted variance is above a tenth of the water level, and in
-    each group the one with the largest weighted variance.
+    A component may get bits if its weighted variance is above a tenth of the water level
+    (``water_level``). In each group, the component with the largest weighted variance is always
+    measured.
     """
     variances: list[np.ndarray] = []
     for parts in fitted:
@@ -518,7 +531,7 @@ def _measure_groups(
 def _order_codes(
     sample: np.ndarray, quantisers: Quantisers, part: np.ndarray, component: np.ndarray
 ) -> tuple[coding.CodeColumns, float]:
-    """Order the codes of a group, and split them into runs.
+    """Order the codes of a group, and split them into runs of codes with similar statistics.
 
     Args:
         sample: Components of the sample's tokens, float32 [n_tokens, n_components].
@@ -535,21 +548,24 @@ def _order_codes(
         quantisers = quantisers._replace(
             levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
         )
-    # Largest code of each component. Codes are symmetric around zero.
+    # The largest code of each component. Codes are symmetric around zero, so the smallest code is
+    # its negative.
     limits = (quantisers.levels - 1) // 2
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
     is_wide = quantisers.levels == coding.WIDE_LEVELS
-    # Each stored component has a digit. The code of a wide component also has a high digit.
+    # Each stored component has a low digit. A component with wide codes (more levels than fit into
+    # a byte) also has a high digit.
     stored = np.flatnonzero(quantisers.levels != DROPPED)
     wide = np.flatnonzero(is_wide)
     ids = np.concatenate([wide, stored])
     is_high = np.repeat([True, False], [len(wide), len(stored)])
     levels_of = np.where(is_wide, coding.LOW_LEVELS, quantisers.levels)[ids]
     levels_of[is_high] = coding.HIGH_LEVELS
-    # A range of columns shares one Huffman code, so neighbouring columns should have similar
-    # statistics. Sort the digits by their number of levels and their share of zeros. High digits
-    # come first, because they are nearly always zero.
+    # Neighbouring columns of digits share a Huffman code, so they should have similar statistics.
+    # Sort the digits by their number of levels. Among digits with the same number of levels, high
+    # digits come first, because they are nearly always zero, and the others follow by falling share
+    # of zeros.
     falling_zeros = np.where(is_high, 0, -(codes == 0).mean(0)[ids])
     order = np.lexsort((falling_zeros, ~is_high, levels_of))
     ids = ids[order]
@@ -565,8 +581,8 @@ def _order_codes(
         counts = np.stack(histograms) / len(packed)
         per_byte = coding.CODES_PER_BYTE[levels]
         n_left = int((levels_of == levels).sum())
-        # Bytes with different statistics need different Huffman codes, so each run gets an array or
-        # pieces of its own.
+        # Bytes with different statistics need different Huffman codes. So the bytes are split into
+        # runs, and each run is later stored in an array or in pieces of its own.
         ends = split_by_statistics(counts, CHUNK_TOKENS)
         for run in np.split(packed, ends[:-1], axis=1):
             n_digits = min(run.shape[1] * per_byte, n_left)
@@ -592,8 +608,8 @@ def _order_codes(
 def _stored_bits(rows: np.ndarray) -> float:
     """Measure the stored bits per token of packed codes, uint8 [n_tokens, n_bytes].
 
-    The codes are encoded by the byte chain. The result includes the chunks' entries in the index of
-    a shard.
+    The codes are compressed in chunks, as in a store. The result includes the entry of each chunk
+    in the index of a shard.
     """
     n_bytes = 0
     for start in range(0, len(rows), CHUNK_TOKENS):
@@ -621,12 +637,17 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
     )
 
 
-# Joint hidden states: each hidden state is predicted from the state of the layer below. A decoder
-# layer changes its input little, so the lowest state takes most of the bits. The bits are split so
-# that all states have the same error ``d``. A Gaussian component of the lowest state with variance
-# ``v`` takes ``0.5 * log2(v / d)`` bits, and none if ``v`` is below ``d``. The residual of a
-# predicted state also contains the error ``d`` of the state below, so a component of the residual
-# takes ``0.5 * log2((v + d) / d)`` bits. Variances and errors are divided by each state's energy.
+# The functions below split a budget of bits among joint hidden states. With the codec option
+# ``,joint``, each hidden state of a store is predicted from the state of the stored layer below it,
+# because a decoder layer changes its input little. So the lowest state takes most of the bits. The
+# bits are split so that components have the same mean squared error ``d`` in all states. Variances
+# and errors are divided by the energy of their state.
+#
+# - Lowest state: a Gaussian component with variance ``v`` takes ``0.5 * log2(v / d)`` bits, and
+#   zero bits if ``v`` is below ``d``.
+# - Predicted state: the residual is what remains after the prediction. A component of the residual
+#   with variance ``v`` also contains the error ``d`` of the state below, so it takes ``0.5 *
+#   log2((v + d) / d)`` bits.
 
 
 def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDevice) -> np.ndarray:
@@ -634,7 +655,8 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
     Args:
         values: The hidden state, float32 [n_tokens, width].
-        known: The values from which it is predicted, float32 [n_tokens, n]. None for no prediction.
+        known: The values from which it is predicted, float32 [n_tokens, n]. If the argument is
+            None, the hidden state is not predicted.
         to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
@@ -655,7 +677,9 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
 
 def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[float]:
-    """Split the bits of a token among joint hidden states, so that all have the same error.
+    """Split the bits of a token among hidden states, each of which is predicted from the one below.
+
+    With this split, all states have the same error, relative to the energy of the state.
 
     Args:
         variances: :func:`left_variances` of each state, the lowest state first.

@@ -8,12 +8,12 @@ values       token and head                  No channel is much larger than othe
 hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
 ===========  ==============================  ==================================================
 
-The byte chain (``storage.chunk``) entropy-codes the integers, so a larger scale causes more error,
-but its smaller integers take fewer bits. A separate scale for each 32 values, or clipping the
-largest values, exchanges bits for error at the same rate as a different scale does, so neither
-gains anything. A scale is stored as a bfloat16 with two bits of mantissa, which takes 4 to 5 bits
-after entropy coding. A full mantissa would take 10 bits and gain nothing. Scales are rounded up,
-which causes more error but saves bits of the integers in return.
+The integers are later entropy-coded (``storage.chunk``). So a larger scale causes more error, but
+its smaller integers take fewer bits. Other methods, such as a separate scale for each 32 values or
+clipping of the largest values, exchange bits for error at the same rate, so they gain nothing. A
+scale is stored as a bfloat16 with two bits of mantissa, which takes 4 to 5 bits after entropy
+coding. A full mantissa would take 10 bits and gain nothing. Scales are rounded up, which causes
+more error but saves bits of the integers in return.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -41,14 +41,15 @@ from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
 LARGEST_CODE = 127.0  # Upper bound on the magnitude of a code.
-# Number of consecutive tokens that share one scale per channel. Sequences are aligned to this
-# number, so that no block contains tokens of two sequences.
+# Number of consecutive tokens that share one scale per channel (a block). Sequences start at
+# multiples of this number, so that no block contains tokens of two sequences.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
 
-# Stored bits per value after the byte chain, including the scales: measured and rounded up.
+# Stored bits per value after the lossless compression of chunks (``storage.chunk``). This measured
+# number includes the scales and is rounded up.
 _BITS = 7.9
-# The bits of a float32 scale, read as an integer, are rounded up to a multiple of this number. This
-# keeps two bits of the mantissa.
+# A scale is rounded up to a float32 with two bits of mantissa. To do so, its bits are read as an
+# integer, which is rounded up to a multiple of this number.
 _SCALE_STEP = 1 << 21
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -65,7 +66,10 @@ class _Part(NamedTuple):
 
 
 class Int8Codec(FieldCodec):
-    """Quantises a KV field or a field [token, width]. Keys and values may have different widths."""
+    """Quantises a field of keys and values, or a hidden state, to 8-bit integers with scales.
+
+    Keys and values may have different widths.
+    """
 
     def __init__(self, spec: FieldSpec) -> None:
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
@@ -77,7 +81,8 @@ class Int8Codec(FieldCodec):
         shape = spec.token_shape
         axes = spec.axes[1:]
         if self._is_kv:
-            # Both kinds of KV fields hold a key, followed by a value, for each layer and head.
+            # For each layer and head, a KV field holds a key that is followed by a value, whether
+            # they have the same width or not.
             self._kv_width = math.prod(shape[2:])
             self._key_width = shape[-1] if spec.key_width is None else spec.key_width
             axes = (*axes[:2], axes[-1])
@@ -143,8 +148,8 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     axis = 1 if part.is_per_channel else -1
     scale = _scale(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True))
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
-    # The scale is zero if the values are too small for any normal float32 scale. Their codes are
-    # zero.
+    # If the values are too small for any normal float32 scale, the scale is zero, and the codes are
+    # zero, too.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
     # Both NumPy and torch round to nearest, ties to even.
     codes = xp.astype(xp.round(scaled), xp.int8)
@@ -168,7 +173,7 @@ def _decode(part: _Part, codes: Codes, n_tokens: int) -> Array:
 
 
 def _to_blocks(xp: Any, values: Array) -> Array:
-    """Split the token axis into blocks, and pad the last block with zeros.
+    """Split the token axis into blocks of 64 tokens, and pad the last block with zeros.
 
     The shape changes from [n_tokens, ...] to [n_blocks, BLOCK_TOKENS, ...].
     """
@@ -182,11 +187,10 @@ def _to_blocks(xp: Any, values: Array) -> Array:
 def _scale(xp: Any, largest: Array) -> Array:
     """Compute scales from the largest magnitude of the values that share each scale.
 
-    A scale has two bits of mantissa. It is 0 if it would be smaller than all normal float32
-    numbers.
+    A scale has two bits of mantissa. A scale below the smallest normal float32 number becomes 0.
     """
-    # Multiply by the reciprocal: some devices compute a division by a constant in this way and
-    # others do not, so a division would not be bit-equal.
+    # Multiply by the reciprocal. Some devices replace a division by a constant by this
+    # multiplication and others do not, so a division would give different bits.
     bits = (largest * (1.0 / LARGEST_CODE)).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

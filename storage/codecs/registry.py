@@ -21,8 +21,8 @@ from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
 BASIS_NAME = "basis.safetensors"
-# Name of the new basis file while fields are added to a store. The file is renamed to BASIS_NAME
-# after its hash is in store.json.
+# Name of the new basis file while fields are added to a store. As soon as store.json contains the
+# hash of the new file, it is renamed to BASIS_NAME.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 # Upper bound on the size of a basis file. The basis of a 405B target with all options has 5 GB.
 _MAX_BASIS_BYTES = 16 << 30
@@ -37,8 +37,8 @@ class StoreCodec:
     Args:
         name: Name of the codec, e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: The store's fields. Fields of integers are lossless in every codec.
-        sources: Name of a field -> names of the fields from which it is predicted. None to choose
-            them by the codec's name.
+        sources: Name of a field -> names of the fields from which it is predicted. If the argument
+            is None, the codec's name determines them.
 
     Raises:
         CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
@@ -86,7 +86,7 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a codec for some of the fields. It shares their learned state with this codec."""
+        """Return a codec for some of the fields. It shares their codecs with this object."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
@@ -119,14 +119,16 @@ class StoreCodec:
         offered: dict[str, Array] = {}
         used = set(chain.from_iterable(self.sources.values()))
         learned = self.learned
-        # The codecs that learn follow their sources, the fields from which they are predicted.
+        # The sources of a field are the fields from which it is predicted. Encode them before it:
+        # `learned` lists fields in this order.
         for name in dict.fromkeys([*learned, *self.fields]):
             if name not in values:
                 continue
             codec = self.fields[name]
             if not is_finite:
                 codec.check_finite(values[name])
-            # If a source is missing, the codec refuses to encode without features.
+            # If the caller did not pass the values of a source, `features` is None, and the codec
+            # refuses to encode.
             known = [
                 offered[source.spec.name] for source in codec.sources if source.spec.name in offered
             ]
@@ -139,7 +141,7 @@ class StoreCodec:
 
     @property
     def arrays(self) -> list[StoredArray]:
-        """All stored arrays, field by field."""
+        """The stored arrays of all fields, in the order of the fields."""
         return list(chain.from_iterable(codec.arrays for codec in self.fields.values()))
 
     @property
@@ -151,8 +153,8 @@ class StoreCodec:
     def learned(self) -> dict[str, TransformCodec]:
         """Field name -> codec, for the field codecs that learn from a sample of sequences.
 
-        Each codec follows its sources. All of them must have learned before ``describe`` and
-        ``files`` are called.
+        If a field is predicted from other fields (its sources), the sources come first. All codecs
+        must have learned before ``describe`` and ``files`` are called.
         """
         ordered = chain.from_iterable(codec.with_sources() for codec in self.fields.values())
         learned: dict[str, TransformCodec] = {}
@@ -163,7 +165,7 @@ class StoreCodec:
 
     @property
     def joint(self) -> list[str]:
-        """Names of the fields of hidden states that are predicted from each other (``,joint``).
+        """Names of the hidden states in a chain of predictions, which the option ``,joint`` makes.
 
         They are ordered from the lowest layer to the last hidden state. Each one is predicted from
         the one before it.
@@ -191,15 +193,16 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # The hash proves that a basis file is the one with which the parts of the store were
-            # encoded.
+            # With the hash, readers check that a basis file is the one with which the values in the
+            # store were encoded.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the store's ``codec/`` folder: file name -> content.
 
-        The result is empty if no field codec learns.
+        They contain the learned state of the field codecs. If no field has a codec that learns from
+        a sample, the result is empty.
         """
         if not self.learned:
             return {}
@@ -223,8 +226,9 @@ class StoreCodec:
             raise ValueError(
                 f"it is not a valid safetensors file ({error}). Restore it from a copy."
             ) from error
-        # Load the sources of a field before the field: their number of features determines the
-        # shapes of the field's regressions.
+        # `learned` lists the sources of a field (the fields from which it is predicted) before the
+        # field. They are loaded first, because their number of features determines the shapes of
+        # the field's regression matrices.
         for name, codec in self.learned.items():
             prefix = f"{name}:"
             state: dict[str, np.ndarray] = {}
@@ -236,9 +240,9 @@ class StoreCodec:
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
         got = ""
-        # A process that adds fields may have been killed before it renamed the new basis, so look
-        # for the new basis too. The process may also rename it during this loop, so look at the
-        # first path again.
+        # A process that adds fields may have been killed before it renamed the new basis file, so
+        # look at the file's temporary name, too. The process may also rename the file during this
+        # loop, so look at the final name again.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
                 content = read_basis(candidate)
@@ -261,8 +265,8 @@ class StoreCodec:
     def _named_sources(self) -> dict[str, list[str]]:
         """Choose by the codec's name from which fields (sources) each hidden state is predicted.
 
-        ``,from-kv`` makes keys and values the first source. ``,joint`` adds the hidden state of the
-        layer below.
+        With ``,from-kv``, keys and values are the first source. With ``,joint``, the next lower
+        hidden state of the store is another source.
         """
         kv = [name for name, codec in self.learned.items() if codec.is_kv]
         sources: dict[str, list[str]] = {}
@@ -281,7 +285,7 @@ class StoreCodec:
         return sources
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
-        """Set the sources of a hidden state, the fields from which it is predicted.
+        """Set the fields from which a hidden state is predicted (its sources).
 
         Raises:
             CodecUnknown: The hidden state cannot be predicted from these fields.

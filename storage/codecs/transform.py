@@ -7,23 +7,22 @@
     hidden  ----------------+-> pack several codes per byte -> arrays of similar statistics
 
 A *group* is a run of consecutive layers that share one basis. A *part* of a group is its keys, its
-values, or a hidden state. Decoding takes one table lookup per byte, and one matrix product per part
-of a group. Then the mean is added, and the keys are rotated to their positions (RoPE). If a part is
-predicted, from tokens or from the decoded values of other fields, the prediction is subtracted
-before the mean during encoding and added after it during decoding. This takes one more matrix
-product.
+values, or a hidden state. Decoding takes one table lookup per byte of codes, and one matrix product
+per part of a group. Then the mean is added, and the keys are rotated to their positions (RoPE). A
+part may be predicted from the token ids or from the decoded values of other fields. Encoding then
+subtracts the prediction first, and decoding adds it. This takes one more matrix product.
 
 The *scope* in the codec's name selects the size of the groups. It is a trade-off between stored
 bytes and the cost of reading one layer. Layers contain similar information about a token, so a
 basis for all layers (``@all``) needs less than half the bits of one basis per layer (``@layer``).
 But a reader of one layer must read the codes of all layers of its group. Without a scope, a group
 has as many layers as fit into 4,096 numbers of keys. No basis is wider than 16,384 numbers. If
-``@all`` would exceed this width, several groups of about the same size are made.
+``@all`` would exceed this width, the layers are divided into several groups of about the same size.
 
 Predictions:
 
-- ``,tokens`` predicts keys and values from the token ids. This makes the file of the basis up to
-  1,024 bytes larger per token of the vocabulary (131 MB for Llama 3).
+- ``,tokens`` predicts keys and values from the token ids. For each token of the vocabulary, this
+  adds up to 1,024 bytes to the file of the basis (131 MB for Llama 3).
 - ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. The keys
   and values of a layer are a linear function of the layer's normalised input, a hidden state.
 - ``,joint`` predicts each hidden state from the next lower hidden state of the store, because a
@@ -74,16 +73,17 @@ AUTO_GROUP_WIDTH = 4_096
 MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
-# By default, the last hidden state has at least this many more bits per value than keys and values,
-# because the teacher's distributions are computed from it. It is only a small share of a store that
-# also contains keys and values. With HIDDEN_BITS_RATIO alone, the teacher's distributions of a real
-# model had a KL divergence of 0.04 nats from the exact ones.
+# By default, the last hidden state has at least this many more bits per value than keys and values.
+# It needs them because training computes the target's next-token distributions from it. These bits
+# cost little, because the last hidden state is only a small share of a store that also contains
+# keys and values. With HIDDEN_BITS_RATIO alone, the distributions of a real model had a KL
+# divergence of 0.04 nats from the exact ones.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
-# Largest number of leading components of keys and values from which hidden states are predicted.
-# The keys and the values of each layer group contribute the same number of components. Twice as
-# many would double the size of the regression matrix of an 8B model, and improve the prediction
-# little. Changing this number would change the format of stores.
+# Largest number of principal components of keys and values from which hidden states are predicted.
+# The keys and the values of each layer group contribute the same number of components, those with
+# the largest variance. Twice as many would double the size of the regression matrix of an 8B model,
+# and improve the prediction little. Changing this number would change the format of stores.
 KV_FEATURES = 1_024
 
 TRANSFORM_GRAMMAR = (
@@ -101,16 +101,18 @@ class TransformSettings:
     """The settings in the name of a transform codec."""
 
     kv_bits: float  # Stored bits for each number in keys and values.
-    # Stored bits for each number in hidden states. None for a default that depends on ``kv_bits``
-    # (see :meth:`bits`).
+    # Stored bits for each number in hidden states. If the value is None, the number of bits depends
+    # on ``kv_bits`` (see :meth:`bits`).
     hidden_bits: float | None = None
-    # Number of layers that share a basis. 0 for all layers, None to choose the number by the width
-    # of a layer.
+    # Number of layers that share a basis. If the value is 0, all layers share one. If it is None,
+    # the number is chosen by the width of a layer.
     group_layers: int | None = None
-    # Whether keys and values are predicted from the target's embeddings of the tokens.
+    # Whether keys and values (or the lowest hidden state of a chain ``,joint``) are predicted from
+    # the target's embeddings of the tokens.
     from_tokens: bool = False
     from_kv: bool = False  # Whether hidden states are predicted from keys and values.
-    is_joint: bool = False  # Whether hidden states are predicted from each other.
+    # Whether each hidden state is predicted from the next lower hidden state of the store.
+    is_joint: bool = False
 
     @classmethod
     def parse(cls, name: str) -> "TransformSettings":
@@ -187,22 +189,23 @@ class Rope:
 
     Before RoPE, the same content has the same key at all positions, so keys vary in far fewer
     directions than after RoPE and take fewer bits. The rotation is that of Llama and related models
-    in ``transformers``: dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by
-    ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except for
-    YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
+    in ``transformers``: dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by the
+    angle ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except
+    for YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
     embedding).
 
     Args:
         inv_freq: Radians per position, [rotary_dim / 2]. If the layers have different rotations:
             [n_layers, rotary_dim / 2].
-        scaling: Factor of the rotated dimensions, one number or [n_layers].
+        scaling: The attention scaling, by which the rotated dimensions are multiplied: one number,
+            or [n_layers].
     """
 
     def __init__(self, inv_freq: np.ndarray, scaling: np.ndarray) -> None:
         self.inv_freq = np.asarray(inv_freq, np.float32)
         self.scaling = np.atleast_1d(np.asarray(scaling, np.float32))
-        # Cached tables of cosine and sine at positions from 0 on. A key of this mapping names the
-        # array library, the device, and whether the rotation is undone.
+        # Cached tables of cosine and sine at positions from 0 on. A key of this dict contains the
+        # name of the array library, the device, and whether the rotation is undone.
         self._kept: dict[str, list[Array]] = {}
         if (
             not np.isfinite(self.inv_freq).all()
@@ -214,7 +217,7 @@ class Rope:
             )
 
     def check_fits(self, n_layers: int, head_dim: int) -> None:
-        """Raise ValueError if the rotation does not fit ``n_layers`` layers of this head size."""
+        """Raise ValueError if the rotation does not fit keys with these sizes."""
         half = self.inv_freq.shape[-1:]
         if (
             self.inv_freq.shape not in (half, (n_layers, *half))
@@ -234,8 +237,8 @@ class Rope:
         Args:
             keys: [n_tokens, n_layers, n_kv_heads, head_dim].
             first_position: Position of the first token.
-            layers: Number of the target's layer at each index of axis 1. None if axis 1 contains
-                all layers in order.
+            layers: For each index of axis 1, the index of the target's layer. If the argument is
+                None, axis 1 contains all layers in order.
             undo: Whether to undo the rotation instead of applying it.
         """
         xp = array_namespace(keys)
@@ -265,8 +268,8 @@ class Rope:
             tables = self._kept[key] = self._compute(
                 np.arange(1 << stop.bit_length()), None, undo, like
             )
-        # Do not read `_kept` again here: another thread may have replaced the cached tables by
-        # shorter ones.
+        # Use the local variable and do not read `_kept` again: another thread may have replaced the
+        # cached tables by shorter ones.
         return [table[first:stop] for table in tables]
 
     def _compute(
@@ -298,8 +301,9 @@ class TransformCodec(FieldCodec):
         spec: The field: ``kv`` [token, layer, kv_head, key_value, head_dim], or a hidden state
             [token, width].
         settings: The settings in the codec's name.
-        rope: The target's rotation of keys. None to encode keys after RoPE, which takes twice the
-            bits. Ignored for hidden states.
+        rope: The target's rotation of keys. It is undone before keys are encoded. If the argument
+            is None, keys are encoded after RoPE, which takes twice the bits. The argument is
+            ignored for hidden states.
     """
 
     sources: "Sequence[TransformCodec]"
@@ -323,8 +327,8 @@ class TransformCodec(FieldCodec):
         self.rope = rope if self.is_kv else None
         # For each layer group and each of its parts (keys and values, or a hidden state), a matrix
         # [width, width] that weighs quantisation errors: an error ``e`` costs ``e @ matrix @ e``.
-        # For ``hidden/last`` it may be ``calibration.logit_metric``. None if there are no such
-        # matrices. Each error is then measured relative to the size of its layer's values.
+        # For ``hidden/last``, it may be the result of ``calibration.logit_metric``. If the value is
+        # None, each error is measured relative to the size of its layer's values.
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
         # The target's input embeddings [vocab_size, width]. They are required for learning if the
         # codec ``needs_tokens``.
@@ -336,8 +340,8 @@ class TransformCodec(FieldCodec):
         # ``n_parts`` is the number of parts of each group: 2 for keys and values, 1 for a hidden
         # state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
-        # Number of values per token in the keys of one layer, which is the same for values, or in a
-        # hidden state.
+        # Number of floats per token in the keys of one layer, or in a hidden state. The values of a
+        # layer have the same width as its keys.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise CodecUnknown(
@@ -356,14 +360,15 @@ class TransformCodec(FieldCodec):
     def needs_tokens(self) -> bool:
         """Whether the field is predicted from the token ids.
 
-        This is possible for keys and values, and for the lowest of the joint hidden states.
+        Keys and values can be predicted from the token ids. If each hidden state is predicted from
+        the next lower one, the lowest hidden state can be predicted from the token ids, too.
         """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
 
     @property
     def n_features(self) -> int:
-        """Number of features per token, from which other fields are predicted."""
+        """Number of features of a token that this field provides to predict other fields."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         n_leading = 0
@@ -378,12 +383,15 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of features from the keys (or from the values) of one layer group."""
+        """Largest number of features that the keys of one layer group provide.
+
+        The values of the group provide at most the same number.
+        """
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @property
     def _error_metric(self) -> str:
-        """How errors were measured for the learned bases, in the words of ``store.json``."""
+        """How errors were measured when the bases were learned, as ``store.json`` records it."""
         metric = "plain"
         for group in self._groups:
             for basis in group.fit.bases:
@@ -519,9 +527,9 @@ class TransformCodec(FieldCodec):
         """Replace the learned state.
 
         Args:
-            fits: The fit of each group.
-            features: The features of each token id, float16 [vocab_size, n_features]. None if the
-                field is not predicted from token ids.
+            fits: The learned state of each layer group.
+            features: The features of each token id, float16 [vocab_size, n_features]. The argument
+                is None if the field is not predicted from token ids.
         """
         self._features = features
         self._feature_tables = {}
@@ -557,10 +565,11 @@ class TransformCodec(FieldCodec):
         """Encode one whole sequence that :meth:`parts` has split.
 
         Args:
-            groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g, or a
-                hidden state.
+            groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g,
+                [n_tokens, width]. A hidden state is ``groups[0][0]``.
             tokens: The token ids. Required if the codec ``needs_tokens``.
-            features: Features of the ``sources``. Required if there are any sources.
+            features: Features of the ``sources``, the fields from which this field is predicted.
+                Required if there are any sources.
         """
         first = groups[0][0]
         if not self.sources:
@@ -571,8 +580,8 @@ class TransformCodec(FieldCodec):
                 f"Field {self.spec.name!r} is predicted from {names}. Encode these fields in one "
                 "call of StoreCodec.encode."
             )
-        # One dictionary can hold the codes of all groups, because the name of each array contains
-        # the number of its group.
+        # Collect the codes of all groups in one dictionary. Array names of different groups differ,
+        # because they contain the number of the group.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
@@ -589,7 +598,8 @@ class TransformCodec(FieldCodec):
         layers: Layers = None,
         features: Array | None = None,
     ) -> Array:
-        # Without given features of the ``sources``, decode the sources first.
+        # The ``sources`` are the fields from which this field is predicted. If the caller passes no
+        # features, decode the sources first.
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
@@ -624,16 +634,17 @@ class TransformCodec(FieldCodec):
         """Decode the features from which other fields are predicted.
 
         The result is float32 [n_tokens, n_features]. For a hidden state, the features are its
-        decoded values. For keys and values, they are the leading components (at most
-        :data:`KV_FEATURES`), followed by the token features if keys and values are predicted from
-        tokens. Decoded keys (before RoPE) and values are a linear function of all components and
-        the token features.
+        decoded values. For keys and values, the features are the components with the largest
+        variance (at most :data:`KV_FEATURES`). If keys and values are predicted from token ids, the
+        token features follow. Decoded keys (before RoPE) and values are a linear function of all
+        components and the token features.
 
         Args:
             codes: Name of a stored array -> the rows that cover the tokens, see :meth:`decode`.
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
-            features: Features of the ``sources``. None to decode them from ``codes``.
+            features: Features of the ``sources``. If the argument is None, they are decoded from
+                ``codes``.
         """
         if not self.is_kv:
             return self.decode(codes, first_position, n_tokens, None, features)
@@ -662,8 +673,8 @@ class TransformCodec(FieldCodec):
         A hidden state is one group with one part.
 
         Returns:
-            ``groups[g][p]``: the keys (p = 0) or values (p = 1) of group g, [n_tokens, width]. The
-            rotation of keys is undone.
+            ``groups[g][p]`` holds the keys (p = 0) or the values (p = 1) of group g, [n_tokens,
+            width]. The keys are before RoPE: their rotation is undone.
         """
         if not self.is_kv:
             return [[values]]
@@ -681,7 +692,7 @@ class TransformCodec(FieldCodec):
         return groups
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
-        """Undo :meth:`parts`: join the groups of keys and values, and rotate the keys again."""
+        """Undo :meth:`parts`: concatenate the layers of all groups, and rotate the keys again."""
         assembled: list[Array] = []
         for parts, layers in zip(groups, self.groups, strict=True):
             assembled.append(self._assemble(parts, 0, layers))
@@ -691,7 +702,7 @@ class TransformCodec(FieldCodec):
         """Rotate the decoded keys of some layers, and stack the keys and the values.
 
         Returns:
-            [n_tokens, len(layers), n_kv_heads, 2, head_dim]. The part itself for a hidden state.
+            [n_tokens, len(layers), n_kv_heads, 2, head_dim]. A hidden state is returned unchanged.
         """
         if not self.is_kv:
             return parts[0]
@@ -708,8 +719,8 @@ class TransformCodec(FieldCodec):
         """Look up the features of token ids on the device of ``like``.
 
         Returns:
-            The features, float32 [n_tokens, n_features]. None if the field is not predicted from
-            token ids.
+            The features, float32 [n_tokens, n_features]. If the field is not predicted from token
+            ids, the result is None.
         """
         if self._features is None:
             return None
@@ -731,16 +742,16 @@ class TransformCodec(FieldCodec):
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Return the stored codes of the layer groups that contain these layers, run by run.
+        """Return the codes of the layer groups that contain these layers: one array for each run.
 
-        A run is a range of code columns. If all runs are stored as pieces of one array, the runs
-        are put together from the pieces.
+        A run is a range of code columns with similar statistics. If the store holds one array of
+        pieces instead, the runs are assembled from the pieces.
         """
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # A batch whose codes are decoded for several fields contains all pieces, even if only some
-        # of them are needed for ``layers``.
+        # If this field is also the source of another field in the batch, all pieces were read,
+        # although ``layers`` needs only some of them.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
@@ -769,7 +780,8 @@ class Observation(Sample):
     Args:
         codec: The codec that learns.
         learning: Settings of learning.
-        sources: The observations of the codec's ``sources``, which learn before this one.
+        sources: The samples of the fields from which the codec's field is predicted. The codecs of
+            these fields must learn first.
     """
 
     def __init__(
@@ -806,7 +818,8 @@ class Observation(Sample):
         """Let the codec learn from the sample. The same sample gives the same state.
 
         Args:
-            bits: Budget of bits per token of the field. None for the budget in the codec's name.
+            bits: Budget of stored bits per token of the field. If the argument is None, the budget
+                follows from the bits per value in the codec's name.
         """
         codec = self._codec
         if not self.lengths:
@@ -830,7 +843,11 @@ class Observation(Sample):
 
     @cached_property
     def _source_features(self) -> list[np.ndarray] | None:
-        """For each sequence, the features of all sources side by side. None without sources."""
+        """For each sequence, the features from which this field is predicted.
+
+        The features of all ``sources`` are concatenated along axis 1. If the field is not predicted
+        from other fields, the value is None.
+        """
         if not self._sources:
             return None
         by_source = [source.features for source in self._sources]
@@ -840,8 +857,8 @@ class Observation(Sample):
     def features(self) -> list[np.ndarray]:
         """For each sequence, the features from which other fields are predicted.
 
-        Each array is float32 [n_tokens, n_features]. The codec must have learned, because features
-        are computed from encoded and decoded values.
+        Each array is float32 [n_tokens, n_features]. The values are encoded and decoded to compute
+        the features, so the codec must have learned before.
         """
         codec = self._codec
         move = self._learning.to_device

@@ -7,7 +7,7 @@ Reading a batch has three steps:
 1. *Plan*: list the inner chunks that the ranges need. A chunk that several ranges share is read
    once, and chunks that are adjacent in a file are merged into one read.
 2. *Fetch*: for local files, ask the kernel to read all these bytes ahead before the first chunk is
-   decoded. For a bucket, request all bytes of a window (a limited number of bytes) at once.
+   decoded. For a bucket, request many ranges at once, up to a limited number of bytes (a window).
 3. *Decode*: several threads take reads from one queue, verify the checksum of each chunk and decode
    the chunk. If the values of a chunk are contiguous in the caller's array, the chunk is decoded
    directly into this array.
@@ -210,11 +210,11 @@ class PartShards:
 
     @property
     def n_bytes_read(self) -> int:
-        """Number of stored bytes in all chunks that the calling thread has read so far."""
+        """Number of bytes of stored (encoded) chunks that the calling thread has read so far."""
         return self._n_bytes_by_thread[get_ident()]
 
     def count_bytes(self, n_bytes: int) -> None:
-        """Add to the number of bytes that the calling thread has read."""
+        """Add ``n_bytes`` to the number of bytes that the calling thread has read."""
         self._n_bytes_by_thread[get_ident()] += n_bytes
 
     def close(self) -> None:
@@ -259,7 +259,8 @@ class RowRange:
     # 1 has length ``len(layers)``. Rows from ``stop - start`` on may be overwritten: if the buffer
     # has room for all rows of the last chunk, the chunk is decoded directly into the buffer.
     out: np.ndarray
-    # Non-negative indices along the layer (or piece) axis, in the requested order. None for all.
+    # Layers to read: non-negative indices along the layer (or piece) axis, in the requested order.
+    # If the value is None, all layers are read.
     layers: tuple[int, ...] | None = None
 
 
@@ -272,7 +273,10 @@ class _Destination(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A shard of a part, and the layers that are read from it. None for all layers."""
+    """A shard of a part of the store, and the layers to read from it.
+
+    If ``layers`` is None, all layers are read.
+    """
 
     part: int
     array: StoredArray
@@ -280,15 +284,19 @@ class _Shard(NamedTuple):
     layers: tuple[int, ...] | None
 
 
-# Index of a chunk of a shard along axis 0 -> the destinations of the chunk's rows.
+# The chunks of a shard that are wanted. The index of a chunk along axis 0 of the shard is mapped to
+# the buffers that receive the chunk's rows.
 _Wanted = dict[int, list[_Destination]]
 
 
 @dataclass
 class _Column:
-    """The inner chunks with the same index along axis 1, and where their layers are copied to."""
+    """All inner chunks of a shard with the same index along axis 1, which hold the same layers.
 
-    number: int  # Index of the chunks along axis 1.
+    The object also determines to which layers of the caller's buffer these layers are copied.
+    """
+
+    number: int  # Index of these chunks along axis 1 of the shard.
     # Layers of the chunk that are copied, and the indices along the layer axis of ``out`` to which
     # they are copied. Both are slices if all layers of the chunk are copied in order.
     inner: slice | list[int]
@@ -305,7 +313,8 @@ class _Read:
     # For each chunk: its start in bytes after the start of the read, its size in bytes, its index
     # along axis 0 of the shard, its column, and the buffers that receive its rows.
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
-    # The bytes that were fetched from a remote file. None for a local file, which is read later.
+    # The bytes that were fetched from a remote file. The value is None for a local file, which is
+    # read later.
     data: np.ndarray | None = None
 
 
@@ -370,8 +379,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard, _Wanted]:
-    # Requests for different layers of a shard get separate plans, because all rows of a plan use
-    # the same columns of chunks.
+    # Plan requests for different layers of a shard separately, because the same layers are read for
+    # all rows of a plan.
     plans: dict[_Shard, _Wanted] = defaultdict(lambda: defaultdict(list))
     for item in ranges:
         grid = shards.grid(item.array)
@@ -393,10 +402,11 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard,
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
-    """Return the columns that contain the requested layers. None requests all layers.
+    """Return the columns that contain the requested layers. If ``layers`` is None, return all.
 
-    A column is the chunks with the same index along axis 1. It also holds the indices along the
-    layer axis of the caller's buffer to which its layers are copied.
+    A column consists of all chunks with the same index along axis 1, which hold the same layers. It
+    also holds the indices along the layer axis of the caller's buffer to which these layers are
+    copied.
     """
     columns: list[_Column] = []
     if layers is None:
@@ -404,7 +414,8 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
             outer = slice(number * chunk_layers, (number + 1) * chunk_layers)
             columns.append(_Column(number, slice(None), outer))
         return columns
-    # Index of a column -> (layer in the chunk, index along the layer axis of ``out``).
+    # For each index of a chunk along axis 1: pairs (index of a layer in the chunk, index along the
+    # layer axis of the caller's buffer).
     pairs_by_column: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)
@@ -420,7 +431,7 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
 
 
 def _plan_reads(shards: PartShards, shard: _Shard, wanted: _Wanted) -> Iterator[_Read]:
-    """Open a shard. Yield its reads, each of which merges adjacent chunks."""
+    """Open a shard, and yield the byte ranges to read. Each range consists of adjacent chunks."""
     reader = shards.shard(shard.part, shard.array, shard.number)
     columns = _columns(shard.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
@@ -533,7 +544,7 @@ def _decode_chunk(
         if target.ndim == 1:
             target[...] = values
         elif isinstance(column.inner, list) and isinstance(column.outer, list):
-            # Indexing with lists would copy the values twice.
+            # Copy layer by layer, because indexing with lists would copy the values twice.
             for inner, outer in zip(column.inner, column.outer, strict=True):
                 target[:, outer] = values[:, inner]
         else:

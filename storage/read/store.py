@@ -39,7 +39,7 @@ from ..schema import (
 from .batch import PartShards, RowRange, read_ranges, run_in_threads
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Function that returns a new array of a shape and dtype; its values do not matter."""
+"""A function that returns a new array with the given shape and dtype. Its values are arbitrary."""
 
 _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
@@ -58,9 +58,11 @@ class ActivationStore:
     Args:
         path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
         require_complete: whether to raise an error if a planned part has no commit.
-        parts: numbers of the parts to open. All other parts may be damaged. None opens all parts.
-        cache: local disk cache for the bytes that are read from a remote store. By default the
-            environment variable ``MOA_DATA_CACHE_DIR`` names its folder. None disables the cache.
+        parts: numbers of the parts to open. All other parts may be damaged. If the argument is
+            None, all parts are opened.
+        cache: local disk cache for the bytes that are read from a remote store. By default, the
+            environment variable ``MOA_DATA_CACHE_DIR`` names its folder. If the argument is None,
+            nothing is cached.
         checks_sizes: whether to compare the size of every file with its commit when the store is
             opened.
 
@@ -180,11 +182,13 @@ class ActivationStore:
 
     @property
     def n_bytes_read(self) -> int:
-        """Number of stored bytes in all chunks that the calling thread has read so far."""
+        """Number of bytes of stored (encoded) chunks that the calling thread has read so far."""
         return self._shards.n_bytes_read
 
     def refuse_groups(self, what: str) -> None:
-        """Raise SelectionInvalid if keys and values are in several fields, one per group of layers.
+        """Raise SelectionInvalid if the store has several fields of keys and values.
+
+        A store has one such field per group of layers if the layers cache different shapes.
 
         Args:
             what: the option that does not support such stores. The message says to leave it out.
@@ -207,9 +211,10 @@ class ActivationStore:
         Args:
             i: index into ``sequences``. A negative index counts from the end.
             field: name of the field, e.g. ``"kv"``.
-            layers: indices along the field's layer axis, in the requested order. None reads all
-                layers. Must be None if the field has no layer axis.
-            tokens: slice of the sequence's tokens, with step 1. None reads all tokens.
+            layers: indices along the field's layer axis, in the requested order. If the argument is
+                None, all layers are read. It must be None if the field has no layer axis.
+            tokens: slice of the sequence's tokens, with step 1. If the argument is None, all tokens
+                are read.
 
         Returns:
             Array [n_tokens, *token_shape] in the storage dtype. A bfloat16 value is returned as its
@@ -240,10 +245,10 @@ class ActivationStore:
         layers: slice | Sequence[int] | None = None,
         tokens: slice | None = None,
     ) -> dict[str, np.ndarray]:
-        """Read the stored rows that ``codec.fields[field].decode`` takes as ``codes``.
+        """Read the stored rows that ``codec.fields[field].decode`` takes as its argument ``codes``.
 
         The arguments are the same as for :meth:`read`. The rows begin at the first requested token.
-        If the codec is lossy, they begin at the nearest multiple of 64 tokens before this token.
+        If the codec is lossy, they begin at the last multiple of 64 tokens up to this token.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]
@@ -301,8 +306,8 @@ class ActivationStore:
             fields: name of a field, or names of several fields.
             out: field name -> buffer to fill. A buffer has the storage dtype and the shape
                 [n_sequences, at least the longest sequence, *token_shape]. Reuse buffers for
-                several batches, because allocating memory costs more than reading. None allocates
-                new arrays.
+                several batches, because allocating memory costs more than reading. If the argument
+                is None, new arrays are allocated.
             layers: layers to read, as in :meth:`read`, for all requested fields that have a layer
                 axis. Or a mapping of field names to the layers of each field.
             n_threads: number of threads that decode, including the calling thread.
@@ -480,9 +485,10 @@ def read_manifest(store: StorePath) -> StoreManifest:
 
 
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
-    """Read store.json and the learned state of its codec."""
-    # A process that adds fields replaces store.json and then the file of the basis. If it does so
-    # between the two reads here, the two files do not match, so read both again.
+    """Read the manifest (store.json) and the learned state of the store's codec."""
+    # A process that adds fields replaces store.json and then the basis file, which holds the
+    # learned state. If it does so between the two reads here, the two files do not match, so read
+    # both again.
     while True:
         manifest = read_manifest(store)
         check_manifest(store)
@@ -539,7 +545,7 @@ def row_shape(array: StoredArray, indices: list[int] | None) -> tuple[int, ...]:
 
 
 def shared_arrays(fields: Iterable[tuple[FieldCodec, Layers]]) -> Selection:
-    """Select the stored arrays that are read to decode the chosen layers of several fields."""
+    """Select the stored arrays that are needed to decode the chosen layers of several fields."""
     selection: Selection = {}
     for codec, layers in fields:
         for array, indices in codec.arrays_read(layers).items():

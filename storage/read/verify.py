@@ -58,11 +58,12 @@ checksums. ``values`` also decodes all values.
 class Finding:
     """Damage to one file, or a failure to check it."""
 
-    part: int | None  # Number of the part. None for a file that does not belong to a part.
+    # Number of the part of the store. The value is None if the file does not belong to a part.
+    part: int | None
     path: str  # Path of the file, relative to the store.
     message: str
-    # The error that prevented the check of the file, which may be intact. None if the file is
-    # damaged.
+    # The error that prevented the check of the file. The file may be intact. If the file is
+    # damaged, the value is None.
     error: OSError | MemoryError | None = None
 
 
@@ -92,7 +93,8 @@ class VerifyReport:
     n_parts: int = 0  # Number of committed parts.
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    # Names the parts and files that are still to be written. Empty for a complete store.
+    # A text with the names of the parts and files that are still to be written. It is empty for a
+    # complete store.
     missing: str = ""
     n_sequences: int = 0
     n_tokens: int = 0
@@ -120,7 +122,9 @@ class VerifyReport:
 
 
 def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: int) -> str:
-    """Name the parts and files that are still to be written. Empty for a complete store.
+    """Return a text with the names of the parts and files that are still to be written.
+
+    For a complete store, the text is empty.
 
     Args:
         store: the store's path.
@@ -259,7 +263,10 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Add an error in the ``with`` block to the report instead of raising it."""
+        """Return a context manager that adds an error in its block to the report.
+
+        The error is not raised.
+        """
         try:
             yield
         except _REPORTED as error:
@@ -286,7 +293,7 @@ class _Verification:
         self.n_bytes = self.report.n_bytes
         consistent = commits.keys() - {damage.part for damage in self.report.damages}
         reader: ActivationStore | None = None
-        # Part -> its sequences, each with its index in ``reader``.
+        # For each part, its sequences, and the index of each sequence in ``reader``.
         rows: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
         if self.depth == "values":
             reader = ActivationStore(self.store, parts=consistent, cache=None, checks_sizes=False)
@@ -453,14 +460,15 @@ class StoreSummary:
     n_response_tokens: int
     raw_bytes: int
     stored_bytes: int
-    ratio: float  # stored_bytes / raw_bytes. NaN if no part is committed.
-    bytes_per_token: float  # Stored bytes per token. NaN if no part is committed.
+    ratio: float  # stored_bytes / raw_bytes. It is NaN if no part is committed.
+    bytes_per_token: float  # Stored bytes per token. It is NaN if no part is committed.
     # Histogram of the lengths of sequences, as ``length_histogram`` returns it.
     lengths: tuple[list[int], list[int]]
     has_target: bool
-    # Names the parts and files that are still to be written. Empty for a complete store.
+    # A text with the names of the parts and files that are still to be written. It is empty for a
+    # complete store.
     missing: str
-    # Name of a field that is being added -> number of parts that have it already.
+    # For each field that is being added to the store, the number of parts that have it already.
     unfinished: Mapping[str, int]
 
 

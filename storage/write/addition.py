@@ -28,7 +28,7 @@ from .store import StoreWriter
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return the fields for which the commit of a part lists no shards."""
+    """Return the fields that a part does not have: its commit lists no shards of them."""
     # The name of a shard starts with the name of its field, followed by a slash.
     lacking: list[str] = []
     for name in fields:
@@ -40,8 +40,8 @@ def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]
 def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
     """Return a codec for the old fields of a store and the fields to add.
 
-    The codecs of the old fields keep their learned state. The codecs of the other fields have not
-    learned yet.
+    The codecs of the old fields keep their learned state. The codecs of the new fields must still
+    learn from a sample.
 
     Args:
         old: the codec of the store.
@@ -77,7 +77,7 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
 
 
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
-    """Save the learned state of ``codec``, including the new fields, next to the store's basis.
+    """Save the learned state of ``codec`` for old and new fields next to the store's basis file.
 
     Shards of new fields that an interrupted addition has written are deleted, because they were
     encoded with a different basis.
@@ -103,8 +103,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
                 raise changed_meanwhile(part_path)
     writer.remove_uncommitted()
     if isinstance(path, Path):
-        # The store's lock prevents other additions at the same time. If a new basis exists already,
-        # an interrupted addition has left it, so it can be replaced.
+        # The store's lock prevents other additions at the same time. If a new basis file exists
+        # already, an interrupted addition has left it, so it can be replaced.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not backend_of(path).put_if_absent(codec.files()[BASIS_NAME]):
         raise _unfinished(path)

@@ -94,7 +94,7 @@ class StoreLock:
         self.is_alone = not shared
 
     def _retry(self, take: Callable[[], None], for_s: float) -> None:
-        """Call a function that takes the lock until it succeeds, at most for some seconds."""
+        """Call ``take``, which takes the lock, until it succeeds, at most for ``for_s`` seconds."""
         until_s = time.monotonic() + for_s
         while True:
             try:

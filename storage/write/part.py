@@ -167,7 +167,8 @@ class ArrayWriter:
         counts: counts of the part (an item of ``plan.part_counts``).
         grid: grid of the array.
         pool: thread pool that encodes chunks and syncs files.
-        files: the part's files, which determine the paths of the shards.
+        files: the files of the part that this writer writes. They determine the paths of the
+            shards.
     """
 
     def __init__(
@@ -179,7 +180,8 @@ class ArrayWriter:
         files: PartFiles,
     ) -> None:
         self.array = array
-        # Name of each finished shard -> its size and checksum, when it is synced or uploaded.
+        # For each finished shard, a future of its size and checksum. The future is done when the
+        # shard is synced or uploaded.
         self.records: dict[str, Future[FileRecord]] = {}
         self._part = counts["part"]
         self._grid = grid
@@ -187,7 +189,9 @@ class ArrayWriter:
         self._files = files
         self._n_rows = array.n_rows(counts["allocated_tokens"])
         self.is_written = np.zeros(self._n_rows, bool)
-        self._next_row = 0  # All rows from this one on can still be written.
+        # Index of the first row that has not been written yet. Rows before it cannot be written any
+        # more.
+        self._next_row = 0
         self._row = np.zeros((grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
         self._n_rows_done = 0
@@ -242,7 +246,10 @@ class ArrayWriter:
             )
 
     def _flush_rows(self, row: int) -> None:
-        """Append the buffer, then zeros, until the next chunk along axis 0 has index ``row``."""
+        """Append the buffered rows, then chunks of zeros, up to the chunk with index ``row``.
+
+        ``row`` counts chunks along axis 0. The chunk with this index is the next one to write.
+        """
         while self._n_rows_done < row:
             self._append(self._row)
             if not self._row_is_clean:
@@ -293,7 +300,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         codec: codec of the fields to write.
         grids: array name -> grid.
         files: the part's files.
-        on_close: called when the part is closed. The argument is whether the part is committed.
+        on_close: function that is called when the part is closed. Its argument is whether the part
+            is committed.
         pool: thread pool that encodes. If it is given, values must not change until :meth:`commit`
             has returned. If it is None, the calling thread encodes.
     """
@@ -312,7 +320,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
         self.is_open = True  # False after the part was committed or discarded.
-        # False if commit() has found that another writer had committed the part before.
+        # Whether no other writer has committed the part first. ``commit`` sets it to False if it
+        # finds a commit of another writer.
         self.was_first = True
         self.codec = codec  # Codec of the fields to write.
         self._counts = counts

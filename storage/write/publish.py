@@ -79,7 +79,10 @@ LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age in seconds at which an unpublished uploa
 
 
 def partial_name(name: str, attempt: str) -> str:
-    """Return the temporary name of an unpublished file. ``attempt`` identifies its writer."""
+    """Return the temporary name under which a file is written before it gets its final name.
+
+    ``attempt`` identifies the writer, so that two writers never use the same temporary name.
+    """
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
 
@@ -87,18 +90,21 @@ def partial_name(name: str, attempt: str) -> str:
 class Publication:
     """Files that a writer publishes together, and the commit that lists them.
 
-    The publication record is a JSON object with these attributes.
+    In a bucket, these attributes are saved as a JSON file, the publication record. With it, other
+    writers can finish the publication if this writer is killed.
     """
 
-    commit: str  # Name of the commit.
+    commit: str  # Name of the file of the commit.
     attempt: str  # The substring of the files' temporary names that identifies the writer.
-    files: Mapping[FileName, Natural]  # Final name, relative to the store -> size in bytes.
-    # Content of the commit that is replaced. None to create the commit, which must not exist yet.
+    # The final name of each file, relative to the store, and its size in bytes.
+    files: Mapping[FileName, Natural]
+    # Content of the commit that is replaced. If the value is None, the commit is created and must
+    # not exist yet.
     old: str | None
     new: str  # Content of the new commit.
 
     def to_json(self) -> bytes:
-        """Return the content of the publication record."""
+        """Return the content of the publication record, the JSON file that lists the uploads."""
         return (json.dumps(vars(self), indent=1, sort_keys=True) + "\n").encode()
 
     def publish(self, path: StorePath) -> bool:
@@ -114,13 +120,16 @@ class Publication:
         """
         record = backend_of(publication_path(path))
         if record.uploads:
-            # There is no lock, so the record keeps other writers out.
+            # A bucket has no locks. The publication record, of which there can be only one, keeps
+            # other writers out.
             while not record.put_if_absent(self.to_json()):
                 finish_recorded(path)
         return self.finish(path)
 
     def finish(self, path: StorePath) -> bool:
-        """Give the files their final names, write the commit, and delete uploads and record.
+        """Give the files their final names, write the commit, and delete the uploads.
+
+        Finally, the publication record, which lists the uploads, is deleted.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
         some of them.
@@ -154,10 +163,13 @@ _PUBLICATION = TypeAdapter(Publication)
 
 
 def finish_recorded(commit: StorePath) -> None:
-    """Finish the publication whose record another writer has left. Delete an invalid record.
+    """Finish a publication of another writer.
+
+    The publication record lists the uploads of the other writer, which may have been killed. An
+    invalid record is deleted.
 
     Args:
-        commit: path of the commit. Nothing is done if it has no record.
+        commit: path of the commit. If the commit has no publication record, nothing is done.
     """
     record = publication_path(commit)
     try:
@@ -230,7 +242,7 @@ class PartFiles:
         return self._paths[-1]
 
     def make_durable(self, fd: int, path: Path) -> None:
-        """Sync a complete local file to disk, or upload it."""
+        """Make a finished local file durable: sync it to disk, or upload it to the bucket."""
         if isinstance(self._store.path, Path):
             with disk_full_guard(path):
                 os.fsync(fd)
@@ -242,7 +254,7 @@ class PartFiles:
         path.unlink()
 
     def publish(self, commit: PartCommit, shards: Collection[str]) -> tuple[PartCommit, bool]:
-        """Publish the part.
+        """Publish the part: give its files their final names, and write its commit.
 
         Args:
             commit: the new commit of the part.
@@ -277,7 +289,7 @@ class PartFiles:
         return other, False
 
     def withdraw(self) -> bool:
-        """Delete the unpublished local files and uploads.
+        """Give up the part: delete the files that did not get their final names.
 
         Returns:
             Whether the part is committed nevertheless. This happens if an interrupt arrives during
@@ -316,8 +328,8 @@ class StoreFiles:
         self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         if self._lock is None:
-            # Finish the publications of other writers first, so that their commits exist when the
-            # store is checked.
+            # In a bucket, killed writers may have left uploads without final names. Finish their
+            # publications first, so that their commits exist when the store is checked.
             self._remove_unfinished()
 
     def publishing(self, name: str) -> AbstractContextManager[object]:
@@ -391,7 +403,7 @@ class StoreFiles:
         backend.remove_files(others)
 
     def _retract(self, *commits: StorePath) -> None:
-        """Delete commits durably. Call this before the files that the commits list are changed."""
+        """Delete commits durably, before the files that they list are changed."""
         folder = backend_of(self.path / COMMITS_NAME)
         folder.remove_files(commit.name for commit in commits)
         folder.sync_names()
@@ -480,7 +492,7 @@ def refuse_links(store: StorePath) -> None:
 
 
 def changed_meanwhile(path: StorePath) -> StoreLocked:
-    """Return the error to raise if another process has changed a file since it was read."""
+    """Return the error to raise if a file was changed after this process had read it."""
     return StoreLocked(
         f"{path} was changed by another process in the meantime. Wait until that process ends, "
         "then run the same command again."

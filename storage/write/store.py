@@ -132,7 +132,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         # Damage that was found when the store was opened. The commits of the damaged files were
         # deleted.
         self.damages: tuple[Finding, ...] = ()
-        # Whether a store without parts, made from different inputs, was deleted at this path.
+        # Whether this path contained a store from different inputs without any committed part,
+        # which was deleted.
         self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
         self.n_parts = len(self._counts)  # Number of planned parts.
@@ -142,7 +143,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
         self._open_parts: set[int] = set()
-        self._part_locks: dict[int, IO[Any]] = {}  # Part number -> file whose lock is held.
+        # For each part that this process has locked, the lock file. Closing it releases the lock.
+        self._part_locks: dict[int, IO[Any]] = {}
 
     @classmethod
     def create_or_resume(
@@ -168,8 +170,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 (``StoreCodec.files``).
             shares: whether other processes that also set this may write to the store at the same
                 time. To a store in a bucket, several processes can always write.
-            begins_anew: whether to replace a store that was made from different inputs, if it has
-                no committed part and no other process is writing to it.
+            begins_anew: whether an existing store from different inputs may be replaced. It is only
+                replaced if it has no committed part and no other process is writing to it.
             depth: how thoroughly existing files are checked. They are not checked if another
                 process is writing to the store.
             progress: reports the number of bytes that have been checked.
@@ -302,7 +304,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         except StoreDamaged:
             if not backend_of(self.path / MANIFEST_NAME).exists():
                 raise
-            # The files cannot be restored to what commits/store.json lists. Either
+            # The restored files would not have the checksums in commits/store.json. Either
             # commits/store.json is damaged, or this process has other inputs. The caller compares
             # the inputs next.
 
@@ -607,8 +609,8 @@ def _check_unoccupied(store: StorePath) -> None:
     all_names = backend_of(store).names_in()
     names = [name for name in all_names if not name.startswith(SPEED_TEST_PREFIX)]
     foreign = sorted(name for name in names if not is_known(name))
-    # If the creation of a store was interrupted, its folder contains a lock file. A bucket has no
-    # lock file.
+    # A folder with a lock file is a store whose creation was interrupted, so it is accepted. A
+    # bucket has no lock file, so any known name is accepted there.
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
@@ -622,7 +624,7 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
 
     Args:
         store: the store's path.
-        manifest: the expected manifest. None to compare only the plan.
+        manifest: the expected manifest. If the argument is None, only the plan is compared.
         plan: the expected plan.
 
     Raises:
@@ -705,8 +707,8 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
-    # At any time, the basis of store.json has at least one of the two names, and a reader tries both
-    # names.
+    # At any time, the basis file that store.json requires has at least one of its two names, and a
+    # reader tries both names.
     folder = backend_of(path.parent)
     backend_of(path.parent / BASIS_NAME).put(content)
     folder.remove_files([path.name])
