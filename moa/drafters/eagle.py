@@ -3,7 +3,7 @@
 Li et al., ICML 2024, arXiv 2401.15077, with the draft trees of EAGLE-2, arXiv 2406.16858.
 
 Shapes: B batch, T tokens, Q queries, P loss positions, E target width, S slots (T - 1), K fused
-    target layers (EAGLE-3), b nodes of one level.
+target layers (EAGLE-3), b nodes of one level.
 
     [embedding of token t+1 ; hidden state of token t] -> linear 2E -> E -> decoder layer(s)
                                                        -> feature of token t+1

@@ -3,7 +3,7 @@
 Du et al., ICML 2024, arXiv 2402.02082.
 
 Shapes: B batch, T tokens, Q queries, E target width, L target layers, D width of packed KV, H_kv
-    target KV heads, d target head dim, b nodes of one level, n tokens fed at once, S slots.
+target KV heads, d target head dim, b nodes of one level, n tokens fed at once, S slots.
 
     token embeddings -> + causal self-attention
                      -> + cross-attention to the KV of the target's last layer at verified positions
