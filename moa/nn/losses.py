@@ -105,7 +105,7 @@ def logits_of(x: Tensor, head: Tensor) -> Tensor:
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Limit logits to the range (-cap, cap) by a tanh. If ``cap`` is None, do nothing."""
+    """Limit logits to the range (-cap, cap) by a tanh; without a cap, return them unchanged."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
