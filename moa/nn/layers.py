@@ -131,7 +131,7 @@ class Rotary(nn.Module):
                 "finite. Restore these parameters in config.json."
             )
         inv_freq = inv_freq.float()
-        # [d]
+        # [d], negative in the first half, so that their sines have the signs that `rotate` needs
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
@@ -168,7 +168,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos = cos.to(x.dtype).unsqueeze(1)
     sin = sin.to(x.dtype).unsqueeze(1)
     if torch.is_grad_enabled():
-        # The type is ignored because torch's apply is not typed.
+        # PyTorch declares no types for `apply`, so tell mypy to ignore this call.
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
     # Use few operations: a draft step has few tokens, so kernel launches take most of its time.
@@ -214,7 +214,7 @@ class RMSNorm(nn.RMSNorm):
         """Normalise x [..., E] over the last axis."""
         trains = torch.is_grad_enabled() and x.device.type == "cpu"
         if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
-            # The type is ignored because torch's apply is not typed.
+            # PyTorch declares no types for `apply`, so tell mypy to ignore this call.
             normed: Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]
                 x, self.weight, self.eps
             )

@@ -346,7 +346,7 @@ def chunked_losses(
     own_head, code, correction = (
         None if x is None else x.to(dtype) for x in (own_head, code, correction)
     )
-    # The type is ignored because torch's apply is not typed.
+    # PyTorch declares no types for `apply`, so tell mypy to ignore this call.
     total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
         features.to(dtype),
         hidden.to(dtype),

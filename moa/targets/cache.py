@@ -223,15 +223,11 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self.reserve(self.n_slots, self.buffer[0, 0])
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Store the outputs [B, n, E] of each of the :attr:`watched_layers` in a call or a
-        chunk.
-        """
+        """Store the outputs [B, n, E] of the :attr:`watched_layers` in a call or a chunk."""
         self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
 
     def take_layer_outputs(self) -> Tensor:
-        """Return the last call's outputs of the :attr:`watched_layers`, [B, n, K * E], and drop
-        them.
-        """
+        """Return and clear the stored outputs of the :attr:`watched_layers`, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError(
                 "the target's last call stored no layer outputs; call the proposer's begin before "
