@@ -55,14 +55,14 @@ class DraftedFeatures:
 
     queries: Tensor  # [B, Q] int64, positions of the drafts
     valid: Tensor  # [B, Q] bool; False is padding
-    features: Tensor  # [B, Q, E]
+    features: Tensor  # [B, Q, E], features of the drafts
 
 
 @dataclass(frozen=True)
 class DraftLevel:
     """The nodes of one level of a draft tree. They are fed to the drafter together."""
 
-    tokens: Tensor  # [B, b] int64
+    tokens: Tensor  # [B, b] int64, drafted token of each node
     # [B, b, E], the features of each node's parent, as returned by ``draft_root`` or
     # ``draft_level``.
     parent_features: Tensor

@@ -463,7 +463,7 @@ class BlockDrafter(KVEncoder, Drafter):
         shares = training.draft_weights(inputs.response_mask, anchors, valid, blocks)
         indices = training.true_indices(shares > 0)
         hidden = self.hidden_at_anchors(frozen, inputs, anchors, valid)
-        # [P, F]
+        # [P, F], the features of the P drafts that have a weight above 0.
         features = self.make_features(hidden, self.tokens_before(inputs.tokens, anchors))[indices]
         rows = indices[0]
         share = shares[indices]

@@ -187,7 +187,8 @@ def causal_features(
 class Fed(NamedTuple):
     """Positions and masks of the tokens that one call of the drafter processes."""
 
-    positions: Tensor  # [B or 1, 1] int64
+    # [B or 1, 1] int64, the position of each row's fed tokens. One row if all rows have the same.
+    positions: Tensor
     rotation: Rotation  # the drafter's rotary embedding at these positions
     before: list[int]  # number of verified tokens of each row
     seen: Tensor  # [B, b, n] bool, which of the round's n tokens each of the b tokens sees

@@ -149,7 +149,7 @@ class FeatureDrafter(Drafter):
         for index in range(1, int(step.max()) + 1):
             queries, valid = training.loss_queries(step == index)
             limit = context.gather(1, queries)[..., None]
-            # [B, Q, 2S]
+            # Mask [B, Q, 2S]: slots made from target states, then slots of the drafter.
             seen = torch.cat(
                 (slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1
             )

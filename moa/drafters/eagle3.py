@@ -433,7 +433,7 @@ def _attend(keys: Tensor, values: Tensor, q: Tensor, seen: Tensor, *own: Tensor)
     scores = [shared.masked_fill(~seen[:, :, None], -torch.inf)]
     for own_keys in own[::2]:
         scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
-    # [B, H_kv, group, Q, S + steps]
+    # Shape: [B, H_kv, query heads per KV head, Q, S + number of earlier steps]
     share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)
     attended = share[..., :n_slots] @ values[:, :, None]
     for index, own_values in enumerate(own[1::2]):

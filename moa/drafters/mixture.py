@@ -206,7 +206,7 @@ class MoADrafter(KVEncoder, Drafter):
         embeddings = frozen.embed(tokens)
         keys, values = self.self_attention.keys_values(embeddings, rotation)
         self_mask = masks.self_attention_mask(queries, context, rounds.staircase, n_tokens)
-        # [B, Q, E]
+        # Outputs of self-attention at the queries: [B, Q, E]
         x1 = self.self_attention(
             at_queries(embeddings, queries), query_rotation, keys, values, self_mask
         )

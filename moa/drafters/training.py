@@ -80,7 +80,7 @@ class Reads:
 class TrainingInputs:
     """One mini-batch of stored activations, right padded."""
 
-    tokens: Tensor  # [B, T] int64
+    tokens: Tensor  # [B, T] int64, token ids
     # [B, T], non-zero for tokens of responses. Position i predicts token i + 1.
     response_mask: Tensor
     # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads. None if the

@@ -125,7 +125,7 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
-    # [B * H_kv, group * Q, S]
+    # Shape [B * H_kv, group * Q, S]: the query heads of a group are rows of one product.
     scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))
     attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
     return attended.reshape(*q.shape[:3], v.shape[3])

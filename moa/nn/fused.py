@@ -170,8 +170,8 @@ def before_attention(
     x: Tensor,
     norm: Optional[Norm],  # noqa: UP045 - TorchScript does not support `Norm | None`
     qkv: Laid,
-    cosines: Tensor,  # [B or 1, n, 1, d]
-    sines: Tensor,  # [B or 1, n, 1, d]; negative in the first half of d
+    cosines: Tensor,  # [B or 1, n, 1, d], cosines of RoPE
+    sines: Tensor,  # [B or 1, n, 1, d], sines of RoPE, negated in the first half of d
     n_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:

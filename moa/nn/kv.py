@@ -25,7 +25,7 @@ from .masks import DeviceLengths, added, are_alike, to_device
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Pack the keys (after RoPE) and values of L layers, each [B, H_kv, T, d]: [B, T, L, D]."""
-    # [B, H_kv, T, 2d]
+    # One tensor [B, H_kv, T, 2d] per layer, with each head's key next to its value.
     per_layer = [torch.cat((k, v), dim=-1) for k, v in zip(keys, values, strict=True)]
     stacked = torch.stack(per_layer, dim=1)  # [B, L, H_kv, T, 2d]
     return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # [B, T, L, D]
@@ -37,7 +37,7 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
     Returns:
         Views of the keys and of the values, each [B, H_kv, T, d].
     """
-    # [2, B, H_kv, T, d]
+    # Shape [2, B, H_kv, T, d]; index 0 of the first axis has the keys, index 1 the values.
     per_head = packed.unflatten(-1, (n_kv_heads, 2, -1)).permute(3, 0, 2, 1, 4)
     return per_head[0], per_head[1]
 
@@ -96,7 +96,7 @@ class KVBuffer:
         self.lengths = [0] * n_rows
         self._n_layers = n_layers
         self._initial_slots = n_slots
-        self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
+        self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]: all keys, then all values
         # Views of the buffer, [B, H_kv, S, d] per layer. They are made only once, because each
         # tensor operation adds to the time of a draft step.
         self._layers: list[KeysValues] = []

@@ -65,7 +65,7 @@ class DeviceLengths(list[int]):
 
     def __init__(self, most: int, real: Tensor) -> None:
         super().__init__([most] * len(real))
-        self.real = real  # [B] int64
+        self.real = real  # [B] int64, the lengths, on the device
 
 
 def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> list[int]:
