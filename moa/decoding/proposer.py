@@ -327,7 +327,7 @@ class DrafterProposer(Proposer):
             beam_at = n_candidates + in_beam
             n_candidates += score.shape[1]
             fed = tokens[-1].gather(1, in_beam)  # [B, b]
-            came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam
+            came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam.
             itself = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
             beam_seen = torch.cat((above, itself), dim=2)

@@ -67,7 +67,8 @@ class SamplingConfig:
     answer. The frequency penalty is subtracted once for each occurrence.
     """
 
-    temperature: float = 0.0  # 0 for greedy decoding
+    # 0 for greedy decoding.
+    temperature: float = 0.0
     # Keep the most likely tokens until their cumulative probability reaches this value, at least
     # one token.
     top_p: float = 1.0

@@ -136,7 +136,8 @@ class DraftTree:
     # [B, N] int64, index of each node's parent; -1 for the root. It is less than the node's own
     # index.
     parents: Tensor
-    scores: Tensor | None = None  # [B, N], the drafter's cumulative log-probabilities
+    # [B, N], the drafter's cumulative log-probabilities.
+    scores: Tensor | None = None
     # [B, N, V], the drafter's distributions from which the drafts were sampled. None if the drafts
     # are the most likely tokens.
     probabilities: Tensor | None = None

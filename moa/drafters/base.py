@@ -53,16 +53,17 @@ CommittedTokens = Sequence[list[int]]
 class DraftedFeatures:
     """Features of drafts. Validation computes the same features that decoding would compute."""
 
-    queries: Tensor  # [B, Q] int64, positions of the drafts
-    valid: Tensor  # [B, Q] bool; False is padding
-    features: Tensor  # [B, Q, E], features of the drafts
+    queries: Tensor  # [B, Q] int64, positions of the drafts.
+    valid: Tensor  # [B, Q] bool; False is padding.
+    features: Tensor  # [B, Q, E], features of the drafts.
 
 
 @dataclass(frozen=True)
 class DraftLevel:
     """The nodes of one level of a draft tree. They are fed to the drafter together."""
 
-    tokens: Tensor  # [B, b] int64, drafted token of each node
+    # [B, b] int64, drafted token of each node.
+    tokens: Tensor
     # [B, b, E], the features of each node's parent, as returned by ``draft_root`` or
     # ``draft_level``.
     parent_features: Tensor
@@ -76,7 +77,8 @@ class Drafter(nn.Module, ABC):
     """A drafter: its trained weights, their training objective, and how it drafts."""
 
     config_class: ClassVar[type[DrafterSizes]]
-    config: Any  # the sizes, an instance of ``config_class``
+    # The sizes, an instance of ``config_class``.
+    config: Any
     # [V_d] int64, ascending ids of the tokens in the draft vocabulary, the only tokens that can be
     # drafted. Empty if all tokens can be drafted.
     draft_ids: Tensor
@@ -93,7 +95,8 @@ class Drafter(nn.Module, ABC):
     context_width: int | None = None
     # Target layers whose unchanged KV is sent too. It is at the end of each context.
     context_layers: tuple[int, ...] = ()
-    context_needs_kv = False  # True if :meth:`encode_context` reads the target's KV.
+    # True if :meth:`encode_context` reads the target's KV.
+    context_needs_kv = False
     # True if logits are computed by the target's LM head, false if the drafter has its own head.
     uses_target_head = True
 

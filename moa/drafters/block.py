@@ -73,7 +73,8 @@ from .sizes import (
 )
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
-CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
+# Kinds of context; see the docstring of the module.
+CONTEXTS = ("hidden", "kv", "memory")
 # Number of target layers whose outputs the drafter reads by default, as in DSpark and DFlash.
 N_READ_LAYERS = 5
 
@@ -87,7 +88,8 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
     # The token whose embedding is the input of masked slots.
     mask_token: SizeOrZero
-    block_size: Size  # G, number of slots of a block
+    # G, number of slots of a block.
+    block_size: Size
     # If true, the anchor slot predicts the next token. If false, each masked slot predicts the
     # token at its own position.
     sample_from_anchor: Flag
@@ -97,7 +99,8 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
     With the context ``kv``, each draft layer sees the KV of the same number of these layers, the
     first draft layer that of the lowest. Empty with the context ``memory``."""
-    block_layers: Size = 5  # number of decoder layers
+    # Number of decoder layers.
+    block_layers: Size = 5
     # True if only the tokens marked in the tensor ``t2d`` can be drafted, as in checkpoints of the
     # project speculators.
     reduced_vocabulary: Flag = False
@@ -703,8 +706,9 @@ class DSparkSizes(BlockDrafterSizes):
     sample_from_anchor: Flag = True
     # Kind of Markov head, which makes a draft depend on the previous draft; see :mod:`..nn.markov`.
     markov_head: str = "vanilla"
-    markov_rank: Size = 256  # r, rank of the Markov head
-    confidence_head: Flag = True  # whether there is a confidence head
+    markov_rank: Size = 256  # r, rank of the Markov head.
+    # Whether there is a confidence head.
+    confidence_head: Flag = True
     # True if the confidence head also reads the Markov head's embedding of the previous token.
     confidence_with_markov: Flag = True
 

@@ -189,9 +189,10 @@ class Fed(NamedTuple):
 
     # [B or 1, 1] int64, the position of each row's fed tokens. One row if all rows have the same.
     positions: Tensor
-    rotation: Rotation  # the drafter's rotary embedding at these positions
-    before: list[int]  # number of verified tokens of each row
-    seen: Tensor  # [B, b, n] bool, which of the round's n tokens each of the b tokens sees
+    rotation: Rotation  # The drafter's rotary embedding at these positions.
+    before: list[int]  # Number of verified tokens of each row.
+    # [B, b, n] bool, which of the round's n tokens each of the b tokens sees.
+    seen: Tensor
     # [B, b, S] bool, the mask over the whole cache: the verified tokens, followed by ``seen``. None
     # if nothing is masked.
     mask: Tensor | None
@@ -204,8 +205,9 @@ class LayerState(RowState):
         # One buffer per layer. It holds the slots of committed tokens, followed by the slots of
         # this round's draft tree in the order in which its tokens were fed.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
-        self.n_true = [0] * n_rows  # number of slots of each row that hold committed tokens
-        self.n_fed = 0  # number of tokens that this round has fed, including the root
+        self.n_true = [0] * n_rows  # Number of slots of each row that hold committed tokens.
+        # Number of tokens that this round has fed, including the root.
+        self.n_fed = 0
         # For each row, target states [n, ...] of committed positions that have not been fed to the
         # layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
@@ -274,8 +276,9 @@ class LayerState(RowState):
         self,
         blocks: Sequence[DecoderBlock],
         rotary: Rotary,
-        x: Tensor,  # [B, n, E], right padded
-        counts: Sequence[int],  # number of real tokens of each row, at least 1
+        x: Tensor,  # [B, n, E], right padded.
+        # Number of real tokens of each row, at least 1.
+        counts: Sequence[int],
         # A function that computes the last layer. If it is None, the layer's ``forward`` is called.
         last: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Fed]:

@@ -87,8 +87,8 @@ class Eagle3Sizes(LayerSizes):
     fused_layers: Indices
     """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
     input."""
-    draft_vocabulary: Size  # V_d, number of tokens that can be drafted
-    test_time_steps: Size = 7  # J, number of draft steps that training unrolls
+    draft_vocabulary: Size  # V_d, number of tokens that can be drafted.
+    test_time_steps: Size = 7  # J, number of draft steps that training unrolls.
     fc_norm: Flag = False
     """True if each output is normed before the outputs are fused, as in EAGLE-3.1 (arXiv
     2605.09992)."""

@@ -47,9 +47,9 @@ class IndependentSizes(DrafterSizes):
 
     kind = "independent"
 
-    independent_width: Size  # W, the drafter's width
-    independent_mlp_width: Size  # MLP width of each layer
-    independent_layers: Size = 2  # number of decoder layers
+    independent_width: Size  # W, the drafter's width.
+    independent_mlp_width: Size  # MLP width of each layer.
+    independent_layers: Size = 2  # Number of decoder layers.
 
     @override
     def problems(self) -> Iterator[str]:

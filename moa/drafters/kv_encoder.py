@@ -56,10 +56,11 @@ class KVEncoderSizes(DrafterSizes):
     kv_groups: Indices = ()
     # For each of these groups, the KV width of its layers, which replaces D.
     kv_group_widths: Indices = ()
-    layer_attention_heads: SizeOrZero = 0  # number of query heads; it must divide kv_width
-    layer_attention_head_dim: SizeOrZero = 0  # head dim of layer self-attention
-    layer_attention_kv_heads: SizeOrZero = 0  # number of KV heads of layer self-attention
-    layer_attention_mlp_width: SizeOrZero = 0  # MLP width of layer self-attention
+    layer_attention_heads: SizeOrZero = 0  # Number of query heads; it must divide kv_width.
+    layer_attention_head_dim: SizeOrZero = 0  # Head dim of layer self-attention.
+    layer_attention_kv_heads: SizeOrZero = 0  # Number of KV heads of layer self-attention.
+    # MLP width of layer self-attention.
+    layer_attention_mlp_width: SizeOrZero = 0
     # If false, there is no layer self-attention, and only the KV of the target's last layer is
     # encoded.
     layer_attention: Flag = True

@@ -57,8 +57,8 @@ class MedusaSizes(DrafterSizes):
 
     kind = "medusa"
 
-    medusa_heads: Size = 6  # K, number of heads and maximum number of draft levels
-    medusa_layers: Size = 1  # number of residual layers of each head
+    medusa_heads: Size = 6  # K, number of heads and maximum number of draft levels.
+    medusa_layers: Size = 1  # Number of residual layers of each head.
 
     @property
     @override
@@ -139,7 +139,8 @@ class MedusaDrafter(Drafter):
         counts = every.sum(dim=(1, 2)).tolist()
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
-        indices, rows, positions = true_indices(every)  # [P] for the loss positions of all heads
+        # [P] for the loss positions of all heads.
+        indices, rows, positions = true_indices(every)
         # Head k reads the hidden state k positions earlier, so it is not trained at positions below
         # k.
         read = hidden[rows, positions - (indices + 1)].split(counts)

@@ -69,10 +69,11 @@ class MoASizes(KVEncoderSizes):
 
     kind = "moa"
 
-    self_attention_kv_heads: Size  # number of KV heads of the causal self-attention
-    self_attention_mlp_width: Size  # MLP width of the causal self-attention
-    cross_attention_kv_heads: Size  # number of KV heads of the cross-attention
-    cross_attention_mlp_width: Size  # MLP width of the cross-attention
+    self_attention_kv_heads: Size  # Number of KV heads of the causal self-attention.
+    self_attention_mlp_width: Size  # MLP width of the causal self-attention.
+    cross_attention_kv_heads: Size  # Number of KV heads of the cross-attention.
+    # MLP width of the cross-attention.
+    cross_attention_mlp_width: Size
     # N, the number of the target's last layers that the drafted features pass through.
     target_layer_inference: SizeOrZero = 0
     cross_attention_drafts: Flag = True

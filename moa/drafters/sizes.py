@@ -31,13 +31,15 @@ class DrafterSizes:
     Subclasses add the drafter's own sizes.
     """
 
-    kind: ClassVar[str]  # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
+    # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
+    kind: ClassVar[str]
     # Prefixes of field names. The JSON form omits a field with such a name if it is empty or 0.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
     # Names of fields that change no weight of the drafter.
     without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
 
-    hidden_size: Size  # E, width of the target
+    # E, width of the target.
+    hidden_size: Size
     # Number of query heads of the target. The drafter's self- and cross-attention have the same
     # number.
     n_heads: Size
@@ -46,9 +48,10 @@ class DrafterSizes:
     # L, number of decoder layers of the target. 0 if a checkpoint of another project does not state
     # it.
     n_layers: SizeOrZero
-    vocab_size: Size  # V, vocabulary size of the target
-    max_position_embeddings: Size  # maximum number of positions of the target
-    norm_eps: Number  # epsilon of all RMSNorms, the same as in the target
+    vocab_size: Size  # V, vocabulary size of the target.
+    max_position_embeddings: Size  # Maximum number of positions of the target.
+    # Epsilon of all RMSNorms, the same as in the target.
+    norm_eps: Number
     # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All blocks use them.
     rope_parameters: dict[str, Any]
     # True if the q, k and v projections of self-attention have biases, as for Qwen2 targets.
@@ -211,8 +214,8 @@ class LayerSizes(DrafterSizes):
     By default the layers also have the target's number of KV heads and the target's MLP width.
     """
 
-    self_attention_kv_heads: Size  # number of KV heads of each layer
-    self_attention_mlp_width: Size  # MLP width of each layer
+    self_attention_kv_heads: Size  # Number of KV heads of each layer.
+    self_attention_mlp_width: Size  # MLP width of each layer.
 
     @override
     def problems(self) -> Iterator[str]:

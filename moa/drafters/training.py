@@ -56,7 +56,8 @@ from ..targets.bundle import FrozenTarget
 class Reads:
     """What training reads from a store, besides tokens, response masks and last hidden states."""
 
-    kv: bool = False  # True if the target's KV is read.
+    # True if the target's KV is read.
+    kv: bool = False
     # Layers whose KV is read, ascending. Negative numbers count from the last layer. If None, the
     # KV of all layers is read.
     kv_layers: tuple[int, ...] | None = None
@@ -80,13 +81,15 @@ class Reads:
 class TrainingInputs:
     """One mini-batch of stored activations, right padded."""
 
-    tokens: Tensor  # [B, T] int64, token ids
+    # [B, T] int64, token ids.
+    tokens: Tensor
     # [B, T], non-zero for tokens of responses. Position i predicts token i + 1.
     response_mask: Tensor
     # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads. None if the
     # drafter reads no KV.
     kv: Tensor | None
-    hidden: Tensor  # [B, T, E], the target's hidden states after its final norm.
+    # [B, T, E], the target's hidden states after its final norm.
+    hidden: Tensor
     # [B, T, E], the input of the target's last N layers. Required if the drafter runs its features
     # through these layers (N > 0).
     entering_hidden: Tensor | None = None
@@ -110,7 +113,8 @@ class TrainingInputs:
 class BlockDraws:
     """The blocks of a response that are trained, and the loss weights of their drafts."""
 
-    n_drafts: int = 1  # K, number of drafts of a block
+    # K, number of drafts of a block.
+    n_drafts: int = 1
     # Maximum number of blocks per sequence. If a sequence has more blocks, this number of them is
     # sampled. If None, all blocks are trained.
     max_anchors: int | None = None
@@ -137,7 +141,8 @@ class Draws:
     offset: Tensor | None = None
     # One seed per row, for noise in hidden states and for sampled blocks.
     seeds: tuple[int, ...] = ()
-    noise_width: float = 0.0  # The noise is uniform between -noise_width / 2 and noise_width / 2.
+    # The noise is uniform between -noise_width / 2 and noise_width / 2.
+    noise_width: float = 0.0
     # Loss weight of the on-policy pass, which trains draft rounds. 0 skips the pass.
     on_policy_weight: float = 1.0
     # Loss weight of the teacher-forced pass. In this pass, each position of a response is the first
@@ -176,10 +181,11 @@ class Draws:
 class Rounds:
     """The draft rounds of a training step: the drafted positions (queries), and what each sees."""
 
-    queries: Tensor  # [B, Q] int64, positions
-    context: Tensor  # [B, Q] int64, last position whose target activations the query sees
-    drafted: Tensor  # [B, Q] bool; False is padding
-    weights: Tensor  # [B, Q] float32, weight in the loss
+    queries: Tensor  # [B, Q] int64, positions.
+    context: Tensor  # [B, Q] int64, last position whose target activations the query sees.
+    drafted: Tensor  # [B, Q] bool; False is padding.
+    # [B, Q] float32, weight in the loss.
+    weights: Tensor
     # [B, Q] bool, true if the query's self-attention sees only tokens of its own round. This is the
     # case in the on-policy pass of staircase rows.
     staircase: Tensor
@@ -373,9 +379,10 @@ class LossWeights:
     # Weight of the cross-entropy to the actual next tokens. This term, the L1 term and the
     # confidence term are used by block-parallel drafters only.
     cross_entropy: float = 0.1
-    l1: float = 0.9  # weight of the L1 distance between the distributions of drafter and target
-    confidence: float = 1.0  # weight of the confidence head's binary cross-entropy
-    divergence: losses.Divergence = losses.KL  # the divergence of the forward KL term
+    l1: float = 0.9  # Weight of the L1 distance between the distributions of drafter and target.
+    confidence: float = 1.0  # Weight of the confidence head's binary cross-entropy.
+    # The divergence of the forward KL term.
+    divergence: losses.Divergence = losses.KL
     # Smoothing s of D-PACE, which computes the weight of a draft from the probabilities of the
     # drafts of its block: each probability q becomes (1 - s) q + s. If None, the weights are fixed.
     d_pace: float | None = None

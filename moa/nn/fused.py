@@ -49,7 +49,8 @@ class FusedWeights:
     # projections.
     products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
-    weights: list[Tensor]  # All weights and biases that the layer had when they were fused.
+    # All weights and biases that the layer had when they were fused.
+    weights: list[Tensor]
     # Address and version of each weight at the time of fusing. A changed weight has another address
     # or version.
     states: list[tuple[int, int]]
@@ -170,8 +171,8 @@ def before_attention(
     x: Tensor,
     norm: Optional[Norm],  # noqa: UP045 - TorchScript does not support `Norm | None`
     qkv: Laid,
-    cosines: Tensor,  # [B or 1, n, 1, d], cosines of RoPE
-    sines: Tensor,  # [B or 1, n, 1, d], sines of RoPE, negated in the first half of d
+    cosines: Tensor,  # [B or 1, n, 1, d], cosines of RoPE.
+    sines: Tensor,  # [B or 1, n, 1, d], sines of RoPE, negated in the first half of d.
     n_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,7 +96,8 @@ class KVBuffer:
         self.lengths = [0] * n_rows
         self._n_layers = n_layers
         self._initial_slots = n_slots
-        self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]: all keys, then all values
+        # [2, L, B, H_kv, S, d]: all keys, then all values.
+        self._buffer: Tensor | None = None
         # Views of the buffer, [B, H_kv, S, d] per layer. They are made only once, because each
         # tensor operation adds to the time of a draft step.
         self._layers: list[KeysValues] = []

@@ -133,7 +133,8 @@ class Mask:
     inside kernels that evaluate the mask block by block.
     """
 
-    queries: Tensor  # [B or 1, Q], one value per query. Only its shape and device are used.
+    # [B or 1, Q], one value per query. Only its shape and device are used.
+    queries: Tensor
     # For each part of the keys: the number of its keys, and its rule.
     parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
     block_mask: Any = None  # FlexAttention's block mask. It is created when it is first needed.

@@ -134,7 +134,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # Decoder layers whose outputs each target call stores in this cache, because the drafter
         # reads them.
         self.watched_layers: tuple[int, ...] = ()
-        self._layer_outputs: list[Tensor] = []  # one tensor [B, n, K * E] per chunk of a call
+        # One tensor [B, n, K * E] per chunk of a call.
+        self._layer_outputs: list[Tensor] = []
         # The slots to which the current target call writes, as `slots_after` returns them. For a
         # static call, the lengths [B, 1] after which it writes.
         self._slots: int | Tensor = 0

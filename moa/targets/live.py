@@ -439,7 +439,8 @@ Inputs = tuple[Tensor, Tensor | None, Tensor]
 class _StaticGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    hidden: Tensor  # [B, P, E]. Each replay overwrites this tensor.
+    # [B, P, E]. Each replay overwrites this tensor.
+    hidden: Tensor
     # One tensor [B, P, E] per watched layer. Each replay overwrites the tensors.
     kept: list[Tensor]
 
