@@ -58,7 +58,8 @@ class DecodeStats:
 
     # Number of tokens that each target call after the prefill committed.
     committed_per_call: list[int] = field(default_factory=list)
-    n_tokens: int = 0  # number of generated tokens, including the one from the prefill
+    # Number of generated tokens, including the first token, which the prefill gives.
+    n_tokens: int = 0
     n_drafted: int = 0
     # Number of target calls that verified drafts.
     n_drafted_calls: int = 0

@@ -37,7 +37,7 @@ class Proposer:
     A proposer serves one generation at a time. This base class has no caches.
     """
 
-    max_depth: int | None = None  # maximum number of draft levels; None for no limit
+    max_depth: int | None = None  # Maximum number of draft levels. If None, any number.
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts.

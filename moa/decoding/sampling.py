@@ -67,7 +67,7 @@ class SamplingConfig:
     answer. The frequency penalty is subtracted once for each occurrence.
     """
 
-    # 0 for greedy decoding.
+    # Logits are divided by the temperature before tokens are sampled. 0 means greedy decoding.
     temperature: float = 0.0
     # Keep the most likely tokens until their cumulative probability reaches this value, at least
     # one token.
@@ -314,7 +314,8 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     # Make a float64 from 1 to 2 of the 52 random bits, by adding the exponent bits of 1.0. Its
     # value is ``1 + u``, minus half of the last bit.
     bits |= np.uint64(0x3FF << 52)
-    above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
+    # 1 - u for each token. u is below 1, so 1 - u is never 0.
+    above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)
     bounds = above / probability
     best = bounds.argmin()
     reached = -torch.log1p(-above[best]) / probability[best]
@@ -358,7 +359,7 @@ def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
 class SamplingState:
     """The tokens of a sequence so far, and the settings that determine its next tokens."""
 
-    tokens: list[int]  # prompt and answer so far
+    tokens: list[int]  # Tokens of the prompt and of the answer so far.
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
@@ -479,9 +480,9 @@ class Verified(NamedTuple):
     """A sequence up to the root (its last token), its drafts, and the target's logits."""
 
     state: SamplingState
-    tokens: Sequence[int]  # the N drafted tokens
+    tokens: Sequence[int]  # Token ids of the N drafts.
     parents: Sequence[int]
-    logits: Tensor  # [N + 1, V], logits of the token after the root and after each draft
+    logits: Tensor  # [N + 1, V], for the tokens after the root and after each draft.
 
 
 def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:

@@ -133,8 +133,8 @@ class DraftTree:
 
     # [B, N] int64. NO_DRAFT pads rows with fewer drafts.
     tokens: Tensor
-    # [B, N] int64, index of each node's parent; -1 for the root. It is less than the node's own
-    # index.
+    # [B, N] int64, index of each node's parent; -1 for the root. A parent has a lower index than
+    # its children.
     parents: Tensor
     # [B, N], the drafter's cumulative log-probabilities.
     scores: Tensor | None = None

@@ -187,7 +187,8 @@ def causal_features(
 class Fed(NamedTuple):
     """Positions and masks of the tokens that one call of the drafter processes."""
 
-    # [B or 1, 1] int64, the position of each row's fed tokens. One row if all rows have the same.
+    # [B or 1, 1] int64, position of each row's tokens. One entry if all rows have the same
+    # position.
     positions: Tensor
     rotation: Rotation  # The drafter's rotary embedding at these positions.
     before: list[int]  # Number of verified tokens of each row.
@@ -255,7 +256,8 @@ class LayerState(RowState):
         starts: list[int] = []
         fresh_tokens: list[list[int]] = []
         for tokens, n_slots in zip(committed, self.n_true, strict=True):
-            # Feed the root again in each round, because its slot may hold a rejected draft.
+            # Always feed the root, even if it was fed before, because its slot may hold a rejected
+            # draft.
             start = min(n_slots, len(tokens) - 1)
             starts.append(start)
             fresh_tokens.append(tokens[start:])

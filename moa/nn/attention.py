@@ -190,7 +190,8 @@ def _flex_works(
 
     The reference is PyTorch's attention in float32.
     """
-    # Whether FlexAttention works depends on the compiler and on library versions, so compare once.
+    # Whether FlexAttention works depends on the compiler and on library versions. So compare its
+    # results with the reference once.
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(heads: int, n: int) -> Tensor:
@@ -212,7 +213,8 @@ def _flex_works(
                     results.append([x.float() for x in (attended.detach(), *gradients)])
                 for got, expected in zip(*results, strict=True):
                     error = float((got - expected).norm() / expected.norm())
-                    # The negated comparison is also true if the error is NaN.
+                    # Comparisons with NaN are false, so this negated comparison also finds an error
+                    # that is NaN.
                     if not error <= _MAX_ERROR:
                         raise ValueError(f"its results are {error:.1%} off")
     except Exception as error:  # noqa: BLE001 - a compiler can raise any exception

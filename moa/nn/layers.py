@@ -131,7 +131,8 @@ class Rotary(nn.Module):
                 "finite. Restore these parameters in config.json."
             )
         inv_freq = inv_freq.float()
-        # [d], negative in the first half, so that their sines have the signs that `rotate` needs
+        # [d] frequencies. They are negative in the first half, because RoPE multiplies the sine by
+        # -1 there.
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
@@ -189,7 +190,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        # The transpose of a rotation is the rotation by the negative angle.
+        # The gradient is multiplied by the transpose of the rotation, which is the rotation by the
+        # negative angle.
         cos, sin = ctx.saved_tensors
         return _rotated(grad_outputs[0], cos, sin, -1), None, None
 

@@ -31,7 +31,7 @@ from typing_extensions import override
 class MarkovHead(nn.Module):
     """The vanilla head: a bias that depends only on the previous token."""
 
-    # 1 if the memory includes a recurrent state s, which has r values. Otherwise 0.
+    # Number of recurrent states s, with r values each, in the memory of a slot.
     n_states = 0
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:

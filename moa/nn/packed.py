@@ -189,7 +189,7 @@ def _holds(weight: Tensor, is_exact: bool) -> bool:
 
     The limit is ``_MAX_ERROR``, or the larger ``_MAX_DRAFT_ERROR`` if ``is_exact`` is false.
     """
-    # The negated comparison is also true if a value is NaN.
+    # Comparisons with NaN are false, so this negated comparison also finds weights with NaN.
     if not weight.abs().max() <= torch.finfo(torch.float16).max:
         return False
     missed = weight.half().float() - weight

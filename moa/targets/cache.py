@@ -127,7 +127,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # Number of tokens per row that the last target call wrote, in all its chunks, and that are
         # not committed yet.
         self.n_pending = 0
-        # Number of pending tokens that earlier chunks of the current call wrote.
+        # Number of pending tokens that earlier chunks of the current target call wrote.
         self._n_before = 0
         self._is_static = False
         self._groups = groups
@@ -297,7 +297,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         n_slots = self.n_slots
         slots = self._slots
         if self._is_static:
-            # A graph must not depend on Python values such as lengths.
+            # A CUDA graph cannot depend on Python values such as lengths, so compute the slots on
+            # the device, and attend to all of them.
             n_slots = self.capacity
             slots = slots + torch.arange(keys.shape[2], device=keys.device)
         like = keys
@@ -310,8 +311,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self.reserve(n_slots, like)
         all_keys, all_values = self._layers[layer]
         if self._groups:
-            # A layer uses the first heads, and the first values of each head. The rest of its
-            # buffer is zero.
+            # A narrow layer uses only the first heads of its buffer, and the first values of each
+            # head. The rest is zero.
             all_keys = all_keys[:, : keys.shape[1], :, : keys.shape[3]]
             all_values = all_values[:, : values.shape[1], :, : values.shape[3]]
         write_slots((all_keys, all_values), keys, values, slots)

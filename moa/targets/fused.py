@@ -111,7 +111,7 @@ class FusedBody:
         self._embed = body.get_input_embeddings()
         self._rotary = body.rotary_emb
         self._layers: list[FusedWeights] = [vars(layer)["fused"] for layer in decoder_layers(model)]
-        # The shape of ``o_proj`` shows the number of query heads.
+        # The shape of the weight of ``o_proj`` gives the number of query heads.
         sizes: set[tuple[int, int, float, torch.Size]] = set()
         for fused in self._layers:
             attention = fused.attention
