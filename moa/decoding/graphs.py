@@ -65,7 +65,7 @@ class ChainGraphs:
         shape: TreeShape,
         record: Record,
     ) -> Tensor | None:
-        """Draft chains by replaying a graph. The graph is recorded at its first use.
+        """Draft chains by replaying a CUDA graph. The graph is recorded when it is first needed.
 
         Args:
             state: the drafter's caches and lengths for all rows.
@@ -148,7 +148,7 @@ class ChainGraphs:
 def _recorded(
     numbers: Tensor, states: Tensor | None, n_new: int, most: int, state: LayerState, record: Record
 ) -> _Graph:
-    """Record a round as a graph.
+    """Record the drafting of a round as a CUDA graph.
 
     Args:
         numbers: see :class:`_Graph`. The graph reads this tensor at its address.

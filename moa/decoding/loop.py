@@ -204,7 +204,7 @@ def _decode(
     sampling: SamplingConfig,
     on_round: OnRound | None,
 ) -> None:
-    """Run rounds until the answers of all rows have ended."""
+    """Run rounds of drafting and verification until the answers of all rows have ended."""
     active = rows
     began = mark_moment(target.device)
     while active := _drop_finished(active, cache, proposer):

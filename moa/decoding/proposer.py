@@ -362,10 +362,12 @@ def _cut_chain(
 
 
 class PromptLookupProposer(Proposer):
-    """Proposes the tokens that followed the latest earlier occurrence of the last n tokens.
+    """Proposes drafts by searching for the last n tokens earlier in the sequence.
 
-    The largest n is used for which the last n tokens occurred before. Source: Saxena, "Prompt
-    Lookup Decoding" (2023). In transformers the same method is ``prompt_lookup_num_tokens``.
+    The drafts are the tokens that followed the latest earlier occurrence of these n tokens. The
+    number n is the largest for which there is an earlier occurrence, at most ``max_ngram``. Source:
+    Saxena, "Prompt Lookup Decoding" (2023). In transformers the same method is
+    ``prompt_lookup_num_tokens``.
     """
 
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:

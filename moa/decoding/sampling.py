@@ -563,9 +563,9 @@ def accept_sampled(
 
 
 class _Judge:
-    """The target's distributions after the root and after each node of a row, computed when needed.
+    """The target's distributions of the tokens after the root and after each node of a row.
 
-    It also gives the probabilities of the drafts in these distributions.
+    They are computed when they are needed. The class also gives the probabilities of the drafts.
     """
 
     def __init__(

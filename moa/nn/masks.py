@@ -141,7 +141,7 @@ class Mask:
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
-        """Let each query see the keys up to a position, such as s(i).
+        """Let each query see the keys up to a position, such as its last context position s(i).
 
         Args:
             last_seen: [B or 1, Q] int64, the last key that each query sees.
