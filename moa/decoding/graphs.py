@@ -4,11 +4,12 @@ Without a graph, the host launches hundreds of kernels for a chain of five draft
 launches one.
 
 A graph repeats its kernels at the same addresses with the same shapes. So the caches stay at fixed
-addresses, and attention reads the same number of slots in every round, under a mask. A slot holds
-the key and value of one token. Lengths on the device (:class:`.masks.DeviceLengths`) say in which
-slots keys and values are written.
+addresses, and in every round attention reads all slots of a cache, under a mask. A slot holds the
+key and value of one token. The slots that a round writes to depend on tensors on the device
+(:class:`.masks.DeviceLengths`), not on Python values.
 
-Shapes: B rows, N tokens that are fed at the start of a round (right padded), S slots.
+Shapes: B rows, N tokens that the drafter processes at the start of a round (right padded), S slots
+of a cache.
 """
 
 import copy
@@ -25,18 +26,19 @@ from ..nn.masks import DeviceLengths, added
 from ..targets.cache import TargetCache
 from .tree import DraftTree, TreeShape
 
-# A function that drafts from a state. The state already holds the tokens of the round, on the
-# device.
+# A function that drafts from a drafter's state. The state already holds the tokens of the round, on
+# the device.
 Record = Callable[[LayerState], DraftTree]
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    # [B, N + 2 + n] int64 for n buffers. For each row: the N tokens of the round, the number of
-    # real tokens among them, the number of committed slots before the round, and the length of each
-    # buffer before the round.
+    # [B, N + 2 + n] int64, the input of a replay, for a drafter with n cache buffers. Each row has
+    # the N tokens of the round, the number of them that are not padding, the number of committed
+    # tokens that the caches held before the round, and the length of each buffer before the round.
     numbers: Tensor
-    # [B, N, ...], the target's hidden states of the N tokens. None if the drafter reads no states.
+    # [B, N, ...], the target's hidden states of the N tokens, also an input. None if the drafter
+    # reads no hidden states.
     states: Tensor | None
     # [B, depth] int64, the drafted tokens. Each replay overwrites them.
     drafts: Tensor
@@ -45,12 +47,13 @@ class _Graph(NamedTuple):
 class ChainGraphs:
     """The CUDA graphs of a drafter.
 
-    There is one graph for each number of rows, shape of drafts, and buffer of the target's cache.
+    There is one graph for each combination of number of rows, shape of drafts, and buffer of the
+    target's cache.
     """
 
     def __init__(self) -> None:
-        # Buffers at fixed addresses, [2, L, B, H_kv, S, d] each. The drafter's caches are moved
-        # into them.
+        # Buffers at fixed addresses, to which the drafter's caches are moved. Their axes are: keys
+        # or values, layer, row, KV head, slot, head dim.
         self._homes: list[Tensor] = []
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
@@ -62,7 +65,7 @@ class ChainGraphs:
         shape: TreeShape,
         record: Record,
     ) -> Tensor | None:
-        """Draft chains by replaying a graph. The graph is recorded at its first use.
+        """Draft chains by replaying a CUDA graph. The graph is recorded when it is first needed.
 
         Args:
             state: the drafter's caches and lengths for all rows.
@@ -72,11 +75,12 @@ class ChainGraphs:
             record: drafts the chains. The graph records its kernels.
 
         Returns:
-            Drafts [B, depth] int64. None if the round does not fit a graph, for example the first
-            round of a generation.
+            Drafts [B, depth] int64. None if no graph can draft this round, for example because the
+            first round of a generation feeds many tokens.
         """
-        # A round commits at most all drafts of a chain and one bonus token. The caches of some
-        # drafters end one token before the root, so they need one more token.
+        # The number N of tokens to feed. A round commits at most all drafts of a chain and one
+        # bonus token. The caches of some drafters end one token before the root, so these drafters
+        # need one more token.
         n_new = shape.depth + 2
         n_slots = cache.capacity
         buffers = _buffers(state)
@@ -118,10 +122,10 @@ class ChainGraphs:
         return graph.drafts.clone()
 
     def _settle(self, buffers: Sequence[KVBuffer], n_slots: int) -> None:
-        """Move the drafter's cache buffers to the fixed addresses that the graphs use.
+        """Move the drafter's caches to the buffers at fixed addresses that the graphs use.
 
-        If the fixed buffers are too small or have another number of slots than the buffers of the
-        state, new fixed buffers are allocated and all graphs are dropped.
+        If these buffers have too few rows, or another number of slots than ``n_slots``, new buffers
+        are allocated and all graphs are dropped.
         """
         shapes = [(*buffer.buffer.shape[:4], n_slots, buffer.buffer.shape[5]) for buffer in buffers]
         if (
@@ -135,7 +139,7 @@ class ChainGraphs:
                 for source, shape in zip(buffers, shapes, strict=True)
             ]
         for buffer, home in zip(buffers, self._homes, strict=True):
-            # A batch whose number of rows has shrunk uses the first rows of the fixed buffers.
+            # If the batch has fewer rows than the fixed buffers, use their first rows.
             home_rows = home[:, :, : len(buffer.lengths)]
             if buffer.buffer.data_ptr() != home_rows.data_ptr():
                 buffer.resize(n_slots, home_rows[0, 0], home_rows.zero_())
@@ -144,13 +148,14 @@ class ChainGraphs:
 def _recorded(
     numbers: Tensor, states: Tensor | None, n_new: int, most: int, state: LayerState, record: Record
 ) -> _Graph:
-    """Record a round as a graph.
+    """Record the drafting of a round as a CUDA graph.
 
     Args:
         numbers: see :class:`_Graph`. The graph reads this tensor at its address.
         states: see :class:`_Graph`. The graph reads this tensor at its address.
-        n_new: N, the padded number of tokens that are fed at the start of a round.
-        most: upper bound of a row's number of committed tokens, including those of the round.
+        n_new: N, the number of tokens that the drafter processes at the start of a round, with
+            padding.
+        most: upper bound of a row's number of committed tokens, including the N new ones.
         state: the drafter's state, which is copied and not changed.
         record: drafts the chains. The graph records its kernels.
     """
@@ -182,7 +187,7 @@ def _recorded(
 def _buffers(state: LayerState) -> list[KVBuffer]:
     """List the cache buffers of a state.
 
-    First come the buffers in ``state.slots``, in which the last committed token is the root. In the
-    other buffers it is the token before the root.
+    First come the buffers in ``state.slots``. Between rounds they contain all committed tokens up
+    to the root. The other buffers end one token earlier, before the root.
     """
     return [*state.slots, *(value for value in vars(state).values() if isinstance(value, KVBuffer))]

@@ -1,8 +1,8 @@
-"""The decoding loop for a batch of rows: plain, or speculative with chains or trees of drafts.
+"""The decoding loop for a batch: plain, or speculative with chains or trees of drafts.
 
 Speculative decoding is Algorithm 1 of the Mixture of Attentions paper (arXiv 2410.03804). The
-example shows one round of one row, with a chain of three drafts (``=`` is committed and has target
-KV, ``~`` is pending):
+example shows one round of one sequence, with a chain of three drafts. Under the words, ``=`` marks
+committed tokens with target KV, and ``~`` marks the tokens of the target call:
 
     committed     The cat sat on             "on", the root, is committed, but has no target KV yet
     target KV     ===========
@@ -17,10 +17,10 @@ KV, ``~`` is pending):
                   The cat sat on the mat .
                   ======================
 
-The round committed three tokens with one target call. The acceptance length is the mean of that
+The round committed three tokens with one target call. The acceptance length is the mean of this
 number over all rounds, without the prefill. A tree is verified in the same call, under a mask in
 which each draft sees only its ancestors (``tree``). A round without drafts is a plain decoding
-step, so one loop does plain and speculative decoding.
+step, so the same loop does plain and speculative decoding.
 """
 
 import time
@@ -42,12 +42,13 @@ from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
-# The proposer of plain decoding, which never has to propose drafts.
+# The proposer for plain decoding. Its ``propose`` is never called.
 PLAIN = Proposer()
-# Called at each commit with the committed tokens and, for each of them, whether it was a draft.
+# A function that is called when tokens are committed. It gets the tokens and, for each of them,
+# whether it was a draft.
 OnTokens = Callable[[list[int], list[bool]], None]
-# Called after each verification with the drafts and, for each row, the indices of the accepted
-# nodes from the root down.
+# A function that is called after each verification. It gets the drafts and, for each row, the
+# indices of the accepted drafts from the first level down.
 OnRound = Callable[[DraftTree, list[list[int]]], None]
 
 
@@ -57,7 +58,8 @@ class DecodeStats:
 
     # Number of tokens that each target call after the prefill committed.
     committed_per_call: list[int] = field(default_factory=list)
-    n_tokens: int = 0  # number of generated tokens, including the one from the prefill
+    # Number of generated tokens, including the first token, which the prefill gives.
+    n_tokens: int = 0
     n_drafted: int = 0
     # Number of target calls that verified drafts.
     n_drafted_calls: int = 0
@@ -75,7 +77,7 @@ class DecodeStats:
     def acceptance_length(self) -> float:
         """Mean number of tokens committed per target call, including the bonus token.
 
-        The result is NaN if there was no target call after the prefill.
+        If there was no target call after the prefill, it is NaN.
         """
         return (
             sum(self.committed_per_call) / self.n_target_calls
@@ -130,21 +132,22 @@ def generate_batch(
 ) -> list[Generation]:
     """Decode prompts of any lengths in one batch.
 
-    Each prompt gets the same answer as when it is decoded alone. Greedy tokens equal those of plain
-    decoding, and sampled tokens have the distribution of plain decoding, for any drafts. Rows whose
-    answer has ended leave the batch. The times in the statistics are the times of the batch,
-    divided by its number of rows.
+    Each prompt gets the same answer as when it is decoded alone. Drafts do not change the answers:
+    greedy tokens equal those of plain decoding, and sampled tokens have the same distribution as in
+    plain decoding. Rows whose answer has ended leave the batch. The times in the statistics are the
+    times of the batch, divided by its number of rows.
 
     Args:
         prompts: token ids of each prompt, at least one id per prompt.
         max_new_tokens: limit of each answer's number of tokens. An answer also ends at the target's
             maximum number of positions.
-        proposer: proposes the drafts. None for plain decoding.
+        proposer: proposes the drafts. If None, decoding is plain.
         tree: shape of the drafts, or a policy that chooses the shape. Required with a proposer.
-        seed: row r uses ``seed + r``, or ``seed[r]`` if ``seed`` is a sequence.
+        seed: seed of the random numbers. The prompt with index r uses ``seed + r``, or ``seed[r]``
+            if ``seed`` is a sequence.
         stop_token_ids: tokens that end an answer, in addition to the target's end-of-sequence
             tokens.
-        on_tokens: called at each commit. Only for a single prompt.
+        on_tokens: called when tokens are committed. It is allowed only with a single prompt.
         on_round: called after each verification.
 
     Raises:
@@ -183,8 +186,8 @@ def generate_batch(
             prefill_s = (time.perf_counter() - prefill_began) / len(rows)
             _decode(target, cache, rows, proposer, policy, sampling, on_round)
     finally:
-        # Also release the cache if decoding is interrupted, because recorded CUDA graphs use its
-        # buffer.
+        # Release the cache even if decoding is interrupted. CUDA graphs were recorded for its
+        # buffer, and the next cache can reuse both.
         cache.release()
     for row in rows:
         row.stats.prefill_s = prefill_s
@@ -201,7 +204,7 @@ def _decode(
     sampling: SamplingConfig,
     on_round: OnRound | None,
 ) -> None:
-    """Run rounds until the answers of all rows have ended."""
+    """Run rounds of drafting and verification until the answers of all rows have ended."""
     active = rows
     began = mark_moment(target.device)
     while active := _drop_finished(active, cache, proposer):
@@ -210,8 +213,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # Taking the time here does not have to wait for the device, because the verification has
-        # just synchronized with it.
+        # This does not make the host wait, because the verification has just synchronized with the
+        # device.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
@@ -219,7 +222,8 @@ def _decode(
         committed = [[0, *(node + 1 for node in nodes)] for nodes in accepted]
         cache.commit(committed)
         proposer.observe(hidden, committed)
-        # Skip rounds that recorded a CUDA graph. Their time is not representative.
+        # The policy ignores rounds that recorded a CUDA graph, because they take far longer than
+        # later rounds.
         if n_recorded() == n_before:
             policy.observe(
                 drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s
@@ -254,7 +258,7 @@ def prefill(
 
 
 def _begin(target: Target, rows: list["_Row"], hidden: Tensor, sampling: SamplingConfig) -> None:
-    """Commit the first token of each row.
+    """Choose and commit the first token of each answer.
 
     Args:
         hidden: [B, E], the hidden states of the prompts' last tokens.
@@ -287,12 +291,12 @@ def _propose(
 ) -> DraftTree:
     """Propose drafts.
 
-    The depth of greedy drafts is limited to the number of the target's remaining positions, and to
-    the number of tokens that the answers still need.
+    Greedy drafts have at most as many levels as the target has positions left, and as the answers
+    need tokens.
     """
-    # The depth of sampled drafts is not limited. Each level draws random numbers, and a row's
-    # answer must not depend on the other rows of its batch. The commit drops tokens beyond the last
-    # position.
+    # Do not limit sampled drafts in this way. Each level draws random numbers, so the limit would
+    # make the answer of a row depend on the other rows of its batch. Tokens beyond the last
+    # position are dropped when they are committed.
     if shape is not None and sampling.is_argmax:
         wanted = max(row.n_remaining for row in rows) - 1
         depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
@@ -309,13 +313,14 @@ def _verify(
     drafts: DraftTree,
     sampling: SamplingConfig,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Run the target once over the root and the drafts of each row, and commit the accepted tokens.
+    """Run the target once over the root and drafts of each row, and commit the accepted tokens.
 
     Returns:
-        The hidden states of the fed tokens, and the indices of the accepted nodes of each row.
+        The hidden states of the tokens of this target call, and the indices of each row's accepted
+        drafts.
     """
     roots = to_device([[row.committed[-1]] for row in rows], target.device)
-    # Padding among the drafts (-1) is fed as token 0.
+    # Padding among the drafts (-1) is not a valid token, so feed token 0 in its place.
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
     logits = target.logits(hidden)  # [B, 1 + N, V]
@@ -336,7 +341,7 @@ def _verify(
 
 
 class _Row:
-    """One prompt and the part of its answer that is already decoded."""
+    """One row of the batch: a prompt, and the tokens of its answer so far."""
 
     def __init__(
         self,
@@ -379,7 +384,7 @@ class _Row:
         return self._limit - len(self.tokens)
 
     def append(self, tokens: list[int], drafted: list[bool]) -> int:
-        """Commit tokens up to the end of the answer, and return how many were committed."""
+        """Commit tokens, but none beyond the end of the answer. Return how many were committed."""
         committed, finish = cut_answer(tokens, self.n_remaining, self._ends)
         self.tokens += committed
         self.committed += committed

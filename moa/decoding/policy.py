@@ -3,9 +3,9 @@
 A fixed policy uses one shape for all rounds. ``auto`` drafts chains, and falls back to plain
 decoding if chains cost more time than they save.
 
-The chains of ``auto`` end at drafts for which the drafter itself gives a low probability. The time
-of a round is measured in plain steps. A plain step is a target call over one token. This unit makes
-the decision independent of a temporary slowdown of the machine:
+The chains of ``auto`` end early if the drafter gives its own drafts a low probability. The policy
+measures the time of a round in plain steps, which are target calls over one token. So a slowdown of
+the whole machine does not change its decision:
 
     gain = tokens committed - seconds of the round / seconds of a plain step
 
@@ -18,12 +18,12 @@ the decision independent of a temporary slowdown of the machine:
      ...    chain        1        25   -1.5   12.3     9.5       lost exceeds PATIENCE
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
-The policy keeps two sums of gains. ``lost`` is the difference between the highest and the latest
-total gain of the current generation. While ``lost`` is at or above ``PATIENCE``, the generation is
-decoded plainly. ``savings`` is the gain of drafts over all generations, limited to four times
-``PATIENCE``. A generation uses drafts only while ``savings`` is above 0. Each plain step lowers
-``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that always fail cost no more
-time than the plain steps have added to ``savings``.
+The policy keeps two sums of gains. ``lost`` is how far the total gain of the current generation has
+fallen below its highest value. While ``lost`` is at or above ``PATIENCE``, the generation is
+decoded plainly. ``savings`` is the total gain of drafts over all generations, limited to four times
+``PATIENCE``. Drafts are used only while ``savings`` is above 0. Each plain step lowers ``lost`` and
+raises ``savings`` by ``1 / MEASURE_EVERY``. So even if drafts always fail, they lose no more time
+than the initial ``savings`` and the additions of the plain steps allow.
 """
 
 from collections import deque
@@ -35,16 +35,16 @@ from typing_extensions import override
 
 from .tree import TreeShape
 
-# The fastest of all measured shapes on one CPU core, if a draft costs a fifth to a third of a
-# target call.
+# This shape was the fastest in measurements on one CPU core with drafters whose draft takes a fifth
+# to a third of the time of a target call.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-# When drafts have lost this much time in sum, a generation is decoded plainly. The unit is the time
-# of one plain step. With a good drafter, a round gains 1 unit or more on average, and gains vary by
-# 2 units. A smaller limit would give up good drafters. A larger limit would lose more time if drafts
-# fail.
+# If the drafts of a generation have lost this much time in total, the generation is decoded
+# plainly. The unit is the time of one plain step. With a good drafter, a round gains 1 unit or more
+# on average, and gains vary by 2 units. A smaller limit would give up good drafters. A larger limit
+# would lose more time if drafts fail.
 PATIENCE = 12.0
-# Number of rounds with drafts after which a plain step is timed. It is also the number of plain
-# steps that make up for the lost time of one step. Each of these two uses costs about 1 % of the
+# After this number of rounds with drafts, a plain step is run to measure its time. The same number
+# of plain steps makes up for one step of lost time. Each of these two uses costs about 1 % of the
 # time. A value of 64 would cost 2 % if drafts fail. With a value of 256, the policy would notice
 # late that the machine has become slower.
 MEASURE_EVERY = 128
@@ -53,8 +53,8 @@ MEASURE_EVERY = 128
 class ShapePolicy:
     """Chooses the shape of each round's drafts. This base class always chooses the same shape.
 
-    A shape of None means plain decoding. ``is_off`` is true after drafts were given up because they
-    cost more time than they save.
+    If the shape is None, decoding is plain. ``is_off`` is true while drafts are not used because
+    they cost more time than they save.
     """
 
     is_off = False
@@ -82,12 +82,13 @@ class ShapePolicy:
 class AutoPolicy(ShapePolicy):
     """Drafts chains while chains save time, otherwise decodes plainly.
 
-    Its estimate of the savings is kept over all generations.
+    The policy keeps its estimate of the saved time from one generation to the next.
 
     Args:
-        is_drawn: True if tokens are sampled. The chains then have half the length, because they
-            cannot stop early by their probability.
-        max_depth: maximum number of levels that the drafter can draft. None for no limit.
+        is_drawn: True if tokens are sampled. Chains then cannot end early because of a low
+            probability, so they have half the length.
+        max_depth: maximum number of levels that the drafter can draft; None if it can draft any
+            number.
     """
 
     def __init__(self, is_drawn: bool = False, max_depth: int | None = None) -> None:
@@ -107,7 +108,7 @@ class AutoPolicy(ShapePolicy):
     @override
     def next_shape(self) -> TreeShape | None:
         # The more time the drafts have lost, the sooner a plain step is timed again. If the machine
-        # has become slower, drafts seem to lose time only because the plain step was timed before.
+        # has become slower since the last timing, drafts only seem to lose time.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
             1 - self._lost / PATIENCE
         ):
@@ -124,20 +125,20 @@ class AutoPolicy(ShapePolicy):
             self._n_since_plain += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
-        # ``lost`` ignores the first round with drafts. In this round the drafter also reads the
-        # prompt, so the time of this round does not predict that of later rounds.
+        # Do not add the first round with drafts to ``lost``. In this round the drafter also
+        # processes the prompt, so its time does not predict the time of later rounds.
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # A policy that is off counts as on again only if its savings exceed half of ``PATIENCE``.
-        # With lower savings it tries drafts only now and then.
+        # Turn ``is_off`` back to false only if the savings exceed half of ``PATIENCE``. With lower
+        # savings, the policy tries drafts only now and then.
         elif self._savings > PATIENCE / 2:
             self.is_off = False
 
     def describe(self, runs: Sequence[Any]) -> str:
-        """Summarize how many target calls verified this policy's drafts.
+        """Describe in a sentence how many target calls verified drafts of this policy.
 
         Args:
             runs: generations, or their statistics, with the counters of ``DecodeStats``.

@@ -22,22 +22,22 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# Number of drafts between two checks for early stopping, by device type. Other devices check after
-# each draft. Each check synchronizes with the device.
+# Chains can end early if their drafts become unlikely. This is checked after every n-th draft,
+# because each check synchronizes with the device. Device type -> n; for other types, n is 1.
 _ASKS_AFTER = {"cuda": 4}
 
-# A function that chooses the next token of each row, [B] int64, from the drafter's logits [B, V].
-# It is called once per level, in order.
+# A function that chooses the drafts of one level, one token per row, [B] int64, from the drafter's
+# logits [B, V]. It is called once for each level, from the first level down.
 Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts. Its caches are kept consistent with the committed tokens.
+    """Proposes drafts. :meth:`observe` keeps its caches consistent with the committed tokens.
 
     A proposer serves one generation at a time. This base class has no caches.
     """
 
-    max_depth: int | None = None  # maximum number of draft levels; None for no limit
+    max_depth: int | None = None  # Maximum number of draft levels. If None, any number.
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts.
@@ -52,30 +52,31 @@ class Proposer:
 
         Args:
             hidden: [B, n, E], hidden states after the target's final norm.
-            kept: for each row, the indices of the tokens that were committed, among the n tokens.
+            kept: for each row, which of the n tokens were committed: their indices, in order.
         """
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Propose drafts of the tokens that follow the committed tokens.
 
         Args:
-            committed: for each row, the prompt and the committed tokens. All of them except the
-                last have target KV.
+            committed: for each row, the tokens of the prompt and of the answer so far. The target's
+                cache has KV of all of them except the last.
             shape: shape of the drafts.
         """
         raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows of the batch, in the given order."""
+        """Keep only the given rows of the batch. They get the given order."""
 
 
 class Chain:
     """A chain of drafts for each row, grown level by level. All chains have the same depth.
 
-    All fed tokens stay in the drafter's caches until the next root, including wrong drafts. A chain
-    can go back to one of its earlier levels and continue from there with other tokens, like a
-    branch of a tree. A token then sees only its ancestors. In the example, the chain has drafted
-    "the mat is", goes back to level 1 and continues with "rug"::
+    All tokens that were given to the drafter stay in its caches until the next round starts,
+    including wrong drafts. A chain can go back to one of its earlier levels, and continue from
+    there with other tokens, like a branch of a tree. A mask then lets each token see only its
+    ancestors. In the example, the chain has drafted "the mat is", goes back to level 1 and
+    continues with "rug"::
 
         token          root  the  mat  is   rug
         level            0    1    2    3    2
@@ -95,19 +96,20 @@ class Chain:
         self._frozen = frozen
         self._state = state
         self._cache = cache
-        # The root, followed by one entry per level. An entry is the index of the level's token
-        # among the fed tokens, and the features [B, 1, E] of this token.
+        # One entry for the root, and one for each level. An entry has the index of its token, in
+        # the order in which tokens were fed to the drafter, and the features [B, 1, E] of the
+        # token.
         self._path = [(0, features)]
         self._n_fed = 1
 
     @property
     def depth(self) -> int:
-        """Number of levels below the root."""
+        """Number of drafts below the root."""
         return len(self._path) - 1
 
     @property
     def logits(self) -> Tensor:
-        """The drafter's logits after the last level, [B, V]."""
+        """The drafter's logits for the token after the last level, [B, V]."""
         return self._drafter.draft_logits(self._frozen, self._path[-1][1][:, 0])
 
     @property
@@ -124,7 +126,7 @@ class Chain:
         return confidence.float()
 
     def feed(self, tokens: Tensor) -> None:
-        """Add a level of tokens [B, 1] int64."""
+        """Add a level: feed one token per row, [B, 1] int64, to the drafter."""
         seen = torch.ones(len(tokens), 1, self._n_fed + 1, dtype=torch.bool, device=tokens.device)
         if len(self._path) < self._n_fed:
             path_indices = {index for index, _ in self._path}
@@ -135,16 +137,16 @@ class Chain:
         self._n_fed += 1
 
     def back_to(self, depth: int) -> None:
-        """Drop the levels below ``depth`` and continue from this level. Level 0 is the root."""
+        """Go back to the level ``depth``; 0 is the root. The next level follows it."""
         del self._path[depth + 1 :]
 
 
 class DrafterProposer(Proposer):
     """Proposes the drafts of a trained drafter.
 
-    The drafter uses some weights of its target. The target may be live or frozen. With a
-    temperature above 0, the tokens of chains are sampled from the drafter's distribution at this
-    temperature.
+    The drafter also needs some weights of its target, such as the LM head. They come from a live
+    target or from frozen weights. With a temperature above 0, the tokens of chains are sampled from
+    the drafter's distribution at this temperature.
     """
 
     def __init__(
@@ -174,7 +176,8 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        # The target's calls then store the outputs of these layers for the drafter.
+        # Target calls store the outputs of these layers in the cache, from which the drafter takes
+        # them.
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
@@ -184,12 +187,13 @@ class DrafterProposer(Proposer):
         )
 
     def resume(self, cache: KVSource, state: Any, choose: Choose | None = None) -> None:
-        """Continue with caches that the caller keeps consistent with the committed tokens.
+        """Continue a generation with a state and a cache that the caller keeps up to date.
 
         Args:
-            cache: the target's KV, or the contexts that replace it if the target is remote.
+            cache: the target's KV. If the target is remote, the contexts that replace its KV.
             state: the drafter's state.
-            choose: chooses the tokens of chains. None to sample them by the sampling settings.
+            choose: chooses the tokens of chains. If None, they are sampled according to the
+                sampling settings.
         """
         self.cache = cache
         self.state = state
@@ -243,10 +247,11 @@ class DrafterProposer(Proposer):
         is_drawn = self._sampling.temperature > 0
         tokens: list[Tensor] = []
         probabilities: list[Tensor] = []
-        # One tensor [B] per draft: the product of the drafter's probabilities up to and including
+        # One tensor [B] per draft: the product of the drafter's probabilities of all drafts up to
         # this draft.
         reached: list[Tensor] = []
-        # One tensor [B] bool per draft: whether the row's chain still includes this draft.
+        # One tensor [B] bool per draft: whether a row's chain still includes the draft, or has
+        # ended.
         is_kept: list[Tensor] = []
         paths = [list(row) for row in committed]
         # [B], the product of the drafter's probabilities of all drafts of the chain so far.
@@ -259,8 +264,8 @@ class DrafterProposer(Proposer):
             if shape.cut_below:
                 is_sure = chain.confidence >= shape.cut_below
                 is_kept.append(is_kept[-1] & is_sure if is_kept else is_sure)
-                # Do not stop early if tokens are sampled. A row must draw the same random numbers
-                # in a batch as when it is decoded alone.
+                # If tokens are sampled, go on even if all chains have ended. A row must draw the
+                # same random numbers in a batch as when it is decoded alone.
                 if not is_drawn and level % asks_after == asks_after - 1 and not is_kept[-1].any():
                     break
             logits = chain.logits  # [B, V]
@@ -271,7 +276,7 @@ class DrafterProposer(Proposer):
                 ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B]
-                # Only with penalties does a distribution depend on the tokens before it.
+                # A distribution depends on the tokens before it only if there are penalties.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)
@@ -295,10 +300,9 @@ class DrafterProposer(Proposer):
         n_rows = features.shape[0]
         b = min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
-        # ``tokens``, ``parents`` and ``scores`` describe the candidates of all levels. The beam is
-        # the b nodes of the last level that are extended. For each node of the beam, the loop keeps
-        # its index among the candidates, its cumulative score, and the mask of the fed tokens that
-        # it sees.
+        # ``tokens``, ``parents`` and ``scores`` describe the candidates of all levels. At each
+        # level, b nodes are extended: the beam. For each node of the beam, the loop keeps its index
+        # among the candidates, its cumulative score, and a mask of the tokens that it sees.
         tokens = []
         parents = []
         scores = []
@@ -308,8 +312,8 @@ class DrafterProposer(Proposer):
         n_candidates = 0
         for level in range(1, shape.depth + 1):
             logits = self.drafter.draft_logits(self.frozen, features)
-            # Clamp, because a log-probability that rounds above 0 would give a child a higher score
-            # than its parent.
+            # A log-probability can round to a value above 0, which would give a child a higher
+            # score than its parent. So clamp it.
             log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V]
             best_score, best_token = most_likely(log_p, b)
             score = (beam_score[..., None] + best_score).flatten(1)  # [B, b * b]
@@ -318,12 +322,12 @@ class DrafterProposer(Proposer):
             scores.append(score)
             if level == shape.depth:
                 break
-            # The new beam is chosen among the candidates of this level only.
+            # Choose the new beam among the candidates of this level only.
             beam_score, in_beam = most_likely(score, b)
             beam_at = n_candidates + in_beam
             n_candidates += score.shape[1]
             fed = tokens[-1].gather(1, in_beam)  # [B, b]
-            came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam
+            came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam.
             itself = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
             beam_seen = torch.cat((above, itself), dim=2)
@@ -341,12 +345,12 @@ class DrafterProposer(Proposer):
 def _cut_chain(
     tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor
 ) -> DraftTree:
-    """Make chains of the kept drafts. Rows with fewer drafts than others are padded.
+    """Make chains of the drafts that are kept. Rows with fewer drafts than others are padded.
 
     Args:
         tokens: one tensor [B, 1] per draft.
-        probabilities: one tensor [B, V] per draft, the distribution that the draft was sampled
-            from. Empty if the drafts were not sampled.
+        probabilities: one tensor [B, V] per draft: the distribution from which the draft was
+            sampled. Empty if drafts were not sampled.
         kept: [B, N] bool, whether a row keeps a draft. The kept drafts of a row come first.
     """
     n_drafts = int(kept.sum(dim=1).max())
@@ -358,10 +362,12 @@ def _cut_chain(
 
 
 class PromptLookupProposer(Proposer):
-    """Proposes the tokens that followed the latest earlier occurrence of the last n tokens.
+    """Proposes drafts by searching for the last n tokens earlier in the sequence.
 
-    The largest n is used for which the last n tokens occurred before. Source: Saxena, "Prompt
-    Lookup Decoding" (2023). In transformers the same method is ``prompt_lookup_num_tokens``.
+    The drafts are the tokens that followed the latest earlier occurrence of these n tokens. The
+    number n is the largest for which there is an earlier occurrence, at most ``max_ngram``. Source:
+    Saxena, "Prompt Lookup Decoding" (2023). In transformers the same method is
+    ``prompt_lookup_num_tokens``.
     """
 
     def __init__(self, device: torch.device, max_ngram: int = 3) -> None:
@@ -372,7 +378,7 @@ class PromptLookupProposer(Proposer):
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Propose a chain of at most ``shape.depth`` tokens.
 
-        The chain is empty if no row's last token occurred before.
+        A row gets no drafts if its last token has not occurred before.
         """
         continuations = [self._continuation(tokens, shape.depth) for tokens in committed]
         longest = max(map(len, continuations))

@@ -1,4 +1,4 @@
-"""Choosing the next token: sampling settings, distributions, keyed noise, verification of drafts.
+"""Chooses the next token: sampling settings, distributions, keyed noise, verifying drafts.
 
 Shapes: B rows, N nodes of a draft tree, V vocabulary.
 
@@ -9,9 +9,9 @@ distribution, whatever the drafter proposes.
 - Rejection sampling (:func:`accept_sampled`; Leviathan et al. 2023, Algorithm 1): a draft x that
   was sampled from q is accepted with probability ``min(1, p(x) / q(x))``. If x is rejected, the
   next token is sampled from ``max(0, p - q)``, normalized. A draft that was not sampled, such as a
-  most likely token in a tree, is the special case of a q with all its mass on x: x is accepted with
-  probability p(x). If x is rejected, p(x) is set to 0, and the next child is tried with the
-  remaining probabilities, normalized.
+  most likely token in a tree, is a special case: q(x) is 1. So x is accepted with probability p(x).
+  If x is rejected, p(x) is set to 0, the other probabilities are normalized, and the next child of
+  the node is tried.
 - Keyed choice (:func:`accept_chosen`): at each position the target chooses the token with the
   largest ``log p + g``. Here g is Gumbel noise, a function of the seed, the position and the token.
   A draft is accepted if it is the chosen token. Over all seeds the chosen token has the
@@ -37,19 +37,20 @@ from ...errors import DrafterError
 from ..nn.masks import to_device
 from .tree import NO_DRAFT, DraftTree, TreeShape
 
-# Number of most likely tokens that top-p looks at first. Top-p sorts the whole vocabulary only if
+# Top-p first sorts only this number of most likely tokens. It sorts the whole vocabulary only if
 # the total probability of these tokens is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
-# Moving the random generator to the noise of another token takes as long as drawing about this many
-# numbers. If the wanted tokens are closer together than this on average, draw all numbers up to the
-# last token.
+# The noise of token i is computed from the random number with index i. Skipping to another index
+# takes as long as drawing about this many numbers. If the wanted tokens are closer together on
+# average, draw all numbers up to the last wanted one.
 _N_PER_MOVE = 700
-# Up to this many possible tokens, compute the noise of all of them. With more, first find the few
-# tokens that can have the largest ``log p + noise``.
+# If at most this many tokens have a probability above 0, compute the noise of all of them. If there
+# are more, first find the few tokens that can have the largest ``log p + noise``.
 _N_PLAIN = 8192
-# Relative tolerance of the comparison that excludes tokens from the search for the largest ``log p
-# + noise``. The rounding errors of float64 logarithms are far smaller.
+# Relative margin of the comparison that excludes tokens from the search for the largest ``log p +
+# noise``. It is far larger than the rounding errors of float64 logarithms, so rounding cannot
+# exclude the right token.
 _ROUNDING = 1e-9
 
 
@@ -57,15 +58,17 @@ _ROUNDING = 1e-9
 class SamplingConfig:
     """Sampling settings.
 
-    The settings are applied in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p.
+    They are applied in the same order as in vLLM: bias, penalties, temperature, min-p, top-k,
+    top-p.
 
-    The repetition penalty applies to tokens that occurred in the prompt or the answer. Their
-    positive logits are divided by the penalty, and their negative logits are multiplied by it. The
-    presence penalty is subtracted once from the logit of each token that occurred in the answer.
-    The frequency penalty is subtracted once for each occurrence.
+    The repetition penalty changes the logits of tokens that occurred in the prompt or the answer.
+    Their positive logits are divided by the penalty, and their negative logits are multiplied by
+    it. The presence penalty is subtracted once from the logit of each token that occurred in the
+    answer. The frequency penalty is subtracted once for each occurrence.
     """
 
-    temperature: float = 0.0  # 0 for greedy decoding
+    # Logits are divided by the temperature before tokens are sampled. 0 means greedy decoding.
+    temperature: float = 0.0
     # Keep the most likely tokens until their cumulative probability reaches this value, at least
     # one token.
     top_p: float = 1.0
@@ -108,9 +111,9 @@ class SamplingConfig:
             DrafterError: tokens are sampled, but the shape's chains stop early by their
                 probability.
         """
-        # A chain that stops early does so by the mean probability of all rows. So its length
-        # depends on the other rows of the batch. The answer for a seed would depend on the other
-        # rows too.
+        # The mean probability of all rows decides where chains stop. So the length of a row's
+        # chain, and with it the use of random numbers, depends on the other rows of the batch. But
+        # the answer for a seed must not depend on them.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
                 f"chains of the shape {shape} stop when their drafts become unlikely, which works "
@@ -143,7 +146,7 @@ def distribution(
 ) -> Tensor:
     """Compute the distribution of the next token, [V] float64 on the device of the logits.
 
-    With temperature 0 the most likely token has probability 1.
+    If the temperature is 0, the most likely token has probability 1.
 
     Args:
         logits: [V].
@@ -154,7 +157,7 @@ def distribution(
     scores = _adjusted(logits, previous, config, n_prompt)
     if config.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(), scores.shape[0]).double()
-    # The largest score becomes 0, so that dividing by a tiny temperature can overflow only to -inf.
+    # Subtract the largest score, so that dividing by a tiny temperature can overflow only to -inf.
     scores = (scores - scores.max()) / config.temperature
     if config.min_p:
         scores = scores.masked_fill(scores < math.log(config.min_p), -torch.inf)
@@ -191,14 +194,14 @@ def penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor
     Returns:
         [V] float64 on the device of the logits, or on the CPU for an mps device.
     """
-    # Compute on the CPU in place of an mps device, which has no float64.
+    # An mps device has no float64, so compute on the CPU instead.
     scores = (logits.detach().cpu() if logits.device.type == "mps" else logits.detach()).double()
     if penalty == 1 or not previous:
         return scores
     seen = to_device(sorted(set(previous)), scores.device)
     seen_scores = scores[seen]
     changed = torch.where(seen_scores < 0, seen_scores * penalty, seen_scores / penalty)
-    # Clamp, because dividing by a tiny penalty can overflow.
+    # Dividing a score by a tiny penalty can overflow to infinity, so clamp the result.
     return scores.index_put((seen,), changed.clamp(max=torch.finfo(scores.dtype).max))
 
 
@@ -208,8 +211,8 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     Tokens are kept until their cumulative probability reaches ``top_p``. At least one token
     remains.
     """
-    # On CUDA, sort all tokens. The code after this branch would sort fewer tokens, but would
-    # synchronize with the device.
+    # On CUDA, always sort all tokens. Sorting fewer first, as the code below does, needs a
+    # comparison on the host, which would synchronize with the device.
     if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
         remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
@@ -234,15 +237,14 @@ def draw_rows(probabilities: Tensor, generators: Sequence[torch.Generator | None
     Returns:
         [B] int64.
     """
-    # Choose the first token whose cumulative sum exceeds u times the total, for a uniform u from
-    # the row's generator. torch.multinomial takes 20 times as long with a vocabulary of 128,256
-    # tokens.
+    # Draw a uniform number u, and choose the first token whose cumulative sum exceeds u times the
+    # total. torch.multinomial would take 20 times as long with a vocabulary of 128,256 tokens.
     cumulative = probabilities.cumsum(dim=-1)
     uniform = [
         float(torch.rand(1, generator=generator, dtype=torch.float64)) for generator in generators
     ]
-    # Rounding can make u times the total equal to the total, which no cumulative sum exceeds. So
-    # limit the value to the largest float below the total.
+    # Rounding can make u times the total equal to the total, and no cumulative sum exceeds the
+    # total. So limit the product to the largest float below the total.
     below_total = cumulative[:, -1:].nextafter(cumulative.new_zeros(()))
     drawn = to_device([[value] for value in uniform], probabilities.device, torch.float64)
     wanted = (drawn * cumulative[:, -1:]).minimum(below_total)
@@ -268,15 +270,15 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
         bits = np.empty(len(tokens), np.uint64)
         n_drawn = 0
         for index, token in enumerate(tokens.tolist()):
-            # One step of Philox gives a block of four numbers.
+            # Each step of Philox gives four random numbers.
             block, index_in_block = divmod(token, 4)
             if block >= n_drawn:
                 generator.advance(block - n_drawn)
                 numbers = generator.random_raw(4)
                 n_drawn = block + 1
             bits[index] = numbers[index_in_block]
-    # Take 52 bits and add one half, so that the uniform number is neither 0 nor 1. Both would make
-    # the noise infinite.
+    # Take 52 bits and add one half. So the uniform number is neither 0 nor 1, for which the noise
+    # would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
@@ -286,10 +288,10 @@ def _philox(seed: int, position: int) -> np.random.Philox:
 
 
 def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
-    """List tokens that include the token with the largest ``log p + noise``.
+    """List the candidates for the token with the largest ``log p + noise``.
 
-    These are all tokens with a probability above 0. If there are many of them, only the few tokens
-    that can have the largest value are listed.
+    If at most ``_N_PLAIN`` tokens have a probability above 0, they are all listed. Otherwise only
+    the few tokens are listed that can have the largest value.
 
     Args:
         probability: p [V], on the host.
@@ -301,23 +303,23 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """
     is_possible = (probability != 0).numpy()
     n_possible = np.count_nonzero(is_possible)
-    # If logits are NaN, all probabilities may be 0. Then return the first token alone.
+    # If logits are NaN, there may be no such tokens. Then return only the token 0.
     if n_possible <= _N_PLAIN:
         return np.flatnonzero(is_possible) if n_possible else np.arange(1)
-    # The noise is ``-log(-log u)``, where u is a uniform random number. So the token with the
-    # largest ``log p + noise`` has the smallest ``-log(u) / p``. As ``-log(u)`` is at least
-    # ``1 - u``, a lower bound of this value is ``(1 - u) / p``. A token is excluded, without
-    # computing its logarithm, if its lower bound is above the value of another token.
+    # The noise is ``-log(-log u)``, where u is a uniform random number between 0 and 1. So the
+    # token with the largest ``log p + noise`` has the smallest ``-log(u) / p``. ``-log(u)`` is at
+    # least ``1 - u``, so ``(1 - u) / p`` is a lower bound of this value that needs no logarithm.
+    # Exclude all tokens whose lower bound is above the value of some other token.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    # Set the exponent bits of 1.0, so that the bits are a float64 from 1 to 2. Its value is ``u +
-    # 1``, minus half of the last bit.
+    # Make a float64 from 1 to 2 of the 52 random bits, by adding the exponent bits of 1.0. Its
+    # value is ``1 + u``, minus half of the last bit.
     bits |= np.uint64(0x3FF << 52)
-    above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)  # 1 - u
+    # 1 - u for each token. u is below 1, so 1 - u is never 0.
+    above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)
     bounds = above / probability
     best = bounds.argmin()
     reached = -torch.log1p(-above[best]) / probability[best]
-    # The negated comparison keeps all tokens if a value is NaN, because comparisons with NaN are
-    # false.
+    # Comparisons with NaN are false, so this negated comparison keeps tokens whose value is NaN.
     return np.flatnonzero(~(bounds > reached * (1 + _ROUNDING)).numpy())
 
 
@@ -329,10 +331,10 @@ def choose(
     position: int,
     n_prompt: int = 0,
 ) -> int:
-    """Choose the token at a position by keyed noise, or greedily if the temperature is 0.
+    """Choose the token at a position with keyed noise, or greedily if the temperature is 0.
 
     Args:
-        logits: [V], of the target or of a drafter, -inf for tokens that are not allowed.
+        logits: [V], logits of the target or of a drafter. Tokens that are not allowed have -inf.
         previous: tokens of the prompt and of the answer so far.
         sampling: sampling settings.
         seed: seed of the sequence. The noise at different positions is independent.
@@ -357,14 +359,15 @@ def _likeliest_with_noise(probability: Tensor, seed: int, position: int) -> int:
 class SamplingState:
     """The tokens of a sequence so far, and the settings that determine its next tokens."""
 
-    tokens: list[int]  # prompt and answer so far
+    tokens: list[int]  # Tokens of the prompt and of the answer so far.
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
-    # Takes the tokens of the answer so far and returns the allowed next tokens, [V] bool. None
-    # allows all tokens.
+    # A function that takes the tokens of the answer so far, and returns which next tokens are
+    # allowed, [V] bool. If it is None, all tokens are allowed.
     allowed: Callable[[Sequence[int]], np.ndarray] | None = None
-    # Minimum number of tokens of the answer. Before it is reached, no token of ``ends`` is chosen.
+    # Minimum number of tokens of the answer. Until it is reached, the tokens of ``ends``, which
+    # would end the answer, are not chosen.
     min_tokens: int = 0
     ends: frozenset[int] = frozenset()
 
@@ -394,8 +397,8 @@ class SamplingState:
         if not self._is_short:
             return logits
         others = logits.index_fill(0, to_device(sorted(self.ends), logits.device), -torch.inf)
-        # If only tokens of ``ends`` are allowed, the answer ends before its minimum length, as in
-        # vLLM.
+        # If all allowed tokens are in ``ends``, choose one of them, although the answer then ends
+        # before its minimum length. vLLM does the same.
         return (
             others
             if self.allowed is None
@@ -404,7 +407,7 @@ class SamplingState:
 
 
 def choose_rows(logits: Sequence[Tensor], states: Sequence[SamplingState]) -> list[int]:
-    """Choose the next token of each sequence as :func:`choose` does, with one synchronization.
+    """Choose each sequence's next token as :func:`choose` does, but synchronize only once.
 
     Args:
         logits: one tensor [V] per sequence.
@@ -437,7 +440,7 @@ class ChainChoice:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
-        # A plain argmax needs no copy of the logits to the host.
+        # Compute a plain argmax on the device, without a copy of the logits to the host.
         if self._is_argmax:
             return logits.argmax(dim=-1)
         chosen = choose_rows(logits.unbind(), self._states)
@@ -454,11 +457,12 @@ def accept_argmax(
     Args:
         tokens: the drafts.
         parents: index of each draft's parent, -1 for the root.
-        predicted: the target's N + 1 next tokens, one after the root and one after each draft.
+        predicted: the tokens that the target chooses: one after the root, and one after each of the
+            N drafts.
 
     Returns:
-        The indices of the accepted drafts from the root down, and the target's next token after the
-        last accepted draft.
+        The indices of the accepted drafts from the first level down, and the token that the target
+        chooses after the last accepted draft.
     """
     children: dict[tuple[int, int], int] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -473,16 +477,16 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """A sequence up to the root, the drafts after it, and the target's logits for these tokens."""
+    """A sequence up to the root (its last token), its drafts, and the target's logits."""
 
     state: SamplingState
-    tokens: Sequence[int]  # the N drafted tokens
+    tokens: Sequence[int]  # Token ids of the N drafts.
     parents: Sequence[int]
-    logits: Tensor  # [N + 1, V], after the root and after each draft
+    logits: Tensor  # [N + 1, V], for the tokens after the root and after each draft.
 
 
 def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
-    """Verify the drafts of several sequences with keyed choices, level by level.
+    """Verify the drafts of several sequences with keyed choices (:func:`choose`), level by level.
 
     Returns:
         For each sequence, the accepted drafts and the next token, as :func:`accept_argmax` returns
@@ -545,8 +549,8 @@ def accept_sampled(
     )
     while True:
         last_accepted = accepted[-1] if accepted else -1
-        # Skip padding, because it must not draw a random number. A row that is decoded alone has no
-        # padding.
+        # Skip padding before random numbers are drawn. A row that is decoded alone has no padding,
+        # and must draw the same numbers.
         children = [
             node
             for node, parent in enumerate(parents)
@@ -559,9 +563,9 @@ def accept_sampled(
 
 
 class _Judge:
-    """The target's distributions after the root and after each node of a row, computed when needed.
+    """The target's distributions of the tokens after the root and after each node of a row.
 
-    The class also gives the probabilities of the drafts.
+    They are computed when they are needed. The class also gives the probabilities of the drafts.
     """
 
     def __init__(
@@ -572,7 +576,7 @@ class _Judge:
         previous: Sequence[int],
         of: Callable[..., Tensor],
     ) -> None:
-        # ``of`` computes a distribution from logits [V] and all tokens before the predicted one.
+        # ``of`` computes the distribution of a token from its logits [V] and all tokens before it.
         self._logits, self._previous, self._of = logits, previous, of
         self.tokens, self._parents = (rows[row] for rows in tree.on_host)
         proposals = None if tree.probabilities is None else tree.probabilities[row]
@@ -581,13 +585,14 @@ class _Judge:
         )
         self._after: dict[int, Tensor] = {}
         self._chances: list[list[float]] | None = None
-        # Copy all probabilities together, because each copy from the device synchronizes.
+        # Copy the probabilities of all drafts at once, because each copy from the device
+        # synchronizes.
         if logits.device.type == "cuda" and self.tokens:
             everything = torch.stack([self._chance(node) for node in range(len(self.tokens))])
             self._chances = everything.tolist()
 
     def after(self, at: int) -> Tensor:
-        """Compute the distribution after a node, or after the root for -1: [V] float64."""
+        """Compute the distribution of the token after a node (-1: the root), [V] float64."""
         if at not in self._after:
             above = at
             path = list[int]()
@@ -599,15 +604,14 @@ class _Judge:
         return self._after[at]
 
     def chance(self, node: int) -> list[float]:
-        """Return the probability that the target gives to a draft after its parent, in a list.
+        """Return a list with the probability that the target gives to a draft.
 
-        If the draft was sampled, the list has a second item: the probability that the drafter gave
-        to it.
+        If the draft was sampled, the list has a second item: the drafter's probability of it.
         """
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 
     def _chance(self, node: int) -> Tensor:
-        # Padding (-1) must be a valid index here. The probability of padding is not used.
+        # Replace padding (-1) by a valid index. The result for padding is never used.
         token = max(self.tokens[node], 0)
         of_target = self.after(self._parents[node])[token]
         return (
@@ -620,14 +624,14 @@ class _Judge:
 def _try(
     judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
-    """Try to accept one of the drafts that follow a node, in order.
+    """Try to accept one of the drafts that follow a node, one after another.
 
     If the drafts were not sampled, there may be any number of them. If they were sampled from the
     drafter's distribution [V], there is at most one draft.
 
     Returns:
-        The index of the accepted draft, or None if no draft is accepted, and a distribution [V]. If
-        no draft is accepted, the next token is sampled from this distribution.
+        The index of the accepted draft or None, and a distribution [V]. If no draft is accepted,
+        the index is None, and the next token must be sampled from this distribution.
     """
     probability = judge.after(at)
     left = 1.0
@@ -647,7 +651,7 @@ def _try(
         rest = probability.index_fill(0, tried, 0.0)
     else:
         rest = (probability - judge.proposals[drafts[0]]).clamp(min=0)
-    # Rounding may leave no mass, so that the total is 0. Then use the target's distribution.
+    # If rounding leaves a total of 0, use the target's distribution.
     total = rest.sum()
     return None, torch.where(total > 0, rest / total, probability)
 

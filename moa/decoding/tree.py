@@ -1,10 +1,11 @@
-"""Draft trees: their shapes, the selection of nodes from candidates, and ancestor masks.
+"""Draft trees: their shapes, the choice of nodes among candidates, and masks of ancestors.
 
-Shapes: B rows, N nodes (without the root), C candidates for nodes.
+Shapes: B rows, N nodes (drafts, without the root), C candidates for nodes.
 
 Nodes are in level order: a node comes before all nodes of deeper levels. A parent is given by its
 node index, or by -1 for the root. The root is the last committed token. It does not count as a
-node, but :func:`ancestors` puts it first, because the target verifies it together with the nodes.
+node. Only :func:`ancestors` includes it, as the first token, because the target processes it
+together with the nodes.
 """
 
 import re
@@ -18,7 +19,8 @@ from ...errors import DrafterError
 
 _MAX_CANDIDATES = 1 << 16
 _SHAPE = re.compile(r"([0-9]+)(?:x([0-9]+)x([0-9]+)|@(0?\.[0-9]+|0)|c(0?\.[0-9]+|0))?")
-# Token id that pads rows with fewer drafts than others. It is never accepted.
+# Token id that pads rows with fewer drafts than others. The target never chooses it, so it is never
+# accepted.
 NO_DRAFT = -1
 
 
@@ -32,10 +34,10 @@ class TreeShape:
     # Number of levels of drafts below the root. The depth in the MoA authors' code also counts the
     # root.
     depth: int
-    # Number of nodes that are extended at each level, and number of children of each of them. A
-    # breadth of 1 makes a chain.
+    # Number of nodes that are extended at each level. It is also the number of children that each
+    # of them gets. A breadth of 1 makes a chain.
     breadth: int = 1
-    # Maximum number of nodes that are verified. The nodes with the highest cumulative
+    # Maximum number of drafts that the target verifies. Those with the highest cumulative
     # log-probabilities are chosen.
     n_nodes: int = 1 << 30
     # A chain ends after the draft at which the product of the drafter's probabilities falls below
@@ -43,9 +45,9 @@ class TreeShape:
     # up to three drafts longer, because it is not checked after each draft. 0 makes chains of full
     # depth.
     stop_below: float = 0.0
-    # Each row's chain ends before the first draft whose estimated acceptance probability is below
-    # this value. The drafter's confidence head makes the estimate. So a row may have no draft. 0
-    # makes chains of full depth.
+    # Each row's chain ends before the first draft whose acceptance probability, as estimated by the
+    # drafter's confidence head, is below this value. If this is the first draft, the row has no
+    # drafts. 0 makes chains of full depth.
     cut_below: float = 0.0
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class TreeShape:
 
     @property
     def is_chain(self) -> bool:
-        """Whether there is one draft per level."""
+        """Whether the shape is a chain, which has one draft per level."""
         return self.breadth == 1
 
     @property
@@ -117,7 +119,7 @@ class TreeShape:
 
     @property
     def n_candidates(self) -> int:
-        """The number of candidates from which the nodes of a tree are chosen."""
+        """The number of candidates among which the nodes of a tree are chosen."""
         return self.breadth + (self.depth - 1) * self.breadth**2
 
     def cut(self, depth: int) -> "TreeShape":
@@ -131,15 +133,16 @@ class DraftTree:
 
     # [B, N] int64. NO_DRAFT pads rows with fewer drafts.
     tokens: Tensor
-    # [B, N] int64, index of each node's parent; -1 for the root. It is less than the node's own
-    # index.
+    # [B, N] int64, index of each node's parent; -1 for the root. A parent has a lower index than
+    # its children.
     parents: Tensor
-    scores: Tensor | None = None  # [B, N], the drafter's cumulative log-probabilities
-    # [B, N, V], the distributions that the nodes were sampled from. None if the nodes are the most
-    # likely tokens.
+    # [B, N], the drafter's cumulative log-probabilities.
+    scores: Tensor | None = None
+    # [B, N, V], the drafter's distributions from which the drafts were sampled. None if the drafts
+    # are the most likely tokens.
     probabilities: Tensor | None = None
-    # True if each node is the child of the node before it. The drafts are then verified by a causal
-    # call, without a tree mask.
+    # True if each node is the child of the node before it. The target then verifies the drafts with
+    # causal attention, and needs no tree mask.
     is_chain: bool = False
 
     @property
@@ -156,7 +159,7 @@ class DraftTree:
     def on_host_with(self, numbers: Tensor) -> list[list[int]]:
         """Copy tokens, parents and other numbers from the device in one transfer.
 
-        Tokens and parents are stored in :attr:`on_host`.
+        This saves a second synchronization. Tokens and parents are stored in :attr:`on_host`.
 
         Args:
             numbers: [B, M] int64, the other numbers.
@@ -185,7 +188,7 @@ class DraftTree:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """Build the mask of visible tokens: each token sees itself and its ancestors up to the root.
+    """Build a tree mask: each token sees itself and its ancestors up to the root.
 
     Args:
         parents: [B, N] int64, index of each node's parent; -1 for the root.
@@ -200,9 +203,9 @@ def ancestors(parents: Tensor) -> Tensor:
     seen = itself
     reach = 1
     while reach <= n_nodes:
-        # Pointer doubling: a token sees within ``2 * reach`` steps everything that it sees within
-        # ``reach`` steps, and everything that its ancestor ``reach`` levels up sees within
-        # ``reach`` steps.
+        # Pointer doubling. ``seen`` has each token and its ancestors less than ``reach`` levels
+        # above it, and ``up`` is the ancestor exactly ``reach`` levels above it. Adding what ``up``
+        # sees gives the ancestors less than ``2 * reach`` levels above the token.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2
@@ -215,8 +218,8 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         The scores and their indices, both [..., k], in descending order of scores.
     """
-    # ``topk`` alone is not enough, because its order of equal scores depends on the device and on
-    # the number of rows.
+    # ``topk`` orders equal scores differently on different devices and for different numbers of
+    # rows. So sort them by index.
     indices = scores.topk(k, dim=-1).indices.sort(dim=-1).values
     values = scores.gather(-1, indices)
     order = values.sort(dim=-1, descending=True, stable=True)
@@ -224,7 +227,7 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
-    """Keep the candidates with the best cumulative scores.
+    """Make a tree of the candidates with the best cumulative scores.
 
     This is EAGLE-2, section 4.2, and lines 392-406 of the MoA authors'
     ``inference/single_device/moa_spec.py``.
@@ -235,8 +238,8 @@ def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> 
         scores: [B, C], cumulative log-probabilities.
         n_nodes: N, the number of candidates to keep.
     """
-    # No parent is dropped before its child: a child never has a higher score than its parent, and
-    # among equal scores the first candidate is kept.
+    # The parent of a kept candidate is always kept: it has at least the same score, and it comes
+    # first, and among equal scores the first candidates are kept.
     if n_nodes >= tokens.shape[1]:
         return DraftTree(tokens, parents, scores)
     # Indices of the kept candidates, [B, N], in level order.

@@ -1,4 +1,4 @@
-"""The drafters: one per file, with the interface in ``base``. ``registry`` lists them.
+"""The drafters. Each has its own file; ``base`` is their interface, and ``registry`` lists them.
 
 The shapes of drafts and the sampling are in ``decoding``. Checkpoints of other projects are in
 ``formats``.

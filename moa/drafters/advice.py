@@ -32,8 +32,8 @@ def advise(
         n_tokens: number of tokens of the chats.
         is_on_cpu: whether the drafter is trained on a CPU and drafts on a CPU.
         has_kv: whether the target has cached keys and values that drafters can read.
-        kv_growth: bytes of a token's KV and last hidden state, divided by the bytes of the last
-            hidden state alone.
+        kv_growth: size of a token's KV and last hidden state together, divided by the size of its
+            last hidden state.
     """
     times = f"a token takes {kv_growth:.0f} times the bytes"
     drafter = "train --drafter eagle"

@@ -2,27 +2,28 @@
 
 Each drafter is a file in this folder. The file contains a subclass of :class:`Drafter` and a
 subclass of :class:`~.sizes.DrafterSizes`; ``registry.DRAFTERS`` lists the drafter. See
-docs/adding-a-drafter.md for an example. Training calls :meth:`Drafter.objective`, validation calls
-:meth:`Drafter.drafted_features`. In each round of a generation, decoding makes these calls (shown
-for two levels of drafts)::
+docs/adding-a-drafter.md for an example. Training calls :meth:`Drafter.objective`, and validation
+calls :meth:`Drafter.drafted_features`. Decoding makes the following calls in each round of a
+generation (for two levels of drafts)::
 
     observe(hidden states of the committed tokens)      the output of the last target call
     draft_root(committed tokens)                        -> features of the root, predict level 1
     draft_level(nodes of level 1)                       -> features of these nodes, predict level 2
 
 If the target runs on another machine, that machine sends the drafter a *context* for each position:
-numbers that encode what the drafter needs of the target at this position. The contexts replace
+the numbers that the drafter needs from the target about this position. The contexts replace
 ``observe`` and the target's KV cache::
 
     encode_context(hidden states, KV)    on the target's machine -> [n, W], contexts of n positions
     take_context(context)                on the drafter's machine, before the next draft_root
 
-Token positions are absolute. The *root* is the last committed token; the target has not computed
-its activations yet. The *features* of a position take the place of the target's hidden state after
-its final norm. The LM head turns features into the distribution of the next token.
+Token positions are absolute. The *root* is the last committed token; the target has not processed
+it yet. The *features* of a position take the place of the target's hidden state after its final
+norm. The LM head turns features into the distribution of the next token.
 
 Shapes: B rows, T tokens, Q queries, E target width, V vocabulary, V_d draft vocabulary, b nodes of
-one level, n nodes fed in a round, W numbers per context, L target layers, D packed KV width.
+one level, n nodes fed in a round, W numbers per context, L target layers, D values of a token's
+packed KV in one layer.
 """
 
 from abc import ABC, abstractmethod
@@ -50,23 +51,24 @@ CommittedTokens = Sequence[list[int]]
 
 @dataclass
 class DraftedFeatures:
-    """Features of drafts. Validation computes them in the way in which decoding would."""
+    """Features of drafts. Validation computes the same features that decoding would compute."""
 
-    queries: Tensor  # [B, Q] int64, positions of the drafts
-    valid: Tensor  # [B, Q] bool; False is padding
-    features: Tensor  # [B, Q, E]
+    queries: Tensor  # [B, Q] int64, positions of the drafts.
+    valid: Tensor  # [B, Q] bool; False is padding.
+    features: Tensor  # [B, Q, E], features of the drafts.
 
 
 @dataclass(frozen=True)
 class DraftLevel:
     """The nodes of one level of a draft tree. They are fed to the drafter together."""
 
-    tokens: Tensor  # [B, b] int64
-    # [B, b, E], the features of each node's parent, as ``draft_root`` or ``draft_level`` returned
-    # them.
+    # [B, b] int64, drafted token of each node.
+    tokens: Tensor
+    # [B, b, E], the features of each node's parent, as returned by ``draft_root`` or
+    # ``draft_level``.
     parent_features: Tensor
-    # [B, b, n] bool, the tokens of this round that a node sees. The n tokens are in the order in
-    # which they were fed: the root first, then level by level.
+    # [B, b, n] bool, whether a node attends to each of the n tokens that this round has fed to the
+    # drafter. The order is the order of feeding: the root first, then level by level.
     seen: Tensor
     depth: int  # number of this level, 1 for the children of the root
 
@@ -75,34 +77,37 @@ class Drafter(nn.Module, ABC):
     """A drafter: its trained weights, their training objective, and how it drafts."""
 
     config_class: ClassVar[type[DrafterSizes]]
-    config: Any  # the sizes, an instance of ``config_class``
-    # [V_d] int64, ids of the tokens that can be drafted, ascending. Empty if all tokens can be
-    # drafted.
+    # The sizes, an instance of ``config_class``.
+    config: Any
+    # [V_d] int64, ascending ids of the tokens in the draft vocabulary, the only tokens that can be
+    # drafted. Empty if all tokens can be drafted.
     draft_ids: Tensor
-    # True if the drafter can draft from token ids and lengths that only the device knows, as CUDA
-    # graphs require.
+    # True if drafting can be recorded as a CUDA graph. The drafter must then read token ids and
+    # lengths from tensors on the device, never from Python values.
     by_graph = False
     # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
     # last hidden state.
     observed_layers: tuple[int, ...]
     # True if the drafter can run on another machine than its target.
     drafts_remotely = False
-    # W, the number of values in the context of a position; 0 if the drafter needs no context. None
-    # if the drafter must run on the target's machine.
+    # W, the number of values that a remote target sends for each position (the position's context).
+    # 0 if the drafter needs none. None if the drafter must run on the target's machine.
     context_width: int | None = None
-    # Target layers whose packed KV is at the end of each context.
+    # Target layers whose unchanged KV is sent too. It is at the end of each context.
     context_layers: tuple[int, ...] = ()
-    context_needs_kv = False  # True if :meth:`encode_context` reads the target's KV.
-    # True if the target's LM head turns features into logits.
+    # True if :meth:`encode_context` reads the target's KV.
+    context_needs_kv = False
+    # True if logits are computed by the target's LM head, false if the drafter has its own head.
     uses_target_head = True
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.observed_layers = config.reads.outputs
-        # Cached rows of LM heads for the draft vocabulary. ``_target_rows`` has rows of the
-        # target's LM head for one state of that head. ``_own_rows`` has rows of the drafter's own
-        # head. PyTorch does not register layers in a dict or a list as submodules.
+        # Copies of the LM head rows that belong to the draft vocabulary. ``_target_rows`` has rows
+        # of the target's head. Its key is the head's address and version, so a changed head gets a
+        # new copy. ``_own_rows`` has rows of the drafter's own head. Both are plain containers,
+        # because PyTorch does not register the layers in them as submodules.
         self._target_rows: dict[tuple[int, int], nn.Linear] = {}
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
@@ -121,14 +126,15 @@ class Drafter(nn.Module, ABC):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        """Ids of the tokens that can be drafted, [V_d] int64, ascending; None for all tokens."""
+        """Ascending ids [V_d] int64 of the tokens that can be drafted; None if all can be."""
         return self.draft_ids if self.config.draft_tokens else None
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The layers that :meth:`.DecoderBlock.attend_cached` runs, in order.
+        """The drafter's decoder layers, in the order in which they run.
 
-        By default they are in the attribute ``layers``, if there is one.
+        By default these are the layers in the attribute ``layers``. Without this attribute, the
+        list is empty.
         """
         layers: Any = getattr(self, "layers", ())
         return list(layers)
@@ -167,7 +173,7 @@ class Drafter(nn.Module, ABC):
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         """Return the loss weight of each position, [B, T] float or bool, for response masks [B, T].
 
-        By default all positions of responses have the same weight.
+        By default all positions of responses have the same weight, except position 0.
         """
         # The first position of a sequence is excluded, because no target activation precedes it.
         response = response_mask.bool().clone()
@@ -184,9 +190,9 @@ class Drafter(nn.Module, ABC):
     ) -> DraftedFeatures:
         """Compute the features that decoding would compute for all drafted positions.
 
-        The drafted positions are those of ``masks.drafted_positions``. Each draft round sees the
-        target's activations only of positions before its root. The actual tokens of the batch take
-        the place of drafts.
+        ``masks.drafted_positions`` chooses the drafted positions. A draft round sees the target's
+        activations only for positions before its root. The actual tokens of the batch are used as
+        if they had been drafted.
         """
 
     # Decoding on the target's machine
@@ -214,17 +220,17 @@ class Drafter(nn.Module, ABC):
     def own_head(self) -> Tensor | None:
         """A trained matrix [V or V_d, n] that computes logits; None by default.
 
-        Its products with vectors of n numbers are either the drafter's logits, or corrections that
-        are added to the logits of the target's LM head.
+        The matrix is multiplied by vectors of n numbers. The products are either the drafter's logits, or
+        corrections that are added to the logits of the target's LM head.
         """
         return None
 
     def weights_per_draft(self) -> tuple[int, int]:
-        """Count the weights that one draft reads.
+        """Count the weights that must be read from memory to compute one draft.
 
         Returns:
-            The number of weights per token of the vocabulary (LM heads), and the number of all
-            other weights.
+            The number of LM head weights per token of the vocabulary, and the number of all other
+            weights.
         """
         own_head = self.own_head
         width = self.config.hidden_size if self.uses_target_head else 0
@@ -270,7 +276,7 @@ class Drafter(nn.Module, ABC):
         return spread.index_copy(-1, tokens, logits)
 
     def confidence(self, features: Tensor) -> Tensor | None:
-        """Estimate the acceptance probability [...] of the next draft; None by default.
+        """Estimate the acceptance probability [...] of the next draft. By default, return None.
 
         The next draft is the draft that is chosen from the features [..., E].
         """
@@ -287,22 +293,22 @@ class Drafter(nn.Module, ABC):
             state: the drafter's caches of all rows.
             hidden: [B, n, E], hidden states after the final norm. If there are
                 :attr:`observed_layers`, the concatenated outputs of these K layers, [B, n, K * E].
-            kept: for each row, the indices of the committed tokens among the n tokens, in order.
+            kept: for each row, which of the n tokens were committed: their indices, in order.
         """
 
     @abstractmethod
     def draft_root(
         self, state: Any, frozen: FrozenTarget, committed: CommittedTokens, cache: KVSource
     ) -> Tensor:
-        """Start a round: drop the last drafts, process the committed tokens, and feed the root.
+        """Start a round: drop the previous drafts, process new committed tokens, and feed the root.
 
         A round may start at the same root as the previous round.
 
         Args:
             state: the drafter's caches of all rows.
             frozen: the target.
-            committed: the committed tokens of each row. All tokens before the root have target KV
-                or contexts.
+            committed: the committed tokens of each row. For all of them except the root, the
+                target's KV or contexts must be in ``cache``.
             cache: the target's KV, or the contexts that replace it if the target is remote.
 
         Returns:
@@ -313,7 +319,7 @@ class Drafter(nn.Module, ABC):
     def draft_level(
         self, state: Any, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
     ) -> Tensor:
-        """Feed the nodes of one level and return their features [B, b, E]."""
+        """Feed the nodes of one level of drafts, and return their features [B, b, E]."""
 
     # Decoding with the target on another machine
 
@@ -328,14 +334,14 @@ class Drafter(nn.Module, ABC):
 
     @torch.inference_mode()
     def encode_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        """Encode the contexts [n, W] of n positions [n] int64 that the target has processed.
+        """Compute the contexts [n, W] of n positions that the target has processed.
 
         The n positions may belong to several sequences.
 
         Args:
             hidden: [n, E] or [n, K * E], hidden states as :meth:`observe` receives them.
-            kv: [n, L, D], packed KV of all target layers. None unless :attr:`context_needs_kv` is
-                true.
+            kv: [n, L, D], packed KV of all target layers. May be None if :attr:`context_needs_kv`
+                is false.
             positions: [n] int64.
         """
         context = self._make_context(hidden, kv, positions).to(self.dtype)
@@ -349,9 +355,9 @@ class Drafter(nn.Module, ABC):
     def take_context(self, state: Any, cache: ContextCache, context: Tensor, start: int) -> None:
         """Store the contexts [n, W] of the next n positions in a state of one row and in a cache.
 
-        ``start`` is the first of the n positions. A round can start only at a token whose preceding
-        positions all have contexts. If more tokens are known after the start of a round, they are
-        fed like drafts, one per level of a chain.
+        ``start`` is the first of the n positions. A draft round needs the contexts of all positions
+        before its root. So if contexts are missing, the round starts at an earlier token. The known
+        tokens after it are then fed like drafts, one per level of a chain.
         """
         width = self.context_width
         next_position = cache.lengths[0]
@@ -369,20 +375,23 @@ class Drafter(nn.Module, ABC):
     def reuse_context(
         self, state: Any, contexts: Tensor, starts: Sequence[int], counts: Sequence[int]
     ) -> None:
-        """Use contexts [B, n, W] that were encoded for sending, so that they are not encoded again.
+        """Use contexts [B, n, W] that have already been computed, to avoid computing them again.
 
-        Only the first ``counts[row]`` contexts of a row are real. They belong to the positions from
-        ``starts[row]`` on. Contexts that do not directly follow the positions in the state are
-        ignored. By default all contexts are ignored.
+        Only the first ``counts[row]`` contexts of a row are real, the others are padding. The first
+        context belongs to position ``starts[row]``. A row's contexts are ignored if this is not the
+        next position that its state needs. By default all contexts are ignored.
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        """Encode the contexts of :meth:`encode_context`, without the KV of whole layers.
+        """Compute the first part of contexts, without the KV of :attr:`context_layers`.
 
-        By default a context has no other numbers.
+        By default this part is empty.
         """
         return hidden[:, :0]
 
     def _take_context(self, state: Any, context: Tensor) -> Tensor:
-        """Store the result of :meth:`_make_context`. Return the rest of the contexts, [n, N * D]."""
+        """Store the part that :meth:`_make_context` made, and return the rest, [n, N * D].
+
+        The rest is the KV of the N :attr:`context_layers`.
+        """
         return context

@@ -1,22 +1,25 @@
-"""Block-parallel drafters: one forward pass drafts a whole block.
+"""Block-parallel drafters: one forward pass drafts a whole block of tokens.
 
-The drafters are DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036). A block is a sequence of
-slots: the last verified token (the anchor), followed by mask tokens. DSpark has two heads: a Markov
-head, which makes each draft depend on the draft before it, and a confidence head, which estimates
-the acceptance probability of a draft. DFlash has no heads and is trained only on the tokens of the
-training sequences. By default, as in the DFlash authors' code, each masked slot of DFlash predicts
-the token at its own position, and the anchor's slot predicts no token.
+The drafters are DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036). The input of this pass, a
+draft block, is a sequence of slots: the last committed token (the anchor), followed by mask tokens.
+DSpark has two heads: a Markov head, which makes each draft depend on the draft before it, and a
+confidence head, which estimates the acceptance probability of a draft. DFlash has neither head, and
+is trained only on the tokens of the training sequences. By default, as in the DFlash authors' code,
+each masked slot of DFlash predicts the token at its own position, and the anchor's slot predicts no
+token.
 
 Shapes: B rows, T tokens, N blocks of a row, G slots of a block, K drafts of a block, Q queries,
 P loss positions, E target width, m target layers that are read, H_kv key/value heads, d head dim,
-D = 2 * H_kv * d, M memory of the Markov head, F feature width, b nodes of one level, n positions.
+D = 2 * H_kv * d, M width of the Markov head's memory, F feature width, b nodes of one level,
+n positions.
 
     [anchor, mask, mask, ...] -> decoder layers, whose slots see the context and each other -> norm
                               -> hidden state
     hidden state -> the target's LM head, + bias from the previous token (:mod:`..nn.markov`)
                  -> draft k
 
-The *context* is what the layers see of verified positions. There are three kinds of contexts:
+The *context* is the data about verified positions to which the layers attend. There are three kinds
+of contexts:
 
     hidden    outputs of m target layers (-1 is the embedding) -> fc -> norm    as published
     memory    KV of all target layers -> encoded KV (:mod:`.kv_encoder`) -> norm
@@ -25,9 +28,9 @@ The *context* is what the layers see of verified positions. There are three kind
 
 With ``hidden`` and ``memory``, each layer computes the keys and values of the context with its own
 projections and without its input norm. Training runs many blocks at once (:mod:`.training`). A
-round of decoding runs one block. The features of a node are the hidden state of the node's slot,
-followed by the Markov head's memory of the tokens before the slot. Therefore chains and trees need
-only one forward pass.
+round of decoding runs one block. The features of a draft are the hidden state of its slot, followed
+by the Markov head's memory of the tokens before the slot. Hidden states do not depend on the
+drafted tokens, so chains and trees need only one forward pass.
 
 The reference implementations are deepseek-ai/DeepSpec and, for slots that predict the token at
 their own position, z-lab/dflash. The weights have the names of the reference. The contexts
@@ -70,8 +73,9 @@ from .sizes import (
 )
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
-CONTEXTS = ("hidden", "kv", "memory")  # kinds of context; see the docstring of the module
-# Number of target layers whose outputs are read by default, as in DSpark and DFlash.
+# Kinds of context; see the docstring of the module.
+CONTEXTS = ("hidden", "kv", "memory")
+# Number of target layers whose outputs the drafter reads by default, as in DSpark and DFlash.
 N_READ_LAYERS = 5
 
 
@@ -84,7 +88,8 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
     # The token whose embedding is the input of masked slots.
     mask_token: SizeOrZero
-    block_size: Size  # G, number of slots of a block
+    # G, number of slots of a block.
+    block_size: Size
     # If true, the anchor slot predicts the next token. If false, each masked slot predicts the
     # token at its own position.
     sample_from_anchor: Flag
@@ -94,8 +99,10 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
     With the context ``kv``, each draft layer sees the KV of the same number of these layers, the
     first draft layer that of the lowest. Empty with the context ``memory``."""
-    block_layers: Size = 5  # number of decoder layers
-    # True if only the tokens that ``t2d`` marks can be drafted, as in checkpoints of speculators.
+    # Number of decoder layers.
+    block_layers: Size = 5
+    # True if only the tokens marked in the tensor ``t2d`` can be drafted, as in checkpoints of the
+    # project speculators.
     reduced_vocabulary: Flag = False
 
     @override
@@ -160,7 +167,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
         return len(self.fused_layers) // self.block_layers
 
     def seen_layers(self, index: int) -> tuple[int, ...]:
-        """Return the target layers whose KV a layer sees with the context ``kv``."""
+        """Return the target layers whose KV a layer of the drafter sees (context ``kv``)."""
         return self.fused_layers[index * self.n_seen_layers : (index + 1) * self.n_seen_layers]
 
     @property
@@ -207,19 +214,20 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
 class BlockState(LayerState):
     """One cache per layer, which holds the context and then the block of the current round.
 
-    ``fresh`` holds the projected target states of positions that have not been added to the context
-    yet.
+    ``fresh`` holds target states, already projected by ``fc``, of positions that the caches do not
+    contain yet.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
-        # [B, K, E], hidden states of the K slots that draft. None outside a round.
+        # [B, K, E], hidden states of the K slots that predict a draft. None outside a round.
         self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
         """Return and clear the fresh states [B, n, E], right padded.
 
-        ``counts`` has the expected number of fresh states of each row.
+        ``counts`` is the number of states that each row should have. Raises DrafterError if states
+        are missing.
         """
         like = next(chain.from_iterable(self.fresh), torch.empty(0))
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
@@ -238,7 +246,7 @@ class BlockState(LayerState):
 
 
 class BlockDrafter(KVEncoder, Drafter):
-    """The trained weights: layers of the context, decoder layers, and optional heads."""
+    """The trained weights: layers that compute the context, decoder layers, and optional heads."""
 
     config: BlockDrafterSizes
     drafts_remotely = True
@@ -283,7 +291,7 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Copy the target's final norm, because the target's LM head reads the hidden states."""
+        """Start from the target's final norm, because its output goes to the target's LM head."""
         super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
@@ -322,8 +330,8 @@ class BlockDrafter(KVEncoder, Drafter):
     ) -> Tensor:
         """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E].
 
-        ``appends`` has one function per layer, which appends the keys and values of the slots to a
-        cache.
+        ``appends`` has one function per layer. The function appends the slots' keys and values to
+        the keys and values of the context.
         """
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):
@@ -331,7 +339,10 @@ class BlockDrafter(KVEncoder, Drafter):
         return self.norm(x)
 
     def drafting(self, hidden: Tensor) -> Tensor:
-        """Select the K drafting slots of each block: [..., N * G, E] becomes [..., N, K, E]."""
+        """Select the K slots of each block that predict a draft.
+
+        The shape changes from [..., N * G, E] to [..., N, K, E].
+        """
         picked: Tensor = hidden.unflatten(-2, (-1, self.config.block_size))[
             ..., -self.config.n_drafts :, :
         ]
@@ -373,11 +384,11 @@ class BlockDrafter(KVEncoder, Drafter):
         return None if self.markov_head is None else self.markov_head.markov_w2.weight
 
     def confidence_logits(self, features: Tensor) -> Tensor | None:
-        """Compute the acceptance logit [...] of each draft; None without a confidence head."""
+        """Compute the logit [...] of each draft's acceptance; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        # In the features, the embedding of the previous token follows the hidden state. So this
-        # slice includes the embedding if the confidence head reads it.
+        # Features start with the hidden state, followed by the embedding of the previous token. The
+        # width of the confidence head's input decides whether this slice includes the embedding.
         logits: Tensor = self.confidence_head(
             features[..., : self.confidence_head.proj.in_features]
         )
@@ -393,7 +404,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def hidden_at_anchors(
         self, frozen: FrozenTarget, inputs: TrainingInputs, anchors: Tensor, valid: Tensor
     ) -> Tensor:
-        """Run the blocks at anchor positions [B, N] of training sequences.
+        """Run the blocks that start at anchor positions [B, N] of training sequences.
 
         ``valid`` [B, N] is False for padding. Returns the hidden states of the drafts, [B, N, K,
         E].
@@ -431,10 +442,10 @@ class BlockDrafter(KVEncoder, Drafter):
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """Return the token before each draft of the blocks at ``anchors`` [B, N]: [B, N, K].
+        """Return the token before each draft of blocks that start at ``anchors``: [B, N, K].
 
-        ``tokens`` [B, T] are the training sequences. Positions after the end of a sequence get its
-        last token.
+        ``anchors`` [B, N] are positions, and ``tokens`` [B, T] are the training sequences.
+        Positions after the end of a sequence get its last token.
         """
         before = training.draft_positions(anchors, self.config.n_drafts).clamp(
             max=tokens.shape[1] - 1
@@ -455,7 +466,7 @@ class BlockDrafter(KVEncoder, Drafter):
         shares = training.draft_weights(inputs.response_mask, anchors, valid, blocks)
         indices = training.true_indices(shares > 0)
         hidden = self.hidden_at_anchors(frozen, inputs, anchors, valid)
-        # [P, F]
+        # [P, F], the features of the P drafts that have a weight above 0.
         features = self.make_features(hidden, self.tokens_before(inputs.tokens, anchors))[indices]
         rows = indices[0]
         share = shares[indices]
@@ -500,7 +511,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the features of a block at the root of each draft round."""
+        """Compute the features of drafts, with one block at the root of each draft round."""
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = masks.positions_of(drafted)
         queries, valid = training.loss_queries(drafted)
@@ -522,8 +533,8 @@ class BlockDrafter(KVEncoder, Drafter):
 
     @override
     def new_state(self, n_rows: int) -> BlockState:
-        # With the context ``kv``, the drafter needs no caches: the layers see only the target's
-        # cache.
+        # With the context ``kv``, the drafter needs no caches of its own, because its layers attend
+        # to the target's cache.
         return BlockState(n_rows, 0 if self.config.context == "kv" else len(self.layers))
 
     @override
@@ -579,7 +590,8 @@ class BlockDrafter(KVEncoder, Drafter):
         committed: CommittedTokens,
         cache: KVSource,
     ) -> None:
-        # The committed tokens that are added to the context.
+        # The committed tokens that are not in the context yet. The last one, the root, is the
+        # anchor of the block and never in the context.
         new_tokens: list[list[int]] = []
         for row, start in zip(committed, state.n_true, strict=True):
             new_tokens.append(row[start:-1])
@@ -653,9 +665,10 @@ class BlockDrafter(KVEncoder, Drafter):
 
 
 def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
-    """Concatenate the heads of n layers, [B, H_kv, S, d] each, to [B, H_kv * n, S, d].
+    """Concatenate the KV heads of n target layers, [B, H_kv, S, d] each, to [B, H_kv * n, S, d].
 
-    In the result, the n heads with the same index in their layers are adjacent.
+    In the result, the heads are ordered by their index, so the n heads with the same index are
+    adjacent.
     """
     if len(layers) == 1:
         return layers[0]
@@ -677,7 +690,7 @@ class DFlashSizes(BlockDrafterSizes):
 
 
 class DFlashDrafter(BlockDrafter):
-    """A block-parallel drafter without heads."""
+    """A block-parallel drafter without a Markov head and a confidence head."""
 
     config_class = DFlashSizes
     config: DFlashSizes
@@ -693,8 +706,9 @@ class DSparkSizes(BlockDrafterSizes):
     sample_from_anchor: Flag = True
     # Kind of Markov head, which makes a draft depend on the previous draft; see :mod:`..nn.markov`.
     markov_head: str = "vanilla"
-    markov_rank: Size = 256  # r, rank of the Markov head
-    confidence_head: Flag = True  # whether there is a confidence head
+    markov_rank: Size = 256  # r, rank of the Markov head.
+    # Whether there is a confidence head.
+    confidence_head: Flag = True
     # True if the confidence head also reads the Markov head's embedding of the previous token.
     confidence_with_markov: Flag = True
 

@@ -24,8 +24,9 @@ from .base import CommittedTokens, DraftLevel
 from .training import at_queries
 
 Fresh = tuple[Tensor, Tensor | None, list[int]]
-"""Input of a round: tokens [B, n] int64, target states [B, n, ...] or None, and counts of real
-tokens."""
+"""The tokens [B, n] int64 that a round feeds first, their target states [B, n, ...] or None, and
+the number of each row's tokens that are not padding.
+"""
 
 
 class RowState:
@@ -42,7 +43,7 @@ class RowState:
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows of the batch, in the given order."""
+        """Keep only the given rows of the batch. They get the given order."""
         for name, value in vars(self).items():
             setattr(self, name, _taken(value, rows))
 
@@ -59,7 +60,8 @@ class RowState:
         The other state must not be used afterwards.
         """
         self.forget_drafts()
-        # End both rounds, because the two states may have fed different numbers of drafts.
+        # End the other state's round too, because the two states may have fed different numbers of
+        # drafts.
         other.forget_drafts()
         for name, value in vars(self).items():
             setattr(self, name, _concatenated(value, getattr(other, name)))
@@ -95,7 +97,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def stacked(rows: Sequence[Tensor]) -> Tensor:
     """Stack rows [n, ...] into one tensor [B, n, ...], right padded with arbitrary values.
 
-    The number of kernel launches does not depend on the number of rows.
+    This launches the same number of kernels for any number of rows.
     """
     counts = [len(row) for row in rows]
     if len(set(counts)) == 1:
@@ -110,9 +112,9 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """Build a mask [B, 1, S] bool with which a query sees the first ``lengths[row]`` slots.
+    """Build a mask [B, 1, S] bool with which queries see the first ``lengths[row]`` slots.
 
-    Returns None if all lengths are equal.
+    If all lengths are equal, no mask is needed, and the result is None.
     """
     if are_alike(lengths):
         return None
@@ -123,8 +125,8 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
     """Concatenate ``first`` and new keys and values [B, H, S, d].
 
-    ``first`` is converted to the dtype of the new keys. If ``first`` has more heads than the new
-    keys and values, the new heads are repeated.
+    ``first`` is converted to the dtype of the new keys. If ``first`` has more heads, the heads of
+    the new keys and values are repeated to the same number.
     """
     if keys.shape[1] < (n_heads := first[0].shape[1]):
         keys = expand_heads(keys, n_heads)
@@ -137,20 +139,21 @@ def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
 def write_after(
     view: KeysValues, before: Sequence[int], n_fed: int, keys: Tensor, values: Tensor
 ) -> KeysValues:
-    """Write the drafter's newest keys and values into the target's cache after verified tokens.
+    """Write the drafter's keys and values into the target's cache, after the verified tokens.
 
-    The target's next call overwrites these slots.
+    So the drafter attends to one tensor without copying the target's cache. The next target call
+    overwrites these slots.
 
     Args:
         view: the target's keys and values of one layer, [B, H_kv, S, d] each.
         before: for each row, the number of verified tokens before this round.
-        n_fed: number of tokens that this round has fed, including the newest.
+        n_fed: number of tokens that this round has fed to the drafter, including the n newest.
         keys: the newest keys [B, H_kv, n, d].
         values: the newest values [B, H_kv, n, d].
     """
     n_new = keys.shape[2]
-    # Replace NaN, because later calls with longer rows, or over the whole cache, read these slots
-    # under a mask. A masked NaN still makes the result NaN.
+    # Replace NaN. Later calls may read these slots under a mask, and a NaN makes the result NaN
+    # even if it is masked.
     keys = keys.nan_to_num()
     values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
@@ -170,8 +173,8 @@ def causal_features(
     *before, last = blocks
     for block in before:
         normed = block.normed(x)
-        # Compute keys and values before queries, because autograd adds the gradients of ``normed``
-        # in an order that depends on it. With the same order, training can be repeated bit for bit.
+        # Always compute keys and values before queries. Autograd adds the gradients of ``normed``
+        # in an order that depends on this order, and training must be repeatable bit for bit.
         keys, values = block.self_attn.keys_values(normed, rotation)
         own_queries = block.self_attn.queries(normed, rotation)
         x = block.finish(x, block.self_attn(own_queries, keys, values, causal))
@@ -182,14 +185,17 @@ def causal_features(
 
 
 class Fed(NamedTuple):
-    """Positions and masks of the tokens that one drafter call feeds."""
+    """Positions and masks of the tokens that one call of the drafter processes."""
 
-    positions: Tensor  # [B or 1, 1] int64
-    rotation: Rotation  # the drafter's rotary embedding at these positions
-    before: list[int]  # number of verified tokens of each row
-    seen: Tensor  # [B, b, n] bool, the tokens of this round that each fed token sees
-    # [B, b, S] bool, the mask of the verified tokens followed by ``seen``. None if nothing is
-    # masked.
+    # [B or 1, 1] int64, position of each row's tokens. One entry if all rows have the same
+    # position.
+    positions: Tensor
+    rotation: Rotation  # The drafter's rotary embedding at these positions.
+    before: list[int]  # Number of verified tokens of each row.
+    # [B, b, n] bool, which of the round's n tokens each of the b tokens sees.
+    seen: Tensor
+    # [B, b, S] bool, the mask over the whole cache: the verified tokens, followed by ``seen``. None
+    # if nothing is masked.
     mask: Tensor | None
 
 
@@ -197,15 +203,17 @@ class LayerState(RowState):
     """Caches with the keys and values of a drafter's causal layers."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        # One buffer per layer. It holds the committed slots, then the slots of this round's tree in
-        # the order in which they were fed.
+        # One buffer per layer. It holds the slots of committed tokens, followed by the slots of
+        # this round's draft tree in the order in which its tokens were fed.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
-        self.n_true = [0] * n_rows  # number of committed slots of each row
-        self.n_fed = 0  # number of slots of this round's tree, including the root
+        self.n_true = [0] * n_rows  # Number of slots of each row that hold committed tokens.
+        # Number of tokens that this round has fed, including the root.
+        self.n_fed = 0
         # For each row, target states [n, ...] of committed positions that have not been fed to the
         # layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
-        # The tensors of the round that a recorded CUDA graph reads. None outside of a recording.
+        # While a CUDA graph is recorded: the tensors from which each replay reads its round.
+        # Otherwise None.
         self.given: Fresh | None = None
 
     @override
@@ -225,7 +233,7 @@ class LayerState(RowState):
     ) -> None:
         """Store the target's states [B, n, ...] of committed tokens for the next draft round.
 
-        ``make``, if given, transforms the states before they are stored.
+        If ``make`` is given, it transforms the states before they are stored.
         """
         counts: list[int] = []
         indices_in_batch: list[int] = []
@@ -248,7 +256,8 @@ class LayerState(RowState):
         starts: list[int] = []
         fresh_tokens: list[list[int]] = []
         for tokens, n_slots in zip(committed, self.n_true, strict=True):
-            # Feed the root again in each round, because its slot may hold a rejected draft.
+            # Always feed the root, even if it was fed before, because its slot may hold a rejected
+            # draft.
             start = min(n_slots, len(tokens) - 1)
             starts.append(start)
             fresh_tokens.append(tokens[start:])
@@ -269,14 +278,15 @@ class LayerState(RowState):
         self,
         blocks: Sequence[DecoderBlock],
         rotary: Rotary,
-        x: Tensor,  # [B, n, E], right padded
-        counts: Sequence[int],  # number of real tokens of each row, at least 1
-        # A function that computes the last layer. If it is None, the layer's ``forward`` does.
+        x: Tensor,  # [B, n, E], right padded.
+        # Number of real tokens of each row, at least 1.
+        counts: Sequence[int],
+        # A function that computes the last layer. If it is None, the layer's ``forward`` is called.
         last: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Fed]:
         """Feed the tokens that were committed since the last round, up to the root.
 
-        Their slots replace those of the last round's drafts.
+        Their slots replace the slots of the last round's drafts.
 
         Returns:
             Features of the root [B, 1, E], and the root's position and mask.
@@ -294,7 +304,7 @@ class LayerState(RowState):
             has_one_token = len(counts) == 1 and x.shape[1] == 1
             mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
-        # The last layer computes only the features of the root.
+        # Only the features of the root are needed, so the last layer computes no others.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
         if last is None and len(counts) == 1 and are_alike(counts):

@@ -3,7 +3,7 @@
 Li et al., ICML 2024, arXiv 2401.15077, with the draft trees of EAGLE-2, arXiv 2406.16858.
 
 Shapes: B batch, T tokens, Q queries, P loss positions, E target width, S slots (T - 1), K fused
-target layers, b nodes of one level.
+target layers (EAGLE-3), b nodes of one level.
 
     [embedding of token t+1 ; hidden state of token t] -> linear 2E -> E -> decoder layer(s)
                                                        -> feature of token t+1
@@ -12,9 +12,9 @@ Hidden states are the target's states AFTER its final norm. In transformers they
 ``hidden_states[-1]``, in the store they are ``hidden/last``. The LM head turns hidden states and
 features into logits without another norm. The MoA authors' code does the same (``train/eagle.py``).
 
-Embeddings are about fifty times smaller than hidden states, so a drafter would learn late to read
-embeddings. Therefore they are multiplied by a scale first. The published drafter has no scale.
-Exports multiply the weights of the linear layer by the scale, which gives the same results.
+Embeddings are about fifty times smaller than hidden states, so a drafter would need long to learn
+to use them. Therefore embeddings are multiplied by a scale first. The published drafter has no
+scale. Exports multiply the weights of the linear layer by the scale, which gives the same results.
 
 Slot t of the drafter's cache is computed from the hidden state of position t and the token at t+1.
 The RoPE position of the slot is t. Up to the slot of the root, the hidden states are the target's;
@@ -46,7 +46,7 @@ from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
 class FeatureState(LayerState):
-    """A cache of slots made from target states.
+    """Caches whose slots are computed from the target's states.
 
     ``last`` is the newest target state [1, ...] of each row.
     """
@@ -61,7 +61,8 @@ class FeatureState(LayerState):
         fresh_tokens: list[list[int]] = []
         for row, tokens in enumerate(committed):
             parts = self.fresh[row]
-            # If there are no new target states, feed the root again with the newest state.
+            # If there are no new target states, this round starts at the same root as the last
+            # round. Feed this root again, with the newest state.
             if not parts:
                 if (last := self.last[row]) is None:
                     raise DrafterError(
@@ -82,8 +83,8 @@ class FeatureState(LayerState):
 class FeatureDrafter(Drafter):
     """The common part of EAGLE and EAGLE-3.
 
-    The input of a layer is the token at t+1 and the feature of t. In later draft steps the feature
-    is the drafter's own output.
+    The input of a layer is the token at position t+1 and the feature of position t. For drafted
+    positions the feature is the drafter's own output.
     """
 
     by_graph = True
@@ -108,8 +109,8 @@ class FeatureDrafter(Drafter):
         """Compute the layers' input that is made from target states.
 
         Returns:
-            Embeddings of the tokens t + 1 of the slots t, and the input of the slots, both [B, S,
-            ...].
+            Embeddings of the tokens, and the input of the layers, both [B, S, ...]. Slot t has the
+            token at t + 1.
         """
         embeddings = frozen.embed(inputs.tokens[:, 1:])
         hidden = self.target_states(inputs)[:, :-1].to(embeddings.dtype)
@@ -123,10 +124,10 @@ class FeatureDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # All rounds run at once, level by level. Each level is fed with the features that the
-        # previous level computed.
+        # The rounds of all sequences run together, one level after another. The input of a level
+        # includes the features that the previous level computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. The draft round of a slot sees the slots made from target states up to this index.
+        # [B, S], for each slot, the last slot made from target states that its draft round sees.
         context = context[:, 1:]
         slots = masks.positions_of(context)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
@@ -148,7 +149,7 @@ class FeatureDrafter(Drafter):
         for index in range(1, int(step.max()) + 1):
             queries, valid = training.loss_queries(step == index)
             limit = context.gather(1, queries)[..., None]
-            # [B, Q, 2S]
+            # Mask [B, Q, 2S]: slots made from target states, then slots of the drafter.
             seen = torch.cat(
                 (slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1
             )

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafter: fused layers of the target, and training-time test.
+"""EAGLE-3 drafter: reads several target layers, and is trained on its own outputs.
 
 Li et al., NeurIPS 2025, arXiv 2503.01840.
 
@@ -16,10 +16,11 @@ of t and the token at t+1. In later draft steps, the output of the decoder layer
 the fused feature, without a norm. The output need not resemble any hidden state of the target,
 because only the distribution of the next token is trained.
 
-Training-time test simulates J draft steps. Step 1 is teacher forcing. In step j + 1, each position
-is a draft round of its own, which has advanced by j tokens. A round sees the slots of step 1 up to
-its start, and the slots that the round itself has computed since then. Example for a round that
-starts at slot 4 (``LlamaAttention.forward`` and ``Model.forward`` in the EAGLE authors'
+The paper calls this training on own outputs *training-time test*. It simulates J draft steps of
+decoding. Each position starts a draft round. Step 1 has the features of the target as input, and
+each later step advances all rounds by one token. A round sees the slots of step 1 up to its start,
+and the slots that the round itself has computed since then. Example for a round that starts at slot
+4 (``LlamaAttention.forward`` and ``Model.forward`` in the EAGLE authors'
 ``traineagle3/cnets.py``)::
 
     step   fed slot   made from the feature of    sees slots of step 1    own slots
@@ -27,11 +28,12 @@ starts at slot 4 (``LlamaAttention.forward`` and ``Model.forward`` in the EAGLE 
        2          5   step 1                      0 1 2 3 4               5
        3          6   step 2                      0 1 2 3 4               5 6
 
-A round contributes to the loss while it stays in the response that contains its root, as the rounds
-of decoding do. The EAGLE authors' code differs in three points. It also starts rounds in the
-prompt. Its teacher distribution is normalised over the draft vocabulary. Positions whose most
-likely token is outside the draft vocabulary have no loss. Here all positions have a loss, and the
-teacher's probabilities of tokens outside the draft vocabulary are left out.
+A round contributes to the loss as long as it stays in the response that contains its root, because
+rounds of decoding do not leave a response either. The EAGLE authors' code differs in three points.
+It also starts rounds in the prompt. Its teacher distribution is normalised over the draft
+vocabulary. Positions whose most likely token is outside the draft vocabulary have no loss. Here all
+positions have a loss, and the teacher's probabilities of tokens outside the draft vocabulary are
+left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +64,8 @@ from .training import (
 )
 from .vocabulary import most_frequent
 
-# Ratio of the loss weights of a draft step and the previous one (``traineagle3/main.py`` of the
-# EAGLE authors).
+# Factor by which the loss weight decreases from each draft step to the next
+# (``traineagle3/main.py`` of the EAGLE authors).
 STEP_DECAY = 0.8
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
@@ -85,14 +87,15 @@ class Eagle3Sizes(LayerSizes):
     fused_layers: Indices
     """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
     input."""
-    draft_vocabulary: Size  # V_d, number of tokens that can be drafted
-    test_time_steps: Size = 7  # J, number of draft steps that training unrolls
+    draft_vocabulary: Size  # V_d, number of tokens that can be drafted.
+    test_time_steps: Size = 7  # J, number of draft steps that training unrolls.
     fc_norm: Flag = False
     """True if each output is normed before the outputs are fused, as in EAGLE-3.1 (arXiv
     2605.09992)."""
-    # True if the outputs of the final norm are fed to the next draft step, as in EAGLE-3.1.
+    # True if the next draft step gets the outputs after the final norm, as in EAGLE-3.1.
     norm_output: Flag = False
-    # True if the concatenated target outputs are normed before they are fused, as in speculators.
+    # True if the outputs of the target layers are concatenated and normed before they are fused, as
+    # in the project speculators.
     norm_before_fc: Flag = False
     # True if the residual stream starts after the norm of the features, as in speculators.
     norm_before_residual: Flag = False
@@ -102,8 +105,8 @@ class Eagle3Sizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # Checkpoints of other projects do not contain the target's number of layers. For these,
-        # assume that the highest fused layer is the target's last layer.
+        # Checkpoints of other projects do not contain the target's number of layers. For them,
+        # assume that the target has no layers above the highest fused layer.
         check_target_layers(
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
@@ -139,10 +142,10 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Block(DecoderBlock):
-    """A decoder layer whose attention reads two concatenated streams, each normed on its own.
+    """A decoder layer whose attention reads two concatenated inputs, each with its own norm.
 
-    Both streams have the width E. The second stream is also the residual. The residual is taken
-    after the norm if ``norm_before_residual`` is true, otherwise before the norm (vLLM
+    Both inputs have the width E: embeddings, then features. The output of attention is added to the
+    features. With ``norm_before_residual`` it is added to the normed features (vLLM
     ``llama_eagle3.py``).
     """
 
@@ -339,8 +342,8 @@ class Eagle3Drafter(FeatureDrafter):
         every = labels.clamp(min=0).repeat_interleave(n_steps)
         wrong = losses.chunked_cross_entropy(own.detach().flatten(0, 1), every, self.lm_head.weight)
         wrong = wrong.view(own.shape[:2]).masked_fill((labels < 0)[:, None], torch.inf)
-        # In step j, a query belongs to the round that starts j queries further left; see
-        # test_time_features.
+        # In step j, counted from 0, a query belongs to the round that started at the query j
+        # indices to its left; see test_time_features.
         steps = torch.arange(n_steps, device=labels.device)
         rounds = (columns[:, None] - steps) % queries.shape[1]
         return losses.d_pace_at(
@@ -353,9 +356,9 @@ class Eagle3Drafter(FeatureDrafter):
         """Run all draft steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
 
         Returns:
-            The features [J, B, Q, E] of each query in each draft step. In step j, a query belongs
-            to the round whose root is j - 1 tokens before it. And [J, B, Q] bool, true if this
-            round reaches the query without leaving the response.
+            The features [J, B, Q, E] of each query in each draft step, and [J, B, Q] bool. In step
+            j, counted from 1, a query belongs to the round whose root is j - 1 tokens before the
+            query. The bool is true if this round reaches the query without leaving the response.
         """
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
@@ -377,8 +380,9 @@ class Eagle3Drafter(FeatureDrafter):
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # A round that starts at one query reaches the query ``step`` places further right if
-            # their positions differ by ``step``, so that all positions between them are queries.
+            # A round that starts at one query has advanced to the query ``step`` indices to its
+            # right. This query is in the same response only if the two positions differ by
+            # ``step``, so that all positions between them are queries too.
             features.append(outputs.roll(step, dims=1))
             has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
@@ -388,7 +392,7 @@ class Eagle3Drafter(FeatureDrafter):
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[KeysValues]
 ) -> Tensor:
-    """Let each query attend to slots that all rounds share and to the slots of its own round.
+    """Let each query attend to the slots that all rounds share, and to the slots of its own round.
 
     Args:
         q: [B, H, Q, d]. Each query belongs to its own round.
@@ -403,12 +407,12 @@ def attend_with_own_steps(
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
-    # [B, ..., Q, ...], the inputs that belong to queries
+    # The inputs that have an axis of queries; it is always the third axis.
     of_queries = (q, seen[:, None], *chain.from_iterable(own))
     if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(keys, values, *of_queries)
-    # Recompute the scores in the backward pass, so that only a part of the scores is in memory at a
-    # time.
+    # Split the queries, and recompute the scores of each part in the backward pass, so that only
+    # one part of the scores is in memory at a time.
     attended: list[Tensor] = []
     for first_row in range(0, q.shape[0], n_rows):
         rows = slice(first_row, first_row + n_rows)
@@ -429,7 +433,7 @@ def _attend(keys: Tensor, values: Tensor, q: Tensor, seen: Tensor, *own: Tensor)
     scores = [shared.masked_fill(~seen[:, :, None], -torch.inf)]
     for own_keys in own[::2]:
         scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
-    # [B, H_kv, group, Q, S + steps]
+    # Shape: [B, H_kv, query heads per KV head, Q, S + number of earlier steps]
     share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)
     attended = share[..., :n_slots] @ values[:, :, None]
     for index, own_values in enumerate(own[1::2]):

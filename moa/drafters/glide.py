@@ -2,28 +2,29 @@
 
 Du et al., ICML 2024, arXiv 2402.02082.
 
-Shapes: B batch, T tokens, Q queries, E target width, L target layers, D packed KV width, H_kv
+Shapes: B batch, T tokens, Q queries, E target width, L target layers, D width of packed KV, H_kv
 target KV heads, d target head dim, b nodes of one level, n tokens fed at once, S slots.
 
     token embeddings -> + causal self-attention
                      -> + cross-attention to the KV of the target's last layer at verified positions
                      -> + MLP -> LM head
 
-Only the drafted tokens are fed back, not features. As in the MoA authors' code
+The next draft step gets only the drafted token as input, no features. As in the MoA authors' code
 (``train/glide.py``), neither the cross-attention nor the LM head has a norm before it.
 
-Training cuts sequences into blocks. Each block is a draft round: its positions see the target's KV
-of the blocks before it. Example for blocks of 3 positions and offset 1::
+Training cuts sequences into blocks of consecutive positions. Each block is trained as a draft
+round, so its positions see the target's KV only of the blocks before it. Example for blocks of 3
+positions and offset 1::
 
     position                   0 1 2 3 4 5 6 7 8
     last visible target KV     . 0 0 0 3 3 3 6 6
 
 Some targets have layers of different shapes, or rotate keys in another way than Llama. For these
-targets the drafter attends to the last layer that has its own keys and values. The drafter's
-queries then have the width of that layer's keys and are not rotated. If that layer caches latents,
+targets the drafter attends to the last layer that has keys and values of its own. The drafter's
+queries then have the width of that layer's keys, and are not rotated. If that layer caches latents,
 as multi-head latent attention does, there is a single head. Its keys are the latent and the rotated
-key, and its values are the latent. This corresponds to multi-head latent attention with absorbed
-projections.
+key, and its values are the latent. This is how multi-head latent attention is computed if its
+projections are absorbed into the queries and the output.
 
 The MoA authors' code uses offset 0, rotates the target's keys a second time, and lets the first
 block attend to all keys, because it has no block before it. Here the first block is a round that
@@ -61,10 +62,12 @@ class GlideSizes(LayerSizes):
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
     kv_width: Size
-    # The attended target layer, its number of heads, and the widths of a key and of a value. Empty
-    # for targets that rotate keys like Llama. There the last layer is attended to.
+    # The target layer to which the drafter attends, its number of KV heads, and the widths of a key
+    # and of a value. Empty for targets that rotate keys like Llama; the drafter then attends to
+    # their last layer.
     target_kv: Indices = ()
-    # True if the attended layer caches a latent as key and a rotated key as value.
+    # True if this layer uses multi-head latent attention. It then caches a latent in place of keys,
+    # and a rotated key in place of values.
     target_latents: Flag = False
     block_size: Size = 5  # number of tokens of a block in training
 
@@ -103,7 +106,7 @@ class GlideSizes(LayerSizes):
 
     @property
     def attended(self) -> tuple[int, int, int, int]:
-        """The attended layer, its number of heads H_kv, and the widths of a key and a value."""
+        """The target layer to attend to, its number of KV heads, and its key and value widths."""
         if len(self.target_kv) == 4:
             layer, n_heads, key_width, value_width = self.target_kv
             return layer, n_heads, key_width, value_width
@@ -153,8 +156,9 @@ class GlideDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # A draft step gets only the tokens of earlier drafts, not their features. So one forward
-        # pass, as in training, computes all drafts. The draft rounds take the place of blocks.
+        # A draft step gets only the tokens of earlier drafts, which are known here, and not their
+        # features. So one forward pass computes all drafts, as in training, but with draft rounds
+        # in place of the blocks of training.
         queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
@@ -254,7 +258,8 @@ class GlideDrafter(Drafter):
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
         keys, values = cache.layer_view(layer, max(before))
-        # The cache may have wider keys and values than this layer, so cut off the padding.
+        # The cache has the width of the target's widest layer, so cut off the padding of this
+        # layer.
         keys = keys[:, :n_heads, :, :key_width]
         values = values[:, :n_heads, :, :value_width]
         target = self._keys_values(keys, values)
@@ -262,10 +267,11 @@ class GlideDrafter(Drafter):
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:
-    """Find the last position before the block of each query [B, Q]: [B, Q] int64.
+    """Find the last position before the block in which each query lies: [B, Q] int64.
 
-    The result is below 0 for queries in the first block. Blocks start at the offsets [B], or at 0
-    (lines 145-147 of ``train/glide.py`` in the MoA authors' code).
+    Queries [B, Q] are positions. The result is below 0 for queries in the first block. The blocks
+    of a row start at its ``offset`` [B], or at 0 without offsets (lines 145-147 of
+    ``train/glide.py`` in the MoA authors' code).
     """
     shift = 0 if offset is None else (offset % block_size)[:, None]
     return shift + (queries - shift) // block_size * block_size - 1

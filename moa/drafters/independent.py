@@ -8,10 +8,10 @@ nodes of one level.
     token -> own embedding -> decoder layer(s) -> norm -> features
           -> own LM head, which is the embedding matrix (tied)
 
-The drafter reads only tokens, in training and in decoding. It has the vocabulary, the positions and
-the rotary embedding of the target, and nothing else in common with the target. It learns the
-target's next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL). Its features have
-the width W and cannot be used in place of the target's hidden states.
+The drafter reads only tokens, in training and in decoding. It shares with the target only the
+vocabulary, the positions and the rotary embedding. It learns the target's next-token distribution
+(DistillSpec, arXiv 2310.08461, with forward KL). Its features have the width W and cannot be used
+in place of the target's hidden states.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,9 +47,9 @@ class IndependentSizes(DrafterSizes):
 
     kind = "independent"
 
-    independent_width: Size  # W, the drafter's width
-    independent_mlp_width: Size  # MLP width of each layer
-    independent_layers: Size = 2  # number of decoder layers
+    independent_width: Size  # W, the drafter's width.
+    independent_mlp_width: Size  # MLP width of each layer.
+    independent_layers: Size = 2  # Number of decoder layers.
 
     @override
     def problems(self) -> Iterator[str]:
@@ -109,14 +109,14 @@ class IndependentDrafter(Drafter):
         return response_mask.bool()
 
     def forward(self, tokens: Tensor, queries: Tensor) -> Tensor:
-        """Run the model over tokens [B, T]. Returns normed features [B, Q, W] of queries [B, Q]."""
+        """Run the model over tokens [B, T], and return features [B, Q, W] at positions [B, Q]."""
         return self.norm(
             causal_features(self.blocks, self.rotary, self.embed_tokens(tokens), queries)
         )
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL from the target's distribution."""
+        """Compute the loss of one mini-batch: the forward KL to the target's distribution."""
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
         indices = true_indices(valid)

@@ -7,13 +7,14 @@ target width, G groups of layers.
     KV of all layers [B, T, L, D] -> layer self-attention -> means over layers -> linear
                                   -> encoded KV [B, T, E]
 
-Layer self-attention attends over the layers of one position, for each position separately. Three
-settings can differ from the Mixture of Attentions paper (arXiv 2410.03804):
+In layer self-attention, the target layers are the tokens: the KV of each layer attends to the KV of
+the other layers at the same position. Three settings can differ from the Mixture of Attentions
+paper (arXiv 2410.03804):
 
-- With ``layer_groups`` above 1, the layers are divided into groups, and the linear layer gets the
-  mean over each group. In targets with few KV heads, a single mean (D numbers) would be smaller
-  than the encoded KV (E numbers).
-- With ``unrotated_keys``, the keys before RoPE are encoded. After RoPE the same content has
+- With ``layer_groups`` above 1, the layers are divided into groups, and the linear layer gets one
+  mean per group. If a target has few KV heads, a single mean (D numbers) would be smaller than the
+  encoded KV (E numbers), so information would be lost.
+- With ``unrotated_keys``, the keys before RoPE are encoded, because after RoPE the same content has
   different keys at each position.
 - With a ``layer_stride`` n, only every n-th layer is encoded, counted from the last layer. Training
   then reads less KV, and layer self-attention has fewer inputs. For an 8B target, layer
@@ -50,15 +51,16 @@ class KVEncoderSizes(DrafterSizes):
     # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
     # widest layer.
     kv_width: SizeOrZero = 0
-    # For each layer with KV, the index of its group of layers of the same shape. Empty if all
-    # layers have the same shape.
+    # Layers with the same KV shape form a group. For each layer with KV, the index of its group.
+    # Empty if all layers have the same shape.
     kv_groups: Indices = ()
-    # KV width of a layer in each group; used in place of D.
+    # For each of these groups, the KV width of its layers, which replaces D.
     kv_group_widths: Indices = ()
-    layer_attention_heads: SizeOrZero = 0  # number of query heads; it must divide kv_width
-    layer_attention_head_dim: SizeOrZero = 0  # head dim of layer self-attention
-    layer_attention_kv_heads: SizeOrZero = 0  # number of KV heads of layer self-attention
-    layer_attention_mlp_width: SizeOrZero = 0  # MLP width of layer self-attention
+    layer_attention_heads: SizeOrZero = 0  # Number of query heads; it must divide kv_width.
+    layer_attention_head_dim: SizeOrZero = 0  # Head dim of layer self-attention.
+    layer_attention_kv_heads: SizeOrZero = 0  # Number of KV heads of layer self-attention.
+    # MLP width of layer self-attention.
+    layer_attention_mlp_width: SizeOrZero = 0
     # If false, there is no layer self-attention, and only the KV of the target's last layer is
     # encoded.
     layer_attention: Flag = True
@@ -66,8 +68,8 @@ class KVEncoderSizes(DrafterSizes):
     layer_groups: Size = 2
     # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
     unrotated_keys: Flag = True
-    # n: the last layer and every n-th layer below it are encoded. 1 encodes all layers, as in the
-    # Mixture of Attentions paper.
+    # The number n, if only the last layer and every n-th layer below it are encoded. 1 encodes all
+    # layers, as in the Mixture of Attentions paper.
     layer_stride: Size = 1
 
     @property
@@ -83,7 +85,7 @@ class KVEncoderSizes(DrafterSizes):
 
     @property
     def read_kv_layers(self) -> tuple[int, ...] | None:
-        """The layers whose KV training reads, among the L layers with KV; None for all of them."""
+        """Indices, among the L layers with KV, of the layers that training reads; None for all."""
         if not self.layer_attention:
             return (-1,)
         return None if self.layer_stride == 1 else self.encoded_layers
@@ -139,7 +141,8 @@ class KVEncoderSizes(DrafterSizes):
                     numbered_layers.append((layer, number))
             grouped["kv_groups"] = tuple(number for _, number in sorted(numbered_layers))
             grouped["kv_group_widths"] = tuple(group.shape.width for group in facts.kv_groups)
-        # Limit the number of heads: a target that caches latents has many heads, but narrow KV.
+        # Limit the number of heads, because a target that caches latents has many heads, but its KV
+        # is narrow.
         n_heads = min(facts.n_heads, max(1, kv_width // 64)) if grouped else facts.n_heads
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The MoA authors' code uses the target's number of heads for layer self-attention. If this
@@ -202,8 +205,8 @@ class KVEncoder(nn.Module):
                 self.kv_inputs[str(group)] = project
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
-        # For each position, a remote drafter receives either the means over the layer groups or the
-        # encoded KV computed from these means, whichever has fewer values.
+        # A remote drafter receives numbers for each position: either the means over the layer
+        # groups, or the encoded KV that is computed from these means, whichever has fewer values.
         self._sends_means = n_means * config.kv_width < config.hidden_size
         self.sent_width = min(n_means * config.kv_width, config.hidden_size)
         rope = config.rope_parameters, config.max_position_embeddings
@@ -215,14 +218,14 @@ class KVEncoder(nn.Module):
         return hidden
 
     def encode_means(self, kv: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Run layer self-attention; concatenate the means over the G layer groups: [B, T, G * D].
+        """Run layer self-attention, and concatenate the means of the G layer groups: [B, T, G * D].
 
         Without layer self-attention, the result is the KV of the last layer.
 
         Args:
-            kv: [B, T, L, D] of all layers, or the KV of only the layers that are encoded.
-            positions: [B or 1, T] int64, positions by which the keys were rotated. None for 0 to T
-                - 1.
+            kv: [B, T, L, D], packed KV of all layers, or only of the layers that are encoded.
+            positions: [B or 1, T] int64, positions by which RoPE rotated the keys. If None, the
+                positions are 0 to T - 1.
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_kv_layers:
             first = strided_layers(self.config.n_kv_layers, self.config.layer_stride)[0]
@@ -231,9 +234,10 @@ class KVEncoder(nn.Module):
             kv = kv[:, :, -1:]
         if positions is None:
             positions = positions_of(kv)[None, :]
-        # The attention over layers is bidirectional, and the position of a layer is its index.
+        # In layer self-attention, the position of a layer is its index, and all layers see each
+        # other.
         rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
-        summaries = []  # one tensor [n, G * D] per chunk of positions
+        summaries = []  # one tensor [n, G * D] for each chunk of n positions
         position_parts = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
         for part, part_positions in zip(
             kv.flatten(0, 1).split(_MAX_POSITIONS), position_parts, strict=True
@@ -272,9 +276,9 @@ class KVEncoder(nn.Module):
     def encode_cached(
         self, cache: KVSource, starts: Sequence[int], counts: Sequence[int]
     ) -> Tensor:
-        """Encode ``counts[row]`` positions of each row of a cache, from ``starts[row]`` on.
+        """Encode the KV of ``counts[row]`` positions of each row, from ``starts[row]`` on.
 
-        The result is [B, n, E].
+        The result is [B, n, E], padded to the largest count n.
         """
         check_arrived(cache, added(starts, counts))
         n_tokens = max(counts)
@@ -288,15 +292,16 @@ class KVEncoder(nn.Module):
     # Drafting with the target on another machine
 
     def encoded_lengths(self, state: Any) -> Sequence[int]:
-        """Return the number of positions of each row whose encoded KV is in a state."""
+        """Return for each row the number of positions whose encoded KV is in the state."""
         raise NotImplementedError
 
     def append_encoded(
         self, state: Any, encoded: Tensor, counts: Sequence[int] | None = None
     ) -> None:
-        """Append the encoded KV [B, n, E] of the next positions of each row to a state.
+        """Append the encoded KV [B, n, E] of the next n positions of each row to a state.
 
-        Only the first ``counts[row]`` positions of a row are real; None if all positions are real.
+        Only the first ``counts[row]`` positions of a row are real, the others are padding. If
+        ``counts`` is None, all positions are real.
         """
         raise NotImplementedError
 

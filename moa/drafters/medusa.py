@@ -10,14 +10,14 @@ level.
 
 Hidden states are the target's states AFTER its final norm, and t is the last *verified* position.
 The target's own LM head predicts the root, the token at t+1, from this state. Head k predicts the
-token at t+1+k. All nodes of a level have the distribution of one head, whatever path leads to them.
-So K heads draft K levels.
+token at t+1+k. Head k drafts level k of a draft tree, so K heads draft K levels. A head does not
+know the drafts of other heads, so all drafts of a level have the same distribution.
 
 This is Medusa-1 (section 2.2.1 of the Medusa paper): the target is frozen. In the authors' code
 each head ends in its own LM head with V x E weights, initialized from the target's LM head. Here
-each head has E x E weights, initialized as the identity and followed by the target's LM head. Both
-forms compute the same function at the start of training. Here the heads learn the target's whole
-distribution; in the authors' code they learn the tokens of the training text.
+each head has E x E weights, initialized as the identity and followed by the target's LM head. At
+the start of training, both forms compute the same function. Here the heads learn the target's whole
+distribution. In the authors' code they learn the tokens of the training text.
 """
 
 from collections import OrderedDict
@@ -57,8 +57,8 @@ class MedusaSizes(DrafterSizes):
 
     kind = "medusa"
 
-    medusa_heads: Size = 6  # K, number of heads and maximum number of draft levels
-    medusa_layers: Size = 1  # number of residual layers of each head
+    medusa_heads: Size = 6  # K, number of heads and maximum number of draft levels.
+    medusa_layers: Size = 1  # Number of residual layers of each head.
 
     @property
     @override
@@ -73,9 +73,10 @@ class MedusaState(RowState):
 
 
 class ResidualLayer(nn.Module):
-    """Computes x + silu(W x + c) with a square matrix W.
+    """Computes x + silu(W x + c), where W is a square matrix and c a bias.
 
-    In the Medusa authors' ``medusa_model.py`` all layers of a head share W.
+    Here each layer has its own W. In the Medusa authors' ``medusa_model.py`` all layers of a head
+    share one W.
     """
 
     def __init__(self, width: int) -> None:
@@ -123,9 +124,9 @@ class MedusaDrafter(Drafter):
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the weighted mean of the heads' forward KL."""
-        # Head k is trained only at the positions at which decoding can use it: the position and the
-        # k - 1 positions before it must be in one response. The sum of each head's losses is
-        # divided by the number of loss positions of the first head.
+        # Head k is trained at the positions that it could draft in decoding: a position and the k -
+        # 1 positions before it must be in one response. The sum of each head's losses is divided by
+        # the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
         # One mask [B, T] per head: the positions at which the head is trained.
@@ -138,8 +139,10 @@ class MedusaDrafter(Drafter):
         counts = every.sum(dim=(1, 2)).tolist()
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
-        indices, rows, positions = true_indices(every)  # [P] for the loss positions of all heads
-        # Head k reads hidden states k positions earlier. It is trained at no position before k.
+        # [P] for the loss positions of all heads.
+        indices, rows, positions = true_indices(every)
+        # Head k reads the hidden state k positions earlier, so it is not trained at positions below
+        # k.
         read = hidden[rows, positions - (indices + 1)].split(counts)
         features = [head(states) for head, states in zip(self.heads, read, strict=True)]
         kl, _ = losses.chunked_losses(
@@ -159,7 +162,7 @@ class MedusaDrafter(Drafter):
     ) -> DraftedFeatures:
         """Compute the features of drafts from the last hidden state that their draft round sees."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
-        # the index k of the head that drafts each position
+        # The number k of the head that drafts each position; 0 for padding.
         step = torch.where(valid, queries - context, 0)
         self.config.check_depth(int(step.max()))
         hidden = at_queries(inputs.hidden, context).to(self.dtype)
@@ -170,7 +173,8 @@ class MedusaDrafter(Drafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        # All nodes of a level share their features, so the logits are computed only once.
+        # All drafts of a level have the same features (expanded, with stride 0), so the logits are
+        # computed only once.
         if features.ndim == 3 and features.stride(1) == 0:
             return super().draft_logits(frozen, features[:, :1]).expand(-1, features.shape[1], -1)
         return super().draft_logits(frozen, features)

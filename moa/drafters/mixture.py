@@ -1,18 +1,18 @@
 """Mixture of Attentions drafter (Zimmer et al., ICLR 2025, arXiv 2410.03804).
 
 Shapes: B batch, T tokens, Q drafted positions (queries), L target layers, H_kv target KV heads,
-d target head dim, D = 2 * H_kv * d, E target width, V vocabulary, N target layers used for
-inference, b nodes of one level, n tokens of one call.
+d target head dim, D = 2 * H_kv * d, E target width, V vocabulary, N last target layers that
+features pass through, b nodes of one level, n tokens of one call.
 
     KV of all layers [B, T, L, D] -> layer self-attention -> mean over layers -> linear
                                   -> encoded KV [B, T, E]
     tokens -> embeddings -> causal self-attention -> cross-attention to encoded KV
            -> (last N target layers, final norm) -> LM head
 
-Training runs many draft rounds at once. Each position sees the same as a draft step of decoding. In
-the example, a sequence of nine tokens has a response that starts at position 3, and the step bound
-is 4, so that every fourth position is verified and only gives context. The tokens 5, 6 and 7 are
-one round: tokens 0 to 4 are verified, and 5 is the root::
+Training runs many draft rounds at once. Each position sees the same tokens and KV as in a draft
+step of decoding. In the example, a sequence of nine tokens has a response that starts at position
+3, and the step bound (the length of a round) is 4, so every fourth position is verified and is not
+drafted. The tokens 5, 6 and 7 are one round: tokens 0 to 4 are verified, and 5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2
@@ -23,11 +23,12 @@ one round: tokens 0 to 4 are verified, and 5 is the root::
       and the drafter's own KV of           3      5   5..6   5..7
     predicts token                          4      6      7      8
 
-In a staircase row of the batch (see ``masks``), self-attention sees only the tokens of the round.
+Some rows of a batch are *staircase rows* (see ``masks``). In them, self-attention sees only the
+tokens of the round.
 
 With ``cross_attention_drafts``, which is not in the paper, cross-attention also sees the drafts of
-the round. In the paper, a draft sees earlier drafts only as embeddings, and late drafts agree less
-with the target.
+the round. In the paper, a draft sees earlier drafts only as embeddings in self-attention, and late
+drafts of a round agree less with the target.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,10 +69,11 @@ class MoASizes(KVEncoderSizes):
 
     kind = "moa"
 
-    self_attention_kv_heads: Size  # number of KV heads of the causal self-attention
-    self_attention_mlp_width: Size  # MLP width of the causal self-attention
-    cross_attention_kv_heads: Size  # number of KV heads of the cross-attention
-    cross_attention_mlp_width: Size  # MLP width of the cross-attention
+    self_attention_kv_heads: Size  # Number of KV heads of the causal self-attention.
+    self_attention_mlp_width: Size  # MLP width of the causal self-attention.
+    cross_attention_kv_heads: Size  # Number of KV heads of the cross-attention.
+    # MLP width of the cross-attention.
+    cross_attention_mlp_width: Size
     # N, the number of the target's last layers that the drafted features pass through.
     target_layer_inference: SizeOrZero = 0
     cross_attention_drafts: Flag = True
@@ -95,8 +97,8 @@ class MoASizes(KVEncoderSizes):
     def reads(self) -> Reads:
         n_last = self.target_layer_inference
         layers = self.read_kv_layers
-        # The last N target layers attend to their own KV. So reading only the last layer's KV is
-        # not enough if N is more than 1.
+        # The last N target layers attend to their own KV, so all of their KV must be read. If N is
+        # more than 1, the last layer's KV alone is not enough.
         if n_last > 1 and layers is not None:
             layers = None if self.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, self.n_layers - n_last - 1 if n_last else None)
@@ -118,8 +120,8 @@ class MoASizes(KVEncoderSizes):
 class MoADraftState(LayerState):
     """The caches of the self-attention and of the cross-attention.
 
-    The cache of the cross-attention is ``encoded``. It holds the positions that have target KV,
-    followed by the drafts of the current round if ``has_drafts`` is true.
+    The cache of the cross-attention is ``encoded``. It has one slot for each position with target
+    KV, followed by the drafts of the current round if ``has_drafts`` is true.
     """
 
     def __init__(self, n_rows: int, has_drafts: bool) -> None:
@@ -189,8 +191,8 @@ class MoADrafter(KVEncoder, Drafter):
         """Run many draft rounds at once over sequences [B, T] with packed target KV [B, T, L, D].
 
         Returns:
-            The input of the target's last N layers, and the features, [B, Q, E] each. Both are the
-            same tensor if N is 0.
+            The input of the target's last N layers, and the features that come out of them, [B, Q,
+            E] each. Both are the same tensor if N is 0.
         """
         n_tokens = tokens.shape[1]
         positions = masks.positions_of(tokens)[None, :]  # [1, T]
@@ -205,7 +207,7 @@ class MoADrafter(KVEncoder, Drafter):
         embeddings = frozen.embed(tokens)
         keys, values = self.self_attention.keys_values(embeddings, rotation)
         self_mask = masks.self_attention_mask(queries, context, rounds.staircase, n_tokens)
-        # [B, Q, E]
+        # Outputs of self-attention at the queries: [B, Q, E]
         x1 = self.self_attention(
             at_queries(embeddings, queries), query_rotation, keys, values, self_mask
         )
@@ -233,7 +235,7 @@ class MoADrafter(KVEncoder, Drafter):
         entering: Tensor,
         features: Tensor,
     ) -> LossTerms:
-        """Compute the losses of the outputs of :meth:`forward` at the loss positions."""
+        """Compute the losses of the two outputs of :meth:`forward`."""
         inputs = step.inputs
         indices = true_indices(rounds.weights > 0)
         weights = rounds.weights[indices]  # [P]
@@ -250,8 +252,8 @@ class MoADrafter(KVEncoder, Drafter):
             weights = weights * rounds.d_pace(wrong, indices, step.weights.d_pace)
         teachers = None
         if step.draws.on_policy_weight and step.draws.teacher_forced_weight:
-            # Two passes over the batch may draft for the same position. Then both have the same
-            # teacher distribution.
+            # The on-policy and the teacher-forced pass may draft for the same position. Both drafts
+            # then have the same teacher distribution, so it is computed only once.
             teachers = indices[0] * inputs.tokens.shape[1] + rounds.queries[indices]
         kl, feature = distillation(
             frozen, features, hidden, scale, step.weights.divergence, weights, teachers
@@ -259,13 +261,13 @@ class MoADrafter(KVEncoder, Drafter):
         terms = {"forward_kl": kl, "feature_loss": feature}
         feature_term = feature
         if self.config.target_layer_inference:
-            # Batches have these states if N > 0, because ``reads`` requests them.
+            # If N > 0, ``reads`` requests these states, so the batch has them.
             assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             terms["entering_feature_loss"] = (
                 losses.feature_loss(entering[indices], goal) * weights
             ).sum() * scale
-            # The losses before and after the last N layers have the same weight.
+            # The feature losses before and after the last N layers have the same weight.
             feature_term = 0.5 * feature + 0.5 * terms["entering_feature_loss"]
         total = step.weights.forward_kl * kl + step.weights.feature * feature_term
         return {"loss": total, **terms}
@@ -328,7 +330,7 @@ class MoADrafter(KVEncoder, Drafter):
     def _attend_to_target(
         self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource
     ) -> Tensor:
-        """Compute features [B, b, E] of fed tokens from self-attention outputs x [B, b, E]."""
+        """Compute features [B, b, E] of tokens from their self-attention outputs x [B, b, E]."""
         if self.config.cross_attention_drafts:
             x = self.cross_attention.attend_cached(x, fed.rotation, state.encoded.append, fed.mask)
         else:

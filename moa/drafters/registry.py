@@ -1,4 +1,4 @@
-"""Registry of drafters. The keys are the kinds that ``drafter.json`` names."""
+"""Registry of drafters. Its keys are the values of ``kind`` in ``drafter.json``."""
 
 from ...errors import DrafterError
 from .base import Drafter

@@ -1,4 +1,4 @@
-"""Sizes of drafters: the common fields, their defaults for a target, and their JSON form."""
+"""The sizes that define a drafter: common fields, their defaults for a target, and JSON form."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,13 +13,14 @@ from ..targets.facts import TargetFacts
 from .training import Reads
 
 _MAX_SIZE = 1 << 26
-# The types of fields of sizes. Values of other types are not converted to them.
+# The types of the fields below. They are strict, so that pydantic does not convert values of other
+# types.
 Size = Annotated[int, Field(strict=True, ge=1, le=_MAX_SIZE)]
 SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=_MAX_SIZE)]
 Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# Numbers of target layers, or token ids. A list is converted to a tuple, because JSON has only
-# lists. -1 is the embedding.
+# Indices of target layers (-1 is the embedding), or token ids. A list from a JSON file is converted
+# to a tuple.
 Indices = tuple[Annotated[int, Field(strict=True, ge=-1, le=_MAX_SIZE)], ...]
 
 
@@ -30,13 +31,15 @@ class DrafterSizes:
     Subclasses add the drafter's own sizes.
     """
 
-    kind: ClassVar[str]  # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
-    # Prefixes of names of fields. The JSON form omits these fields if they are empty or 0.
+    # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
+    kind: ClassVar[str]
+    # Prefixes of field names. The JSON form omits a field with such a name if it is empty or 0.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
-    # Names of fields on which no weight depends.
+    # Names of fields that change no weight of the drafter.
     without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
 
-    hidden_size: Size  # E, width of the target
+    # E, width of the target.
+    hidden_size: Size
     # Number of query heads of the target. The drafter's self- and cross-attention have the same
     # number.
     n_heads: Size
@@ -45,9 +48,10 @@ class DrafterSizes:
     # L, number of decoder layers of the target. 0 if a checkpoint of another project does not state
     # it.
     n_layers: SizeOrZero
-    vocab_size: Size  # V, vocabulary size of the target
-    max_position_embeddings: Size  # maximum number of positions of the target
-    norm_eps: Number  # epsilon of all RMSNorms, the same as in the target
+    vocab_size: Size  # V, vocabulary size of the target.
+    max_position_embeddings: Size  # Maximum number of positions of the target.
+    # Epsilon of all RMSNorms, the same as in the target.
+    norm_eps: Number
     # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All blocks use them.
     rope_parameters: dict[str, Any]
     # True if the q, k and v projections of self-attention have biases, as for Qwen2 targets.
@@ -86,16 +90,16 @@ class DrafterSizes:
     def problems(self) -> Iterator[str]:
         """Yield descriptions of sizes that do not fit together.
 
-        Each size by itself has been checked before.
+        Each size has already been checked on its own.
         """
         yield from ()
 
     @property
     def reads(self) -> Reads:
-        """The activations that training reads in addition to those that it always reads.
+        """The activations that training reads for this drafter.
 
-        Tokens, response masks and the last hidden state are always read. By default nothing else is
-        read.
+        Tokens, response masks and the last hidden state are read for all drafters. By default
+        nothing else is read.
         """
         return Reads()
 
@@ -128,9 +132,10 @@ class DrafterSizes:
     def from_target(
         cls, facts: TargetFacts, target: dict[str, str] | None = None, **sizes: Any
     ) -> Self:
-        """Create the sizes for the facts about a target and its identity.
+        """Create the sizes of a drafter for a target.
 
-        ``sizes`` overrides defaults. Raises DrafterError if the sizes do not fit each other.
+        ``facts`` are the facts about the target, ``target`` has the hashes that identify it, and
+        ``sizes`` overrides defaults. Raises DrafterError if the sizes are not consistent.
         """
         values: dict[str, Any] = {
             "hidden_size": facts.hidden_size,
@@ -151,7 +156,7 @@ class DrafterSizes:
 
     @classmethod
     def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose defaults from the facts about the target and the given sizes.
+        """Choose defaults from the facts about a target and the sizes that are given.
 
         This class has no defaults.
         """
@@ -190,7 +195,7 @@ class DrafterSizes:
         return Rotary(self.head_dim, self.rope_parameters, self.max_position_embeddings)
 
     def block(self, kv_heads: int, mlp_width: int, qkv_bias: bool) -> DecoderBlockSizes:
-        """Create the sizes of a decoder block that has the target's width and query heads."""
+        """Create sizes of a decoder block with the target's width and number of query heads."""
         return DecoderBlockSizes(
             self.hidden_size,
             self.n_heads,
@@ -209,8 +214,8 @@ class LayerSizes(DrafterSizes):
     By default the layers also have the target's number of KV heads and the target's MLP width.
     """
 
-    self_attention_kv_heads: Size  # number of KV heads of each layer
-    self_attention_mlp_width: Size  # MLP width of each layer
+    self_attention_kv_heads: Size  # Number of KV heads of each layer.
+    self_attention_mlp_width: Size  # MLP width of each layer.
 
     @override
     def problems(self) -> Iterator[str]:
@@ -226,7 +231,7 @@ class LayerSizes(DrafterSizes):
 
     @property
     def layer(self) -> DecoderBlockSizes:
-        """Sizes of each decoder layer."""
+        """Sizes of the drafter's decoder layers, which are all the same."""
         return self.block(
             self.self_attention_kv_heads, self.self_attention_mlp_width, self.qkv_bias
         )
@@ -259,7 +264,7 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 
 
 def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
-    """Check that default layers ascend, which they do not if the target has too few layers."""
+    """Raise DrafterError if default layers do not ascend because the target has too few layers."""
     if list(layers) != sorted(set(layers)):
         n_read = min(len(layers), n_layers)
         spread = [index * (n_layers - 1) // max(1, n_read - 1) for index in range(n_read)]
@@ -283,7 +288,7 @@ def check_target_fits(
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong: list[str] = []
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        # A size of 0 means that a checkpoint of another project does not state the size.
+        # A size is 0 if the drafter is a checkpoint of another project that does not state it.
         size = getattr(config, name, 0)
         if size not in (0, sizes[name]):
             wrong.append(f"its {name} is {size}, but this target has {sizes[name]}")

@@ -1,31 +1,31 @@
-"""The parts of a training step: mini-batch, random draws, draft rounds or blocks, and loss terms.
+"""What a training step consists of: mini-batch, random draws, draft rounds or blocks, and losses.
 
 Shapes: B batch, T tokens, Q queries, N blocks of a row, G slots of a block, K drafts of a block,
-S context positions, P loss positions, L target layers, D packed KV width, E target width.
+S context positions, P loss positions, L target layers, D width of packed KV, E target width.
 
-**Rounds.** During training, the positions of a sequence simulate draft rounds. Positions that are
-drafted become *queries*. The queries of each row are packed to the left. The queries of a second
-pass over the batch follow those of the first pass. In the example, a row of nine tokens has a
-response that starts at position 3. The step bound is 4 (offset 0, see ``masks``), and a second,
-teacher-forced pass has half the weight::
+**Rounds.** During training, the positions of a sequence simulate draft rounds. The positions at
+which a draft is computed are called *queries*. In each row, the queries are packed to the left, and
+the queries of a second pass over the batch follow the queries of the first pass. In the example, a
+row of nine tokens has a response that starts at position 3. The step bound, the length of a round,
+is 4 (with offset 0, see ``masks``). A second, teacher-forced pass has half the weight::
 
     pass_index    0  0  0  0    1    1    1    1    1    1
     queries       3  5  6  7    3    4    5    6    7    8      drafted positions
     context       2  4  4  4    2    3    4    5    6    7      last visible target activation
     weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      weight in the loss
 
-In the first pass, positions 4 and 8 are no queries, because every fourth position is verified and
-only gives context. Query 3 is a round of its own: its last verified position is 2, the end of the
-prompt. Queries 5, 6 and 7 are one round: query 6 sees target activations up to position 4 and the
-drafts at positions 5 and 6. In the second pass each query is its own round. A row with fewer
-queries than another row is padded with position 0.
+In the first pass, positions 4 and 8 are not queries, because every fourth position counts as
+verified. Query 3 is a round of its own: its last verified position is 2, the end of the prompt.
+Queries 5, 6 and 7 are one round: query 6 sees target activations up to position 4 and the drafts at
+positions 5 and 6. In the second pass each query is its own round. A row with fewer queries than
+another row is padded with position 0.
 
 **Blocks** are used by block-parallel drafters (:mod:`.block`). A block starts at an *anchor* a, a
 token whose preceding tokens are verified, like the root of a draft round. The slots of a block are
-the anchor and G - 1 mask tokens. The slots see the target's activations up to a - 1, and each other
-in both directions. Draft k, counted from 0, is at position a + k. It predicts the token at a + k +
-1, and its teacher is the target's hidden state at a + k. Example for G = 4 and a = 5 (``+`` marks
-visible positions)::
+the anchor and G - 1 mask tokens. The slots see the target's activations up to position a - 1, and
+all slots of the block see each other. Draft k, counted from 0, is at position a + k. It predicts
+the token at a + k + 1, and learns from the target's hidden state at a + k. Example for G = 4 and a
+= 5 (``+`` marks visible positions)::
 
     position          0 1 2 3 4 5 6 7 8 9
     context           + + + + + . .             without the anchor, for which decoding has none yet
@@ -56,11 +56,12 @@ from ..targets.bundle import FrozenTarget
 class Reads:
     """What training reads from a store, besides tokens, response masks and last hidden states."""
 
-    kv: bool = False  # True if the target's KV is read.
-    # Layers whose KV is read, ascending. Negative numbers count from the last layer. None reads all
-    # layers.
+    # True if the target's KV is read.
+    kv: bool = False
+    # Layers whose KV is read, ascending. Negative numbers count from the last layer. If None, the
+    # KV of all layers is read.
     kv_layers: tuple[int, ...] | None = None
-    # The layer whose output is the input of the last N target layers. None if this output is not
+    # The layer whose output is read as the input of the last N target layers. If None, it is not
     # read.
     entering_layer: int | None = None
     # Decoder layers whose outputs are read into ``TrainingInputs.layer_outputs``.
@@ -68,7 +69,7 @@ class Reads:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Return attribute of :class:`TrainingInputs` -> field of the store; no layer outputs."""
+        """Map attributes of :class:`TrainingInputs` to store fields, without layer outputs."""
         store_fields = {"kv": "kv"} if self.kv else {}
         store_fields["hidden"] = "hidden/last"
         if self.entering_layer is not None:
@@ -80,14 +81,17 @@ class Reads:
 class TrainingInputs:
     """One mini-batch of stored activations, right padded."""
 
-    tokens: Tensor  # [B, T] int64
-    # [B, T], non-zero on response tokens. Position i predicts token i + 1.
+    # [B, T] int64, token ids.
+    tokens: Tensor
+    # [B, T], non-zero for tokens of responses. Position i predicts token i + 1.
     response_mask: Tensor
     # [B, T, L, D], keys (after RoPE) and values of the layers that the drafter reads. None if the
     # drafter reads no KV.
     kv: Tensor | None
-    hidden: Tensor  # [B, T, E], the target's hidden states after its final norm.
-    # [B, T, E], the input of the last N target layers. Required if N > 0.
+    # [B, T, E], the target's hidden states after its final norm.
+    hidden: Tensor
+    # [B, T, E], the input of the target's last N layers. Required if the drafter runs its features
+    # through these layers (N > 0).
     entering_hidden: Tensor | None = None
     # One tensor [B, T, E] per layer whose output the drafter reads, before any norm.
     layer_outputs: tuple[Tensor, ...] = ()
@@ -109,9 +113,10 @@ class TrainingInputs:
 class BlockDraws:
     """The blocks of a response that are trained, and the loss weights of their drafts."""
 
-    n_drafts: int = 1  # K, number of drafts of a block
-    # Maximum number of blocks per sequence. If a sequence has more, this number of blocks is
-    # sampled. None uses all blocks.
+    # K, number of drafts of a block.
+    n_drafts: int = 1
+    # Maximum number of blocks per sequence. If a sequence has more blocks, this number of them is
+    # sampled. If None, all blocks are trained.
     max_anchors: int | None = None
     # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. With 0 all drafts
     # have weight 1.
@@ -124,23 +129,28 @@ class BlockDraws:
 class Draws:
     """The random draws of one training step. Tensors and ``seeds`` have one entry per row."""
 
-    # [B] int64, step bound e of each row: every e-th position is verified and is not drafted. None
-    # drafts all positions of responses.
+    # [B] int64, the step bound e of each row, which limits the length of its draft rounds: every
+    # e-th position counts as verified and is not drafted. If None, all positions of responses are
+    # drafted.
     step_bound: Tensor | None
-    # [B] bool. In a staircase row, the self-attention of a query sees only tokens of its own round.
+    # [B] bool, true for staircase rows. In these rows, the self-attention of a drafted position
+    # sees only tokens of its own round.
     staircase_rows: Tensor
-    # [B] int64. With an offset o, the positions that the step bound verifies are o, o + e, ... None
-    # for offset 0.
+    # [B] int64, the offset o of each row. The positions that count as verified because of the step
+    # bound e are o, o + e, o + 2 e and so on. If None, all offsets are 0.
     offset: Tensor | None = None
-    seeds: tuple[int, ...] = ()  # one seed per row, for the noise of hidden states and for anchors
-    noise_width: float = 0.0  # The noise is uniform between -noise_width / 2 and noise_width / 2.
-    # Loss weight of the pass over draft rounds, the on-policy pass. 0 skips the pass.
+    # One seed per row, for noise in hidden states and for sampled blocks.
+    seeds: tuple[int, ...] = ()
+    # The noise is uniform between -noise_width / 2 and noise_width / 2.
+    noise_width: float = 0.0
+    # Loss weight of the on-policy pass, which trains draft rounds. 0 skips the pass.
     on_policy_weight: float = 1.0
-    # Loss weight of the teacher-forced pass. In this pass, each position is the first draft of its
-    # own round, and the step bound has no effect. The Mixture of Attentions paper calls this
-    # standard training. 0 skips the pass.
+    # Loss weight of the teacher-forced pass. In this pass, each position of a response is the first
+    # draft of its own round, and the step bound has no effect. The Mixture of Attentions paper
+    # calls this standard training. 0 skips the pass.
     teacher_forced_weight: float = 0.0
-    # By default all blocks are trained, and each draft of a block has weight 1.
+    # Settings of block-parallel drafters. By default all draft blocks are trained, and each draft
+    # of a block has weight 1.
     blocks: BlockDraws = field(default_factory=BlockDraws)
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
@@ -148,8 +158,8 @@ class Draws:
 
         Passes with weight 0 are left out.
 
-        A pass consists of its weight, the drafted positions [B, T] bool, and the last context
-        position of each position, [B, T] int64.
+        For each pass, the list has its weight, the drafted positions [B, T] bool, and for each
+        position the last verified position that it sees, [B, T] int64.
         """
         passes = []
         if self.on_policy_weight:
@@ -169,16 +179,19 @@ class Draws:
 
 @dataclass
 class Rounds:
-    """The draft rounds of a training step: the drafted positions, and what each of them sees."""
+    """The draft rounds of a training step: the drafted positions (queries), and what each sees."""
 
-    queries: Tensor  # [B, Q] int64, positions
-    context: Tensor  # [B, Q] int64, last position whose target activations the query sees
-    drafted: Tensor  # [B, Q] bool; False is padding
-    weights: Tensor  # [B, Q] float32, weight in the loss
-    # [B, Q] bool, true if self-attention sees only tokens of the query's own round. This is so in
-    # the on-policy pass of staircase rows.
+    queries: Tensor  # [B, Q] int64, positions.
+    context: Tensor  # [B, Q] int64, last position whose target activations the query sees.
+    drafted: Tensor  # [B, Q] bool; False is padding.
+    # [B, Q] float32, weight in the loss.
+    weights: Tensor
+    # [B, Q] bool, true if the query's self-attention sees only tokens of its own round. This is the
+    # case in the on-policy pass of staircase rows.
     staircase: Tensor
-    pass_index: Tensor  # [Q] int64. Queries of different passes do not see each other.
+    # [Q] int64, the pass to which each query belongs. Queries of different passes do not see each
+    # other.
+    pass_index: Tensor
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
@@ -206,9 +219,9 @@ class Rounds:
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
         """Compute D-PACE weights [P] of the P queries at the indices ``at``.
 
-        D-PACE weighs a position of a block of drafts; see :func:`.losses.d_pace_weights`. Here each round of
-        the on-policy pass takes the place of a block. Queries of the teacher-forced pass have
-        the weight 1.
+        D-PACE gives a weight to each draft of a block; see :func:`.losses.d_pace_weights`. Here
+        each draft round of the on-policy pass is treated as a block. Queries of the teacher-forced
+        pass have the weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
         index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
@@ -223,8 +236,8 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
 
     Args:
         mask: [B, T] bool.
-        most: the largest number of true positions in any row [T] of the mask, if the host knows it. None computes
-            this number, which synchronizes with the device.
+        most: the largest number of true positions in a row of the mask. If it is None, the function
+            computes it, which synchronizes with the device.
 
     Returns:
         Queries [B, Q] int64 and valid [B, Q] bool, which is false for padding. Q is at least 1.
@@ -238,8 +251,8 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
 def true_indices(mask: Tensor) -> tuple[Tensor, ...]:
     """Return the indices at which a mask is true, in row-major order: [P] int64 for each dimension.
 
-    This synchronizes with the device once. Indexing with the mask itself would synchronize at every
-    use, and again in the backward pass.
+    Use these indices instead of the mask. Computing them synchronizes with the device once.
+    Indexing with the mask would synchronize at every use, and again in the backward pass.
     """
     return mask.nonzero(as_tuple=True)
 
@@ -250,9 +263,10 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions from ``first`` on, and the last context position before each.
+    """Find the drafted positions from ``first`` on, and the last context position of each.
 
-    The results are [B, T] bool and [B, T] int64.
+    A draft round sees the target's activations up to the last context position. The results are
+    [B, T] bool and [B, T] int64.
     """
     drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
     drafted[:, :first] = False
@@ -265,8 +279,8 @@ def round_queries(
     """List the drafted positions from ``first`` on, packed to the left.
 
     Returns:
-        The positions, whether each of them is real or padding, and the last context position of
-        each, [B, Q] each.
+        The positions, bools that are false for padding, and the last position whose target
+        activations each position sees, [B, Q] each.
     """
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
@@ -277,9 +291,10 @@ def round_queries(
 
 
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Choose the anchors of each row of response masks [B, T], in ascending order.
+    """Choose the positions at which draft blocks start (anchors) in responses, ascending.
 
-    If a row has more anchors than are trained, some of them are sampled with the row's seed.
+    ``response_mask`` is [B, T]. If a row has more than ``draws.blocks.max_anchors`` possible
+    anchors, this number of them is sampled with the row's seed.
 
     Returns:
         Anchors [B, N] int64, padded with 0, and valid [B, N] bool, with N >= 1.
@@ -310,7 +325,8 @@ def draft_weights(
 ) -> Tensor:
     """Compute the loss weights [B, N, K] of the drafts of blocks.
 
-    In each block, the weights are 0 from the first draft on whose token is not in the response.
+    A draft has the weight 0 if its token, or the token of an earlier draft of the block, is not in
+    the response.
     """
     n_tokens = response_mask.shape[1]
     labels = draft_positions(anchors, blocks.n_drafts) + 1
@@ -331,11 +347,11 @@ def draft_weights(
 def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> masks.Mask:
     """Build the mask of blocks with anchors [B, N].
 
-    A slot sees the context before its anchor, and the slots of its own block. The keys of the
-    context come first, followed by the keys of the blocks.
+    A slot sees the context positions before its anchor, and all slots of its own block. The keys of
+    the context come first, followed by the keys of all slots.
     """
-    # [B, N * G], the anchor of each slot. Blocks that are padding see only themselves. So no query
-    # is left without keys.
+    # [B, N * G], the anchor of each slot, or 0 for blocks that are padding. Slots of padding see
+    # their own block, so no query is left without keys.
     first = torch.where(valid, anchors, 0).repeat_interleave(n_slots, dim=1)
 
     def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -360,14 +376,15 @@ class LossWeights:
     # Attentions paper.
     forward_kl: float = 0.1
     feature: float = 1.0
-    # Weight of the cross-entropy to the actual next tokens. This term and the next two are for
-    # block-parallel drafters.
+    # Weight of the cross-entropy to the actual next tokens. This term, the L1 term and the
+    # confidence term are used by block-parallel drafters only.
     cross_entropy: float = 0.1
-    l1: float = 0.9  # weight of the L1 distance of the drafter's and the target's distributions
-    confidence: float = 1.0  # weight of the confidence head's binary cross-entropy
-    divergence: losses.Divergence = losses.KL  # the divergence of the forward KL term
-    # Smoothing s of D-PACE weights: the probability q of a draft becomes (1 - s) q + s. None for
-    # fixed weights.
+    l1: float = 0.9  # Weight of the L1 distance between the distributions of drafter and target.
+    confidence: float = 1.0  # Weight of the confidence head's binary cross-entropy.
+    # The divergence of the forward KL term.
+    divergence: losses.Divergence = losses.KL
+    # Smoothing s of D-PACE, which computes the weight of a draft from the probabilities of the
+    # drafts of its block: each probability q becomes (1 - s) q + s. If None, the weights are fixed.
     d_pace: float | None = None
 
     @classmethod
@@ -399,7 +416,8 @@ class TrainingStep:
     def scale(self, n_positions: float | Tensor) -> float:
         """Return the factor by which sums over loss positions are multiplied.
 
-        If there is a ``denominator``, this does not synchronize with the device.
+        The factor is 1 divided by the ``denominator``. Without a denominator, the sums become means
+        over ``n_positions``. If it is a tensor, this synchronizes with the device.
         """
         # Without a denominator, normalise as the MoA authors' code does.
         return 1.0 / (
@@ -408,10 +426,10 @@ class TrainingStep:
 
 
 LossTerms = dict[str, Tensor]
-"""Scalar losses of one mini-batch by name. ``loss`` is trained, and all of them are logged.
+"""Scalar losses of one mini-batch by name. ``loss`` is minimized, and all losses are logged.
 
 Each loss is a sum over loss positions, divided by the denominator. ``forward_kl`` is the forward
-KL, or the divergence that is trained instead.
+KL, or another divergence if the settings choose another.
 """
 
 
@@ -433,9 +451,9 @@ def distillation(
         scale: factor by which both sums are multiplied.
         divergence: the divergence to compute.
         weights: [P], weights of the positions; None if all weights are 1.
-        teachers: [P] int64, ids of the hidden states. At most two positions may have the same id.
-            The target's distribution is then computed once for both positions. None if all ids
-            differ.
+        teachers: [P] int64, an id for each position's hidden state. At most two positions may have
+            the same id. Their hidden states are equal, so the target's distribution is computed
+            only once for both. If None, all positions have hidden states of their own.
     """
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
     feature = (losses.feature_loss(features, hidden) * weights).sum() * scale
@@ -455,15 +473,15 @@ def distillation(
 
 
 def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
-    """Group P positions by the id of their teacher. N teachers have one or two positions each.
+    """Group P positions by the id of their hidden state. N ids have one or two positions each.
 
     Returns:
-        The indices of each teacher's positions, [N, 2] int64; a single index is repeated. And [N]
-        bool, true for teachers with two positions.
+        The indices of the positions of each id, [N, 2] int64, where a single index is repeated; and
+        [N] bool, true for ids with two positions.
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    # If there is no position, the padded mask has one entry too many, which is cut off.
+    # If there are no positions, the padded mask has one entry too many, which is cut off.
     starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

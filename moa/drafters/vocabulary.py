@@ -1,4 +1,4 @@
-"""Draft vocabularies: the tokens that a drafter can draft. A smaller vocabulary can save time.
+"""Draft vocabularies: the tokens that a drafter can draft. A small one can save time.
 
 Each draft reads the drafter's weights and an LM head. With a large vocabulary, the LM head has most
 of these weights: 28 M of 32 M for EAGLE-2 and a target of 135 M weights with 49,152 tokens. A
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Number of drafts in the round for which a draft vocabulary is chosen.
+# Assumed number of drafts per round when the size of a draft vocabulary is chosen.
 N_DRAFTS = 5
-# Probability that a draft of a good drafter is accepted. With a worse drafter, a smaller draft
-# vocabulary costs fewer accepted drafts.
+# Assumed probability that a draft is accepted. It is that of a good drafter. With a worse drafter,
+# fewer accepted drafts are lost by a smaller draft vocabulary.
 _ACCEPTED = 0.8
 # Smallest vocabulary of a target for which a draft vocabulary is chosen. For a smaller vocabulary,
 # the LM head takes only a small share of the time of a draft.
 _FEWEST_TOKENS = 1 << 14
-# Smallest draft vocabulary. Fewer tokens would save little more time, and would fit only text
-# similar to the store's.
+# Smallest draft vocabulary. Fewer tokens would save little more time, and would suit only text
+# similar to the training text.
 _SMALLEST_CHOICE = 1 << 12
-# Smallest gain in tokens per weight read that justifies a draft vocabulary. A draft vocabulary
-# depends on the text of the store, which is a disadvantage for other text.
+# A draft vocabulary is used only if it increases the number of committed tokens per weight that is
+# read by at least this factor. Below it, the gain does not make up for the disadvantage that the
+# vocabulary suits only text similar to the training text.
 _LEAST_GAIN = 1.1
 
 
@@ -54,7 +55,8 @@ def coverage(halves: Tensor, n_tokens: int) -> float:
     """Estimate which share of new text consists of the ``n_tokens`` most frequent tokens.
 
     ``halves`` [2, V] has the token counts of two halves of a text. The most frequent tokens of one
-    half are counted in the other half, because each half repeats its own rare tokens.
+    half are counted in the other half. Counted in their own half, rare tokens that this half
+    repeats would make the share too large.
     """
     shares = []
     for counts, others in zip(halves, halves.flip(0), strict=True):
@@ -77,9 +79,9 @@ def choose_draft_vocabulary(
     Args:
         halves: [2, V] int64, token counts of two halves of the training responses.
         width: width of the LM head.
-        drafter_weights: number of weights that each draft reads besides an LM head.
-        target_weights: number of weights that the target reads to verify a round.
-        most_tokens: maximum size of the draft vocabulary. None for V.
+        drafter_weights: number of weights that each draft reads, without the LM head.
+        target_weights: number of weights that the target reads to verify the drafts of a round.
+        most_tokens: maximum size of the draft vocabulary. If None, it is V.
     """
     upper_bound = halves.shape[1] if most_tokens is None else most_tokens
 

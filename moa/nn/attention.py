@@ -1,4 +1,4 @@
-"""Attention of queries to keys and values. The kernel depends on the device and the mask.
+"""Attention of queries to keys and values. Device and mask decide which kernel computes it.
 
 | device | mask | kernel |
 |---|---|---|
@@ -26,7 +26,8 @@ from torch.nn.attention import flex_attention as flex
 from ...text import first_line
 from .masks import AnyMask, Mask
 
-_MIN_FLEX_QUERIES = 128  # Number of queries in a block of FlexAttention
+# FlexAttention computes blocks of this many queries, so use it only from this number on.
+_MIN_FLEX_QUERIES = 128
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 _MAX_ERROR = 0.02
 """Largest allowed error of an attention result, relative to the norm of the expected result.
@@ -44,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
         k: [B, H_kv, S, d]. The keys are cast to the dtype of ``q``.
         v: [B, H_kv, S, d]. The values are cast to the dtype of ``q``.
         mask: Which keys each query may attend to. A tensor has the shape [B or 1, Q, S] and the
-            dtype bool. None for no mask.
+            dtype bool. If None, each query attends to all keys.
 
     Returns:
         The attention output [B, H, Q, d].
@@ -77,10 +78,11 @@ def attend_plainly(
         q: [B, H, Q, d].
         k: [B, H_kv, S, d].
         v: [B, H_kv, S, d].
-        mask: [B or 1, Q, S] bool, or None for no mask.
-        cap: Bound of the absolute scores, applied by a tanh. None for no bound.
-        sinks: [H], one additional score per head (gpt-oss). The sink takes a share of the softmax's
-            probability, but has no value to attend to. None for no sinks.
+        mask: [B or 1, Q, S] bool. If None, each query attends to all keys.
+        cap: Soft cap: a tanh limits scores to the range from -cap to cap. If None, scores have no
+            limit.
+        sinks: [H], an additional score for each head, as in gpt-oss. The sink takes a share of the
+            softmax's probability, but adds no value to the result. If None, there are no sinks.
     """
     k = expand_heads(k.to(q.dtype), q.shape[1])
     v = expand_heads(v.to(q.dtype), q.shape[1])
@@ -118,31 +120,32 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Layer self-attention has such sequences: one per position, with the target's layers as tokens.
     The result equals that of PyTorch's fused kernel.
     """
-    # On a CPU the fused kernel has a fixed cost per sequence and head. Here one matrix product
-    # computes all query heads of a group.
+    # On a CPU, PyTorch's fused kernel has a fixed cost for each sequence and head. Here one matrix
+    # product computes all query heads that share a key head.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
-    # [B * H_kv, group * Q, S]
+    # Shape [B * H_kv, group * Q, S]: the query heads of a group are rows of one product.
     scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))
     attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
     return attended.reshape(*q.shape[:3], v.shape[3])
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attend with compiled FlexAttention. Its block mask is built from the rules of the mask."""
+    """Attend with compiled FlexAttention, under a mask that is defined by rules."""
     rules = tuple(rule.__code__ for _, rule in mask.parts)
-    # Build the block mask only once, because all layers share it.
+    # FlexAttention needs a block mask, which says which blocks of scores it can skip. Build it only
+    # once, because all layers share the mask.
     if mask.block_mask is None:
         n_rows, n_queries, n_keys = mask.shape
 
         def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # The kernel passes the row of the batch as ``row``, even if all rows share a mask with
-            # a single row. Then use row 0.
+            # The kernel passes the row of the batch as ``row``. If the mask has a single row, which
+            # all rows share, use row 0.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
-        # Compile also the function that creates the block mask. Without compilation it materializes
-        # the dense mask and intermediate tensors, 78 MB per row of 2,048 tokens.
+        # Compile the function that creates the block mask, too. Without compilation it would
+        # materialize the dense mask and intermediate tensors, 78 MB per row of 2,048 tokens.
         create = _compiled(flex.create_block_mask, rules)
         mask.block_mask = create(rule, n_rows, None, n_queries, n_keys, device=str(q.device))
     kernel = _compiled(flex.flex_attention, rules)
@@ -154,13 +157,13 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 @functools.cache
 def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
-    """Compile a function of FlexAttention for masks with the given rules.
+    """Compile a function of FlexAttention for masks that are defined by the given rules.
 
     Calling the compiled function raises an error if it needs more graphs than torch.compile keeps.
     """
-    # Each set of rules gets its own copy of the function, because torch.compile keeps at most 8
-    # graphs per function. Beyond this limit torch.compile would silently run the eager function,
-    # which materializes all scores.
+    # torch.compile keeps at most 8 graphs per function. Beyond this limit it would silently run the
+    # eager function, which materializes all scores. So masks with different rules (functions that
+    # decide which keys a query sees) get their own copies of the function.
     code = function.__code__.replace(
         co_name=f"{function.__name__}_{rules[0].co_qualname.split('.')[0]}"
     )
@@ -172,8 +175,8 @@ def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
 
 
 def _takes_flex(q: Tensor) -> bool:
-    # FlexAttention is not used for float32: the rounding of its products depends on a global
-    # setting.
+    # FlexAttention is not used for float32, because a global setting of PyTorch changes how it
+    # rounds float32 products.
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_large = q.shape[2] >= _MIN_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
     return q.device.type == "cuda" and torch.is_grad_enabled() and is_half and is_large
@@ -187,7 +190,8 @@ def _flex_works(
 
     The reference is PyTorch's attention in float32.
     """
-    # Whether FlexAttention works depends on the compiler and on library versions, so try it once.
+    # Whether FlexAttention works depends on the compiler and on library versions. So compare its
+    # results with the reference once.
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(heads: int, n: int) -> Tensor:
@@ -209,7 +213,8 @@ def _flex_works(
                     results.append([x.float() for x in (attended.detach(), *gradients)])
                 for got, expected in zip(*results, strict=True):
                     error = float((got - expected).norm() / expected.norm())
-                    # The negated comparison is also true if the error is NaN.
+                    # Comparisons with NaN are false, so this negated comparison also finds an error
+                    # that is NaN.
                     if not error <= _MAX_ERROR:
                         raise ValueError(f"its results are {error:.1%} off")
     except Exception as error:  # noqa: BLE001 - a compiler can raise any exception

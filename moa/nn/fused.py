@@ -1,10 +1,10 @@
 """Fused decoder layers of the Llama architecture, for calls of a few tokens on a CPU.
 
-A call over a few tokens spends as much time outside its matrix products as in them. So this module
-fuses Q, K and V into one product, and the gate and up projections into another product. It rotates
-queries and keys together, and runs the code before and after attention with TorchScript. Only
-float32 layers are fused: in other dtypes the fused operations would round intermediate results
-differently.
+If a layer processes only a few tokens, it spends as much time outside its matrix products as in
+them. So this module fuses Q, K and V into one product, and the gate and up projections into another
+product. It rotates queries and keys together, and runs the code before and after attention with
+TorchScript. Only float32 layers are fused: in other dtypes the fused operations would round
+intermediate results differently.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim,
 D = (H + 2 * H_kv) * d.
@@ -28,7 +28,7 @@ FUSED_PRODUCTS = (
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 Norm = tuple[Tensor, Tensor]
-"""A prepared RMS norm of width E: the floor sqrt(E * eps), and the scale [E].
+"""An RMS norm of width E, prepared for :func:`normed`: the floor sqrt(E * eps), and the scale [E].
 
 :func:`normed` divides each row by ``sqrt(l2_norm**2 + floor**2)``, and multiplies the result by the
 scale.
@@ -36,8 +36,8 @@ scale.
 Weights = tuple[tuple[Norm, Norm], tuple[Laid, Laid, Laid, Laid]]
 """Norms and packed weights of a layer.
 
-The two norms belong to :func:`before_attention` and :func:`after_attention`. The packed weights
-have the same order as ``FusedWeights.products``.
+The first norm comes before attention, the second norm before the MLP. The packed weights have the
+order of ``FusedWeights.products``.
 """
 
 
@@ -45,14 +45,17 @@ have the same order as ``FusedWeights.products``.
 class FusedWeights:
     """The fused weights of a decoder layer."""
 
-    # The two fused products listed in FUSED_PRODUCTS, then the products listed in PRODUCTS.
+    # The weights of the two fused products (QKV; gate and up), then those of the output and down
+    # projections.
     products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
-    weights: list[Tensor]  # All weights and biases of the layer
-    # Address and version of each weight at the time of fusing.
+    # All weights and biases that the layer had when they were fused.
+    weights: list[Tensor]
+    # Address and version of each weight at the time of fusing. A changed weight has another address
+    # or version.
     states: list[tuple[int, int]]
-    # Keeps the weights alive, so that a freed address cannot be reused and mistaken for an
-    # unchanged weight.
+    # References that keep the memory of the weights allocated. Otherwise a new weight could get the
+    # address of an old one, and would be mistaken for it.
     held: list[Tensor]
     # The next two fields are copies of attributes of the layer, because an attribute lookup on a
     # module takes as long as a small tensor operation.
@@ -83,8 +86,8 @@ def fuse_weights(layer: Any, is_exact: bool = True) -> FusedWeights | None:
 
     Args:
         layer: A decoder layer whose linear layers were packed by :func:`.packed.pack`.
-        is_exact: If true, weights that float16 cannot represent stay in float32. Drafts do not need
-            this.
+        is_exact: If true, weights that float16 cannot represent exactly stay in float32. Drafters
+            do not need this, because rounding changes only drafts.
 
     Returns:
         None if the layer has another architecture than Llama, is not float32, or is not packed.
@@ -168,8 +171,8 @@ def before_attention(
     x: Tensor,
     norm: Optional[Norm],  # noqa: UP045 - TorchScript does not support `Norm | None`
     qkv: Laid,
-    cosines: Tensor,  # [B or 1, n, 1, d]
-    sines: Tensor,  # [B or 1, n, 1, d]; negative in the first half of d
+    cosines: Tensor,  # [B or 1, n, 1, d], cosines of RoPE.
+    sines: Tensor,  # [B or 1, n, 1, d], sines of RoPE, negated in the first half of d.
     n_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,8 @@ _n_recorded = 0
 def n_recorded() -> int:
     """Return how many graphs this process has recorded.
 
-    Callers compare the number to find calls that recorded a graph: these take far longer than
-    others.
+    Recording a graph takes far longer than replaying it. If the number changes during a call, the
+    call recorded a graph, and its time is not representative.
     """
     return _n_recorded
 
@@ -23,8 +23,9 @@ def recorded(
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Run a call once, then record its kernels as a CUDA graph.
 
-    The tensors that the call reads and writes must stay at the same addresses. Apart from the
-    shapes of these tensors, the call must not depend on values on the host.
+    The tensors that the call reads and writes must stay at the same addresses. The call may depend
+    on the shapes of these tensors, but on no other values on the host, because a replay does not
+    run Python code.
 
     Returns:
         The graph, and the call's result. Each replay writes its result into the same tensors.
@@ -39,10 +40,10 @@ def recorded(
         # Warm up: some libraries initialize themselves in the first run.
         call()
     here.wait_stream(side)
-    # cuBLAS keeps a workspace per stream. A workspace that is allocated during recording belongs to
-    # the graph. Clear the workspaces before recording, because torch.compile frees an older
-    # workspace when it records its own graph, and this graph would still use it. Clear them after
-    # recording, because later calls would otherwise share this graph's workspace.
+    # cuBLAS keeps a workspace per stream, and the graph must have a workspace of its own. So clear
+    # the workspaces before recording: torch.compile frees an older workspace when it records its
+    # own graph, and this graph would still use it. Clear them again after recording, because later
+    # calls would otherwise share the workspace of this graph.
     torch._C._cuda_clearCublasWorkspaces()
     with torch.cuda.graph(graph, stream=side):
         result = call()

@@ -25,27 +25,27 @@ from .masks import DeviceLengths, added, are_alike, to_device
 
 def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Pack the keys (after RoPE) and values of L layers, each [B, H_kv, T, d]: [B, T, L, D]."""
-    # [B, H_kv, T, 2d]
+    # One tensor [B, H_kv, T, 2d] per layer, with each head's key next to its value.
     per_layer = [torch.cat((k, v), dim=-1) for k, v in zip(keys, values, strict=True)]
     stacked = torch.stack(per_layer, dim=1)  # [B, L, H_kv, T, 2d]
     return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # [B, T, L, D]
 
 
 def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
-    """Split the packed KV [B, T, D] of one layer into keys and values, the inverse of packing.
+    """Split the packed KV [B, T, D] of one layer into keys and values.
 
     Returns:
         Views of the keys and of the values, each [B, H_kv, T, d].
     """
-    # [2, B, H_kv, T, d]
+    # Shape [2, B, H_kv, T, d]; index 0 of the first axis has the keys, index 1 the values.
     per_head = packed.unflatten(-1, (n_kv_heads, 2, -1)).permute(3, 0, 2, 1, 4)
     return per_head[0], per_head[1]
 
 
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the keys of packed KV [n, L, D] by cos and signed sin [n, d].
+    """Rotate the keys of packed KV [n, L, D] by a rotation: cos and signed sin, each [n, d].
 
-    If the rotation is the inverse of RoPE, the result has the keys before RoPE.
+    With the inverse of RoPE as the rotation, the result has the keys before RoPE.
     """
     cos, sin = rotation
     keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
@@ -60,8 +60,8 @@ def new_cache(has_state: Sequence[bool] = ()) -> Cache:
         has_state: For each layer, whether it has a recurrent state instead of keys and values.
             Empty if all layers have keys and values.
     """
-    # A cache built from the model's config would drop keys outside the sliding window. A drafter
-    # needs the keys of all positions.
+    # Do not build the cache from the model's config, because such a cache drops keys outside a
+    # sliding window. Drafters need the keys of all positions.
     if any(has_state):
         layers: list[Any] = []
         for is_recurrent in has_state:
@@ -75,7 +75,8 @@ def cache_layers(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """List the keys and the values of layers of a transformers cache, without copying them.
 
-    Each tensor is [B, H_kv, T, d]. The default for ``chosen`` is all layers.
+    Each tensor is [B, H_kv, T, d]. ``chosen`` are the indices of the layers; by default all layers
+    are listed.
     """
     every: list[Any] = list(cache.layers)
     layers = every if chosen is None else [every[layer] for layer in chosen]
@@ -85,19 +86,20 @@ def cache_layers(
 class KVBuffer:
     """A KV cache of L layers and B rows of different ``lengths``.
 
-    All keys and values are in one tensor. If it is full, its number of slots is doubled. Slot i of
-    a row holds the token at position i. The slots at or beyond a row's length hold undefined
-    values, and the next call overwrites them. So the cost of dropping rejected drafts does not
-    depend on the length of the sequence.
+    All keys and values are in one tensor. A slot is the room for the key and value of one token,
+    and slot i of a row holds the token at position i. If there are too few slots, their number is
+    doubled. The slots at or beyond a row's length hold undefined values, and later tokens overwrite
+    them. So dropping rejected drafts only changes the length, at the same cost for all sequences.
     """
 
     def __init__(self, n_rows: int = 1, n_slots: int = 256, n_layers: int = 1) -> None:
         self.lengths = [0] * n_rows
         self._n_layers = n_layers
         self._initial_slots = n_slots
-        self._buffer: Tensor | None = None  # [2, L, B, H_kv, S, d]
-        # Views of the buffer, [B, H_kv, S, d] per layer. They are made only once, because the time
-        # of a draft step is proportional to its number of tensor operations.
+        # [2, L, B, H_kv, S, d]: all keys, then all values.
+        self._buffer: Tensor | None = None
+        # Views of the buffer, [B, H_kv, S, d] per layer. They are made only once, because each
+        # tensor operation adds to the time of a draft step.
         self._layers: list[KeysValues] = []
 
     @property
@@ -109,7 +111,7 @@ class KVBuffer:
 
     @property
     def capacity(self) -> int:
-        """Number of allocated slots S."""
+        """Number S of allocated slots per row. A slot holds the key and value of one token."""
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def append(
@@ -120,7 +122,7 @@ class KVBuffer:
         Args:
             keys: [B, H_kv, n, d].
             values: [B, H_kv, n, d].
-            counts: For each row, how many of the n tokens are not padding. None if no token is
+            counts: For each row, how many of the n tokens are not padding. If None, no token is
                 padding.
 
         Returns:
@@ -135,7 +137,8 @@ class KVBuffer:
     def layer_view(self, layer: int, n_slots: int) -> KeysValues:
         """View the keys and values [B, H_kv, n_slots, d] of a layer.
 
-        The caller may write to slots at or beyond a row's length.
+        The view shares its memory with the cache. The caller may write to slots at or beyond a
+        row's length, because later tokens overwrite them.
         """
         if n_slots > self.capacity or self._buffer is None:
             self.reserve(n_slots, self.buffer[0, 0])
@@ -144,7 +147,10 @@ class KVBuffer:
 
     @torch.inference_mode()
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keep some of the new tokens after each row's committed tokens, and drop the others.
+        """Keep some of the new tokens in each row, and drop the others.
+
+        New tokens are in the slots after the row's length. The kept tokens are moved next to the
+        row's other tokens, and count towards its length from then on.
 
         Args:
             kept: For each row, the ascending indices of the new tokens to keep; 0 is the first new
@@ -168,7 +174,8 @@ class KVBuffer:
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV of n positions of each row as :func:`pack_kv` does: [B, n, L, D].
 
-        Layers before ``first_layer`` are left out.
+        The n positions of a row start at ``starts[row]``. Layers before ``first_layer`` are left
+        out.
         """
         return self._positions(starts, n_tokens, slice(first_layer, None)).flatten(3)
 
@@ -196,7 +203,7 @@ class KVBuffer:
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
-        """Append the rows of another cache with the same number and size of heads.
+        """Append the rows of another cache, which has the same number and size of heads.
 
         The other cache must not be used afterwards.
         """
@@ -213,8 +220,8 @@ class KVBuffer:
 
         Args:
             n_slots: Number of slots needed.
-            like: A tensor [B, H_kv, n, d] with the dtype, device, number and size of heads of the
-                buffer.
+            like: A tensor [B, H_kv, n, d]. A new buffer gets its dtype, device, and number and size
+                of heads.
         """
         if self._buffer is not None and n_slots <= self._buffer.shape[4]:
             return
@@ -226,7 +233,8 @@ class KVBuffer:
     def resize(self, n_slots: int, like: Tensor, into: Tensor | None = None) -> None:
         """Move to a new buffer of ``n_slots`` slots, or to the buffer ``into``.
 
-        New slots are filled with zeros, because masked slots must not hold NaN.
+        New slots are filled with zeros. Attention reads them under a mask, and a NaN would make its
+        result NaN even if it is masked.
         """
         shape = (2, self._n_layers, len(self.lengths), like.shape[1], n_slots, like.shape[3])
         grown = self._allocate(shape, like) if into is None else into
@@ -234,8 +242,8 @@ class KVBuffer:
             grown[:, :, :, :, : self._buffer.shape[4]] = self._buffer[:, :, :, :, :n_slots]
         self._set_buffer(grown)
 
-    # Subclasses whose buffer is used by CUDA graphs override the next two methods, because the
-    # address of the buffer must not change.
+    # CUDA graphs need a buffer whose address does not change. Subclasses with such a buffer
+    # override the next two methods.
 
     def _allocate(self, shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_zeros(shape)
@@ -246,7 +254,7 @@ class KVBuffer:
 
 
 def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> int | Tensor:
-    """Find the slots of n new tokens, which follow each row's tokens.
+    """Return the slots of n new tokens in each row. They follow the row's other tokens.
 
     Returns:
         The first slot if all rows have the same length, otherwise the slots of all tokens, [B, n]
@@ -256,10 +264,11 @@ def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> 
 
 
 def write_slots(view: KeysValues, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
-    """Write keys and values [B, H_kv, n, d] into slots of a layer's ``view``.
+    """Write keys and values [B, H_kv, n, d] of new tokens into a layer's cache.
 
-    ``view`` is the layer's keys and values, each [B, H_kv, S, d]. ``slots`` have the form that
-    :func:`slots_after` returns.
+    ``view`` is the cache of the layer: its keys and values in all slots, each [B, H_kv, S, d].
+    ``slots`` is either the first of n consecutive slots for all rows, or the slots of each row,
+    [B, n] int64, as :func:`slots_after` returns them.
     """
     all_keys, all_values = view
     if isinstance(slots, int):

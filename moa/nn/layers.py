@@ -1,8 +1,9 @@
 """The Llama decoder block in plain torch.
 
-Drafters, frozen target layers and decoding all use this definition. A block computes self-attention
-if its keys come from its own input, and cross-attention if they come from encoded KV. The same norm
-is applied to both inputs (lines 139-203 of ``train/cross_attention.py`` in the MoA authors' code).
+Drafters, frozen target layers and decoding all use this definition. If the keys of a block come
+from its own input, it computes self-attention. If they come from encoded KV, it computes
+cross-attention. The same norm is applied to both inputs (lines 139-203 of
+``train/cross_attention.py`` in the MoA authors' code).
 
 Shapes: B batch, T tokens, Q queries, S keys, E block width, H query heads, H_kv key/value heads,
 d head dim, G groups.
@@ -26,7 +27,9 @@ from .fused import FusedWeights, fuse_weights
 from .masks import AnyMask
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and signed sin (negative in the first half), each [..., d], float32."""
+"""Cosine and sine of the angles of RoPE, each [..., d] float32. In the first half of d, the sine
+has the opposite sign.
+"""
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values, each [B, H_kv, S, d]."""
@@ -39,7 +42,7 @@ The function returns the keys and values of all tokens in the cache, each [B, H_
 
 
 def no_cache(keys: Tensor, values: Tensor) -> KeysValues:
-    """Return keys and values unchanged, as :data:`AppendKV` does for an empty cache."""
+    """Return keys and values unchanged. As an :data:`AppendKV`, this acts as an empty cache."""
     return keys, values
 
 
@@ -58,25 +61,28 @@ class DecoderBlockSizes:
     mlp_bias: bool = False
     query_key_norm: bool = False
     input_norm: bool = True
-    # Input width of the query, key and value projections. None if it equals the width of the block.
+    # Input width of the query, key and value projections. If None, it equals the width of the
+    # block.
     input_width: int | None = None
 
 
-# Up to this many tokens, one fused product for Q, K and V takes less time than two products (K with
-# V, and Q).
+# If only the last token's output is needed, Q is needed only for this token. Up to this many
+# tokens, one fused product of Q, K and V for all tokens is faster nevertheless.
 _FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported RoPE types. Their angles do not depend on the length, so cached keys stay valid."""
+"""Supported RoPE types. Their angles do not depend on the length of the sequence, so cached keys
+stay valid when a sequence grows.
+"""
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding that rotates the two halves of a head.
+    """Rotary position embedding (RoPE). It pairs element i of a head with element i + d / 2.
 
     The frequencies are always float32, because bfloat16 would round them.
     """
 
-    frequencies: Tensor  # [d], radians per position, negative in the first half
+    frequencies: Tensor  # [d], rotation in radians per position, negative in the first half
 
     def __init__(
         self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
@@ -125,7 +131,8 @@ class Rotary(nn.Module):
                 "finite. Restore these parameters in config.json."
             )
         inv_freq = inv_freq.float()
-        # [d]
+        # [d] frequencies. They are negative in the first half, because RoPE multiplies the sine by
+        # -1 there.
         self.register_buffer("frequencies", torch.cat((-inv_freq, inv_freq)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
@@ -142,7 +149,7 @@ class Rotary(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def inverse(self, positions: Tensor) -> Rotation:
-        """Compute the rotation at these positions that undoes :meth:`forward` and its scaling."""
+        """Compute the rotation that undoes that of :meth:`forward`, including its scaling."""
         cos, sin = self(-positions)
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
@@ -162,18 +169,17 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos = cos.to(x.dtype).unsqueeze(1)
     sin = sin.to(x.dtype).unsqueeze(1)
     if torch.is_grad_enabled():
-        # The type is ignored because torch's apply is not typed.
+        # PyTorch declares no types for `apply`, so tell mypy to ignore this call.
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
-    # Launch few kernels. A draft step has few tokens, so its time is proportional to the number of
-    # kernel launches.
+    # Use few operations: a draft step has few tokens, so kernel launches take most of its time.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class _Rotate(torch.autograd.Function):
     """Computes x * cos + rotate_half(x) * sin in three passes over memory.
 
-    The gradient is rotated back by the inverse rotation.
+    The gradient is rotated by the negative angle.
     """
 
     @staticmethod
@@ -184,7 +190,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        # The transpose of a rotation is the rotation by the negative angle.
+        # The gradient is multiplied by the transpose of the rotation, which is the rotation by the
+        # negative angle.
         cos, sin = ctx.saved_tensors
         return _rotated(grad_outputs[0], cos, sin, -1), None, None
 
@@ -200,7 +207,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm, with its own autograd function for training on a CPU.
 
-    On a CPU, PyTorch's norm makes many passes over memory.
+    PyTorch's own norm makes many passes over memory on a CPU.
     """
 
     __call__: Callable[..., Tensor]
@@ -209,7 +216,7 @@ class RMSNorm(nn.RMSNorm):
         """Normalise x [..., E] over the last axis."""
         trains = torch.is_grad_enabled() and x.device.type == "cpu"
         if trains and x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
-            # The type is ignored because torch's apply is not typed.
+            # PyTorch declares no types for `apply`, so tell mypy to ignore this call.
             normed: Tensor = _RMSNorm.apply(  # type: ignore[no-untyped-call]
                 x, self.weight, self.eps
             )
@@ -267,14 +274,15 @@ class Attention(nn.Module):
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
         """Project [B, T, E] to heads without rotating them: [B, H or H_kv, T, d].
 
-        ``name`` is ``"q"``, ``"k"`` or ``"v"``. Pass a ``scale`` only if ``normed`` needs no
-        gradient.
+        ``name`` is ``"q"``, ``"k"`` or ``"v"``. ``scale`` [E], if given, multiplies the input. It
+        may be given only if ``normed`` needs no gradient.
         """
         layer: nn.Linear = getattr(self, f"{name}_proj")
         if scale is None:
             projected = layer(normed)
         else:
-            # The scale [E] of the input is multiplied into the columns of the weight.
+            # Multiply the columns of the weight by the scale, which gives the same product as
+            # scaling the input.
             projected = F.linear(normed, layer.weight * scale, layer.bias)
         heads = projected.unflatten(-1, (-1, self.head_dim))
         norm = getattr(self, f"{name}_norm", None)
@@ -288,8 +296,8 @@ class Attention(nn.Module):
 
         Args:
             normed: [B, Q, E], the output of the norm.
-            rotation: The rotation of the queries; None for no rotation.
-            scale: Factors [E] of the input; None for no scaling.
+            rotation: The rotation of the queries. If None, they are not rotated.
+            scale: [E], factors of the input. If None, the input is not scaled.
         """
         heads = self._heads("q", normed, scale)
         return heads if rotation is None else rotate(heads, rotation)
@@ -299,7 +307,7 @@ class Attention(nn.Module):
     ) -> KeysValues:
         """Project [B, S, E] to rotated keys and to values, each [B, H_kv, S, d].
 
-        ``scale`` are factors [E] of the input; None for no scaling.
+        ``scale`` [E], if given, multiplies the input.
         """
         return rotate(self._heads("k", normed, scale), rotation), self._heads("v", normed, scale)
 
@@ -307,8 +315,8 @@ class Attention(nn.Module):
         """Project [B, T, E] to rotated queries, rotated keys, and values."""
         if torch.is_grad_enabled():
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
-        # Rotate queries and keys together to save kernel launches. A draft step has few tokens, so
-        # its time is proportional to the number of launches.
+        # Rotate queries and keys together to save kernel launches, which take most of the time of a
+        # draft step.
         q = self._heads("q", normed)
         k = self._heads("k", normed)
         v = self._heads("v", normed)
@@ -401,10 +409,10 @@ class DecoderBlock(nn.Module):
     def attend_cached(
         self, x: Tensor, rotation: Rotation, append: AppendKV, mask: AnyMask
     ) -> Tensor:
-        """Run :meth:`forward` on x [B, Q, E], which attends to the KV cache and to itself.
+        """Run the block on x [B, Q, E]. Its tokens attend to a KV cache and to each other.
 
-        ``append`` adds the keys and values of x to the cache, and returns the keys and values of
-        all tokens.
+        ``append`` adds the keys and values of x to the cache, and returns those of all tokens.
+        ``mask`` says which of them each query may attend to.
         """
         if (fused := self._current(x)) is None:
             queries, keys, values = self.self_attn.project(self.normed(x), rotation)
@@ -412,9 +420,10 @@ class DecoderBlock(nn.Module):
         return self._attend_fused(fused, x, rotation, append, mask)
 
     def attend_last(self, x: Tensor, rotation: Rotation, append: AppendKV) -> Tensor:
-        """Compute :meth:`attend_cached` for the last token of x [B, Q, E] only, without a mask.
+        """Compute the result of :meth:`attend_cached` for only the last token of x, without a mask.
 
-        The result has the shape [B, 1, E].
+        The input x is [B, Q, E], and the result is [B, 1, E]. The keys and values of all Q tokens
+        are added to the cache.
         """
         fused = self._current(x) if x.shape[1] <= _FEW_TOKENS else None
         if fused is not None:
@@ -430,7 +439,8 @@ class DecoderBlock(nn.Module):
         rotation: Rotation,
         append: AppendKV,
         mask: AnyMask,
-        # Number of last tokens to compute; 0 computes all tokens.
+        # Number of tokens whose output is computed, counted from the end. If 0, it is computed for
+        # all tokens.
         n_last: int = 0,
     ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
@@ -444,7 +454,7 @@ class DecoderBlock(nn.Module):
         return fused.finish(attended, self.residual(x[:, -n_last:]))
 
     def fuse(self) -> None:
-        """Use fused products (:mod:`.fused`) for drafting if the weights are packed.
+        """Let drafting use fused products (:mod:`.fused`), if the weights are packed.
 
         The fused products may round the weights, because drafts need not be exact.
         """
@@ -472,8 +482,8 @@ class DecoderBlock(nn.Module):
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
         """Let x [B, T, E] attend to itself, and average each of G groups of consecutive tokens.
 
-        The result [B, G, E] consists of means of the result of :meth:`attend_cached`, without a
-        mask and with :func:`no_cache`.
+        The result [B, G, E] has the means of what :meth:`attend_cached` returns without a mask and
+        without a cache.
         """
         norm: Any = self.input_layernorm
         has_own_norms = type(self).normed is not DecoderBlock.normed
@@ -481,14 +491,14 @@ class DecoderBlock(nn.Module):
             normed = self.normed(x)
             scale = None
         else:
-            # The input x is read from a store, so it needs no gradient. If the norm's weight is
-            # folded into the projections, the normalised x needs no gradient either.
+            # The input x needs no gradient, because it is read from a store. If the norm's weight
+            # is multiplied into the projections instead, the normalised x needs no gradient either.
             normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
             scale = norm.weight
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
         queries = self.self_attn.queries(normed, rotation, scale)
-        # The down projection and the residual sums are linear. So they are applied to the mean of
-        # each group instead of to each token.
+        # The down projection and the sums with the residual are linear, so apply them to the mean
+        # of each group instead of each token.
         x = self.residual(x) + self.self_attn(queries, keys, values, None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))

@@ -2,11 +2,12 @@
 
 A loss needs the LM head, the largest matrix of a model: 1 GB for 128,256 tokens of width 4,096 in
 bfloat16. To limit the memory for logits, positions are processed in chunks. Each chunk reads the
-head once, so there are at most ``MAX_CHUNKS`` chunks. If the features have a wider dtype than a
-frozen head, a small head is cast once, and a large head is cast piece by piece.
+whole head once, so the number of chunks is limited to ``MAX_CHUNKS``. If the features have a wider
+dtype than a frozen head, the head must be cast: a small head at once, a large head piece by piece.
 
 Shapes: N positions, n positions of one chunk, J draft steps, K loss terms, E hidden width, V
-vocabulary, V_d draft vocabulary, r rank of a low-rank correction of the logits.
+vocabulary, V_d draft vocabulary, r rank of a correction that is added to the logits (a Markov
+head's).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ class Divergence:
 
     The KL is computed as the cross-entropy to the target's probabilities at temperature 1, without
     subtracting their entropy (lines 253-262 of ``train/moa_spec.py`` in the MoA authors' code).
-    ``lk-hybrid`` gives the KL more weight if a draft is less likely to be accepted.
+    With ``lk-hybrid``, the less likely a draft is accepted, the more weight the KL has.
     """
 
     # The LK paper computes one s from the mean of a over the batch. Here each position has its own
@@ -68,12 +69,13 @@ KL = Divergence()
 # Lower bound of the acceptance probability, which keeps its logarithm and gradient finite.
 _LEAST_ACCEPTED = 1e-6
 
-# Bytes of the float32 logits of one chunk. Chunks are larger if otherwise there would be more than
-# MAX_CHUNKS chunks.
+# The number of positions in a chunk is chosen so that their float32 logits take this many bytes. If
+# this gave more than MAX_CHUNKS chunks, larger chunks are used.
 LOGITS_BYTES = 1 << 26
-# Maximum number of times that the loss of one forward pass reads an LM head.
+# Maximum number of chunks, because each chunk of positions reads a whole LM head from memory.
 MAX_CHUNKS = 8
-# Maximum bytes of an LM head that are cast at once, or of its gradient that are computed at once.
+# Maximum size in bytes of the rows of an LM head that are cast, or whose gradient is computed, at
+# once.
 _CAST_BYTES = 1 << 28
 
 
@@ -103,12 +105,12 @@ def logits_of(x: Tensor, head: Tensor) -> Tensor:
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Limit logits to the range (-cap, cap) by a tanh, as the model does; None for no limit."""
+    """Limit logits to the range (-cap, cap) by a tanh; without a cap, return them unchanged."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
-    """Return the dtype to compute in, and the frozen head, cast to this dtype under autocast."""
+    """Return the dtype to compute in, and the frozen head; autocast casts it to this dtype."""
     if not torch.is_autocast_enabled(features.device.type):
         return features.dtype, frozen_head
     dtype = torch.get_autocast_dtype(features.device.type)
@@ -116,7 +118,7 @@ def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tenso
 
 
 def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn the gradient of logits [..., V] into that of features [..., E], in ``dtype``."""
+    """Compute the gradient of features [..., E] from that of logits [..., V], in ``dtype``."""
     if dtype == head.dtype:
         return error.to(dtype) @ head
     parts = (error[..., block].to(dtype) @ head[block].to(dtype) for block in _blocks(head))
@@ -136,8 +138,8 @@ def _log_draft(
     """Compute the drafter's log probabilities of all tokens.
 
     Returns:
-        The log probabilities, and the derivative of the capped logits with respect to the uncapped
-        logits, both with the shape of the logits. The derivative is None without a cap.
+        Two tensors in the shape of the logits: the log probabilities, and the derivative of capped
+        logits with respect to uncapped logits. Without a cap, the derivative is None.
     """
     logits = logits_of(features, head).float()
     slope = None
@@ -165,13 +167,13 @@ def _terms_and_error(
         log_draft: [n, J, V], log probabilities of the drafter. This tensor is overwritten.
         probability: [n, 1, V], probabilities of the target.
         weights: [n, J, K], weights of the loss terms.
-        labels: [n, J], token ids; None without labels.
-        mass: Sum of ``probability`` over V; None if it is 1.
+        labels: [n, J], token ids. If None, the loss has no cross-entropy term.
+        mass: Sum of ``probability`` over V. If None, it is 1.
         divergence: The divergence to compute.
 
     Returns:
-        The loss terms [n, J, K], the gradient [n, J, V], and a factor [n, J, 1] or None. The caller
-        still has to multiply the gradient by this factor.
+        The loss terms [n, J, K], the gradient [n, J, V], and a factor [n, J, 1] or None. If there
+        is a factor, the caller still has to multiply the gradient by it.
     """
     label_loss = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
@@ -221,8 +223,8 @@ class _ChunkedLosses(torch.autograd.Function):
             for x in (own_head, correction)
         ]
         n_logits = features.shape[1] * len(draft_head)
-        # The divergence without labels, through the frozen head, needs fewer buffers for logits
-        # than the other losses.
+        # If drafter and target use the same frozen head, and there are no labels, the loss needs
+        # fewer buffers for logits. So a chunk can have more positions.
         is_plain = own_head is None and labels is None
         n_rows = chunk_rows(len(features), n_logits if is_plain else n_logits + len(head))
         for first in range(0, len(features), n_rows):
@@ -235,16 +237,17 @@ class _ChunkedLosses(torch.autograd.Function):
             if tokens is not None:
                 probability = probability[..., tokens]
             if dtype == torch.float16:
-                # Only in float16 can products overflow to -inf. Always apply this mask, because
-                # checking for -inf first would synchronize with the GPU.
+                # In float16, logits can overflow, so a log probability can be -inf, and 0 * -inf
+                # would be NaN. So give these tokens the probability 0. Do this without checking
+                # whether there are any, because the check would synchronize with the GPU.
                 probability = probability * ~torch.isinf(log_draft)
                 log_draft.clamp_(min=torch.finfo(torch.float32).min)
             if tokens is not None or dtype == torch.float16:
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1, keepdim=True)
-            # If the drafter has its own head, compute this sum over the vocabulary by a matrix
-            # product. It needs no additional buffer for the logits of all draft steps.
+            # If the drafter has its own head, a matrix product computes this sum over the
+            # vocabulary, because it needs no additional buffer in the size of all logits.
             else:
                 kl = -(log_draft @ probability.mT)
             terms[part], error, factor = _terms_and_error(
@@ -256,8 +259,9 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass,
                 divergence,
             )
-            # The weights of the losses are factors of the LM head's gradient. Multiply the features
-            # by them, not the logits' gradients, because features are narrower.
+            # The gradient of the LM head is the product of the logits' gradients, the loss weights
+            # and the features. Multiply the weights into the features, because features are
+            # narrower than logits.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)
@@ -280,8 +284,8 @@ class _ChunkedLosses(torch.autograd.Function):
             None if grad is None else grad * grad_outputs[0].to(grad.dtype)
             for grad in ctx.saved_tensors
         )
-        # These gradients are as large as a head, so they are scaled in place. Therefore the
-        # backward pass can run only once.
+        # These two gradients are as large as an LM head, so scale them in place. A second backward
+        # pass would scale them again, so it is not supported.
         own_head, correction = ctx.sums
         ctx.sums = None
         for grad in (own_head, correction):
@@ -316,18 +320,20 @@ def chunked_losses(
         features: [N, J, E], features of the drafter, for J draft steps at each position.
         hidden: [N, E], hidden states of the target after its final norm.
         head: [V, E], the target's LM head. It is frozen, and may have any dtype.
-        weights: [N, J, K], weights of the loss terms, at least 0.
-        own_head: [V_d, E], the drafter's own LM head, which is trained. The backward pass can run
-            only once. None to use ``head``.
-        tokens: [V_d] int64, token ids of the draft vocabulary. All other tokens of the target
-            contribute 0 to the loss. None for the whole vocabulary.
-        labels: [N, J] int64, the actual next tokens of the training sequences; None for no labels.
-        code: [N, J, r], the input of the correction; None for no correction of the drafter's
-            logits.
-        correction: [V, r], a trained matrix; None for no correction of the drafter's logits.
+        weights: [N, J, K], weights of the loss terms. They are not negative.
+        own_head: [V_d, E], the drafter's own LM head, which is trained. The backward pass can then
+            run only once. If None, the drafter uses ``head``.
+        tokens: [V_d] int64, token ids of the draft vocabulary. All other tokens contribute 0 to the
+            loss. If None, the draft vocabulary is the whole vocabulary.
+        labels: [N, J] int64, the actual next tokens of the training sequences. If None, there is
+            only the divergence.
+        code: [N, J, r], the input of the correction. If None, the drafter's logits get no
+            correction.
+        correction: [V, r], a trained matrix. If None, the drafter's logits get no correction.
         divergence: The divergence to compute.
         cap: Limit of the logits that the frozen head computes (:func:`capped`), for the target and
-            the drafter. It is applied before the correction is added. None for no limit.
+            the drafter. It is applied before the correction is added. If None, logits have no
+            limit.
 
     Returns:
         The weighted sum of the loss terms in nats, and the terms [N, J, K], both float32. Only the
@@ -335,12 +341,12 @@ def chunked_losses(
     """
     dtype, head = _autocast(features, head)
     if head.numel() * 4 <= _CAST_BYTES:
-        # Cast the head once here, so that not each product of each chunk has to cast it.
+        # Cast the head here once. Otherwise each product of each chunk would cast it.
         head = head.to(dtype)
     own_head, code, correction = (
         None if x is None else x.to(dtype) for x in (own_head, code, correction)
     )
-    # The type is ignored because torch's apply is not typed.
+    # PyTorch declares no types for `apply`, so tell mypy to ignore this call.
     total, terms = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
         features.to(dtype),
         hidden.to(dtype),
@@ -358,10 +364,10 @@ def chunked_losses(
 
 
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
-    """Compute the smooth-L1 loss (beta 1) of features to hidden states, averaged over the width.
+    """Compute the smooth-L1 loss (beta 1) between features and hidden states.
 
-    Features and hidden states [..., E] give losses [...] (line 266 of ``train/moa_spec.py`` in the
-    MoA authors' code).
+    Both are [..., E], and the losses [...] are means over the width E (line 266 of
+    ``train/moa_spec.py`` in the MoA authors' code).
     """
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)
 
@@ -401,8 +407,8 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
 
     Args:
         cross_entropy: [..., K], cross-entropy of each draft to the actual token.
-        supervised: [..., K] bool. All other drafts have the weight 0, and count as s = 1 in the
-            products.
+        supervised: [..., K] bool. Drafts for which it is false have the weight 0, and count as s =
+            1 in the products.
         smoothing: From 0 to 1. A lower value gives later drafts less weight if earlier drafts are
             uncertain.
     """
@@ -418,13 +424,14 @@ def d_pace_at(
     supervised: Tensor | bool,
     smoothing: float,
 ) -> Tensor:
-    """Compute :func:`d_pace_weights` of drafts that are cells of a grid of blocks.
+    """Compute :func:`d_pace_weights` of drafts that are given by their indices in a grid.
 
     Args:
-        cells: Indices of the drafts in the grid. The last index is that of a draft in its block.
-        shape: The shape of the grid. The other cells of the grid are not supervised.
+        cells: Indices of the drafts in the grid. The last axis of the grid is the index of a draft
+            in its block.
+        shape: The shape of the grid. Its other cells have no draft, and count as not supervised.
         cross_entropy: Cross-entropy of each draft to the actual token.
-        supervised: Whether each draft is supervised.
+        supervised: Whether each draft is supervised, that is, contributes to the loss.
         smoothing: See :func:`d_pace_weights`.
 
     Returns:

@@ -1,9 +1,9 @@
 """Heads of block-parallel drafters (DSpark, arXiv 2607.05147).
 
 A block-parallel drafter computes all slots of a block at once. A slot is an input position of the
-block. So the hidden state of a slot does not depend on the token x that was drafted before it. A
-Markov head adds a bias computed from x to the slot's logits, through two narrow matrices. A
-confidence head predicts whether a draft is accepted::
+block. So the hidden state of a slot cannot depend on the token x that is drafted before it. A
+Markov head corrects this: it adds a bias to the slot's logits, which it computes from x through two
+narrow matrices. A confidence head predicts whether a draft is accepted::
 
     e = W1[x]        x is the anchor for the first slot, and the previous draft for later slots
     vanilla    logits += W2 e
@@ -31,7 +31,7 @@ from typing_extensions import override
 class MarkovHead(nn.Module):
     """The vanilla head: a bias that depends only on the previous token."""
 
-    # Width of the recurrent state s in the memory, as a multiple of the rank.
+    # Number of recurrent states s, with r values each, in the memory of a slot.
     n_states = 0
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Compute the memory [..., M] of the first slots from the anchor tokens [...]."""
+        """Compute the memory [..., M] of the first slots of blocks from their anchors [...]."""
         return nn.functional.pad(self.markov_w1(tokens), (0, self.n_states * self.rank))
 
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -80,7 +80,10 @@ class MarkovHead(nn.Module):
 
 
 class GatedMarkovHead(MarkovHead):
-    """The gated head: a gate computed from the slot's hidden state scales the token's embedding."""
+    """The gated head: a gate scales the embedding of the previous token.
+
+    The gate is computed from the slot's hidden state and this embedding.
+    """
 
     def __init__(self, vocab_size: int, rank: int, width: int) -> None:
         super().__init__(vocab_size, rank, width)
@@ -128,7 +131,7 @@ class RecurrentMarkovHead(MarkovHead):
 
     @override
     def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        # The output of a slot is computed from the state before this slot updates the state.
+        # The output of a slot is computed from the state before the slot's own update.
         return self._joint(memory, hidden)[2].tanh()
 
 

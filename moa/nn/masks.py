@@ -1,9 +1,10 @@
-"""Attention masks as pure functions: rules over indices for training, tensors for decoding.
+"""Attention masks as pure functions. In training a mask is a rule, in decoding a tensor.
 
-During training, the positions of a sequence simulate draft rounds. A *drafted* position has no
-target KV at the time when the drafter computes it. All other positions are *context*. With a step
-bound e, every e-th position of a response is context, as if a verification ended there. For e = 4
-and a response that starts at position 3::
+During training, the positions of a sequence simulate draft rounds. When the drafter computes a
+*drafted* position, the target has not processed it yet, so the target's KV of this position does
+not exist yet. All other positions are *context*: they count as verified. With a step bound e, every
+e-th position of a response is context, as if a verification ended there. For e = 4 and a response
+that starts at position 3::
 
     position       0 1 2 3 4 5 6 7 8        s(i) = last context position <= i
     drafted        . . . x . x x x .        (offset 0: 4 and 8 are context)
@@ -12,13 +13,14 @@ and a response that starts at position 3::
     cross-attention of 6: keys 0..4
     self-attention of 6:  keys 0..6, or 5..6 in a staircase row
 
-In a *staircase row* of the batch, self-attention sees only the drafted positions of its own round.
+Some rows of a batch are *staircase rows*. In them, the self-attention of a drafted position sees
+only the drafted positions of its own round.
 
 In the functions, ``queries`` are positions, ``last_context_of_query`` is s(i) of each query, both
 [B, Q] int64, and ``n_keys`` is T.
 
-Shapes: B batch, T tokens, Q queries, S keys or cache slots, P pending tokens of a decoding call.
-Masks are bool; True means that a query may attend to a key.
+Shapes: B batch, T tokens, Q queries, S keys or cache slots, P pending tokens (the tokens that a
+decoding call processes). Masks are bool; True means that a query may attend to a key.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,19 +36,19 @@ from torch import Tensor
 class Chunk(int):
     """The chunk size of chunked attention, in which a token sees only tokens of its own chunk.
 
-    Chunks start at the multiples of this number. A window that is a plain int, in contrast, is the
-    size of a sliding window.
+    Chunks start at the multiples of this number. Functions with an argument ``window`` take either
+    a Chunk or a plain int, which is the size of a sliding window.
     """
 
 
 def to_device(
     values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Copy numbers, such as lengths, from the host to a device without synchronizing with it."""
+    """Copy numbers from the host to a device without waiting for the device."""
     if isinstance(values, DeviceLengths):
         return values.real
     made = torch.tensor(values, dtype=dtype)
-    # Copying from memory that is not pinned would wait for all work that is queued on the device.
+    # Pin the memory. A copy from other memory would wait for all work that is queued on the device.
     return (
         made.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
@@ -55,14 +57,15 @@ def to_device(
 
 
 class DeviceLengths(list[int]):
-    """Lengths of B rows that only the device knows. The tensor :attr:`real` holds them.
+    """Lengths of B rows whose values are known only on the device, in the tensor :attr:`real`.
 
-    The values of the list are upper bounds of the lengths, and are used for shapes only.
+    CUDA graphs need such lengths. The values of the list itself are upper bounds, which are used
+    for shapes only.
     """
 
     def __init__(self, most: int, real: Tensor) -> None:
         super().__init__([most] * len(real))
-        self.real = real  # [B] int64
+        self.real = real  # [B] int64, the lengths, on the device
 
 
 def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> list[int]:
@@ -78,7 +81,7 @@ def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> l
 
 
 def are_alike(lengths: Sequence[int]) -> bool:
-    """Whether the host knows that all lengths are the same."""
+    """Whether all lengths are the same. False if only the device knows them."""
     return not isinstance(lengths, DeviceLengths) and len(set(lengths)) == 1
 
 
@@ -90,15 +93,15 @@ def positions_of(x: Tensor) -> Tensor:
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
-    """Find the drafted positions of training sequences: [B, T] bool. All others are context.
+    """Find the drafted positions of training sequences: [B, T] bool. The others are context.
 
     See lines 123-131 of ``train/moa_spec.py`` in the MoA authors' code.
 
     Args:
         response_mask: [B, T], non-zero on response tokens.
-        step_bound: [B] integer, the step bound e of each row. Positions with ``(i - offset) % e ==
-            0`` are context. None for no bound.
-        offset: [B] integer, offset of the context positions in each row. None for zeros.
+        step_bound: [B] integer, the step bound e of each row. Positions i with ``(i - offset) % e
+            == 0`` are context. If None, all positions of responses are drafted.
+        offset: [B] integer, the offset of each row. If None, all offsets are 0.
     """
     drafted = response_mask.bool()
     if step_bound is None:
@@ -123,20 +126,22 @@ def last_context(drafted: Tensor) -> Tensor:
 class Mask:
     """An attention mask, defined by rules that decide whether a query sees a key.
 
-    The keys of a mask are a concatenation of one or more parts. Each part has a rule for its own
-    keys, which are counted from 0. A rule takes indices of a row, a query and a key, which
-    broadcast, and returns bool. The same rule serves the dense mask and the kernels that evaluate
-    the mask block by block.
+    A rule is a function of three index tensors (row of the batch, query, key) that broadcast. It
+    returns a bool tensor, true where the query sees the key. The keys can be a concatenation of
+    several parts, for example the target's keys and the drafter's keys. Then each part has its own
+    rule, which counts the keys of the part from 0. The same rules make the dense mask, and run
+    inside kernels that evaluate the mask block by block.
     """
 
-    queries: Tensor  # [B or 1, Q], one value per query. Only its shape and device are used.
-    # For each part, its number of keys and its rule.
+    # [B or 1, Q], one value per query. Only its shape and device are used.
+    queries: Tensor
+    # For each part of the keys: the number of its keys, and its rule.
     parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
     block_mask: Any = None  # FlexAttention's block mask. It is created when it is first needed.
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
-        """Let each query see the keys up to a position, such as s(i).
+        """Let each query see the keys up to a position, such as its last context position s(i).
 
         Args:
             last_seen: [B or 1, Q] int64, the last key that each query sees.
@@ -155,7 +160,7 @@ class Mask:
         return n_rows, n_queries, sum(n_keys for n_keys, _ in self.parts)
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a query sees a key. The index of the key counts over all parts."""
+        """Return whether a query sees a key. The keys of all parts are numbered together."""
         (n_keys, rule), *others = self.parts
         seen = rule(row, query, key.clamp(max=n_keys - 1)) & (key < n_keys)
         for n_more, rule in others:
@@ -177,7 +182,9 @@ class Mask:
 
 
 AnyMask = Mask | Tensor | None
-"""Which keys each query may attend to: rules, a bool tensor [B or 1, Q, S], or None for all keys."""
+"""Which keys each query may attend to: a :class:`Mask` of rules, a bool tensor [B or 1, Q, S], or
+None if each query may attend to all keys.
+"""
 
 
 def self_attention_mask(
@@ -205,24 +212,25 @@ def round_mask(
     n_keys: int,
     window: int | None = None,
 ) -> Mask:
-    """Let drafted queries see the verified positions, and earlier queries of the same round.
+    """Let queries see the verified positions before their round, and earlier queries of the round.
 
-    The keys are the T positions, followed by the Q queries. Each query also sees itself.
+    The keys are those of the T positions, followed by those of the Q queries. Each query also sees
+    itself.
 
     Args:
         queries: [B, Q] int64, position of each query.
         last_context_of_query: [B, Q] int64, last context position s(i) of each query.
-        pass_index: [Q] int64. Queries of different passes over the batch do not see each other.
-            None for a single pass.
-        n_keys: T, the number of verified keys.
+        pass_index: [Q] int64, the pass over the batch to which each query belongs. Queries of
+            different passes do not see each other. If None, there is a single pass.
+        n_keys: T, the number of keys of verified positions.
         window: Number of positions that a sliding-window layer sees, including the query's own
             position, or a :class:`Chunk`. None for no limit.
     """
     context = last_context_of_query
 
     def verified(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # A context query already sees itself among the drafted keys. So it must not see its own
-        # position among the verified keys too.
+        # Each query sees itself among the drafted keys. So a query at a context position must not
+        # see its position among the verified keys, too.
         position = queries[row, query]
         seen = (key <= context[row, query]) & (key != position)
         return seen if window is None else seen & _reaches(position, key, window)
@@ -237,7 +245,7 @@ def round_mask(
         )
         if pass_index is not None:
             seen = seen & (pass_index[query] == pass_index[key])
-        # Padding queries see themselves too, because the softmax over no keys would be NaN.
+        # Queries that are padding see themselves too, because a softmax over no keys would be NaN.
         seen = seen | (query == key)
         return seen if window is None else seen & _reaches(position, other, window)
 
@@ -245,24 +253,25 @@ def round_mask(
 
 
 def staircase_drop_probability(progress: float) -> float:
-    """Compute the probability that a row of the batch is NOT a staircase row.
+    """Compute the probability that a row of a training batch is NOT a staircase row.
 
-    The probability grows linearly from 0 to 1. It reaches 1 at a ``progress`` of 0.5 (lines 137-140
-    of ``train/moa_spec.py`` in the MoA authors' code).
+    ``progress`` is the finished share of the training, from 0 to 1. The probability grows linearly
+    from 0, and reaches 1 in the middle of the training (lines 137-140 of ``train/moa_spec.py`` in
+    the MoA authors' code).
     """
     return min(1.0, 2.0 * progress)
 
 
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
-    """Let pending tokens see the committed slots of their row, and their pending ancestors.
+    """Let pending tokens see the committed tokens of their row, and their pending ancestors.
 
-    The tokens are those of a decoding call. The P pending tokens of a row are in the slots after
-    its committed tokens.
+    The pending tokens are those that a decoding call processes: the root and the drafts. In the KV
+    cache, the P pending tokens of a row follow its committed tokens.
 
     Args:
         lengths: Number of committed slots of each of the B rows.
-        seen: [B, Q, P] bool. For each of the last Q pending tokens, the pending tokens that it
-            sees, including itself.
+        seen: [B, Q, P] bool, which of the P pending tokens each of the last Q pending tokens sees.
+            Each token sees itself.
         window: Number of positions that a sliding-window layer sees, including the token's own
             position, or a :class:`Chunk`. None for no limit.
 
@@ -281,13 +290,15 @@ def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -
 def tree_mask_after(
     lengths: Tensor, seen: Tensor, n_slots: int, window: int | None = None
 ) -> Tensor:
-    """Compute :func:`tree_mask`, [B, Q, n_slots] bool, for lengths that are on the device.
+    """Compute the mask of :func:`tree_mask` for lengths in a tensor: [B, Q, n_slots] bool.
 
     Args:
-        lengths: [B, 1] int64, number of committed slots of each row.
-        seen: [B, Q, P] bool, the pending tokens that each query sees, as in :func:`tree_mask`.
+        lengths: [B, 1] int64, number of committed tokens of each row.
+        seen: [B, Q, P] bool, which of the P pending tokens each query sees, as in
+            :func:`tree_mask`.
         n_slots: Number of slots of the mask.
-        window: Sliding window or :class:`Chunk`, as in :func:`tree_mask`.
+        window: Size of a sliding window, or a :class:`Chunk`. If None, a token can see all
+            positions before it.
     """
     n_pending = seen.shape[2]
     index = torch.arange(n_slots, device=seen.device) - lengths  # [B, S]
@@ -299,7 +310,8 @@ def tree_mask_after(
 def _within(window: int | None, mask: Tensor) -> Tensor:
     if window is None:
         return mask
-    # The position of a token is the number of other tokens that the mask lets it see.
+    # A token sees exactly its ancestors and itself, so its position is the number of tokens that it
+    # sees, minus one.
     return mask & _reaches(mask.sum(dim=2, keepdim=True) - 1, mask.cumsum(dim=2) - 1, window)
 
 

@@ -1,12 +1,12 @@
-"""Linear layers with constant weights, packed once into the layouts of fast CPU kernels.
+"""Linear layers whose constant weights are packed into the layouts of fast CPU kernels.
 
-With PyTorch's layout of a weight, a product of six rows takes two to four times as long as a
-product of one row. With oneDNN's layout it takes about as long as one row, so verifying a chain of
-drafts costs little more than a plain decoding step. If float16 can represent a float32 weight,
-because the model was stored in bfloat16 or float16, the weight is also packed for FBGEMM. FBGEMM
-reads half the bytes, computes in float32, and is up to 2.5 times as fast for a few rows. The packed
-copies take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures the
-products.
+With PyTorch's layout of a weight, a product with six rows (tokens) takes two to four times as long
+as a product with one row. With oneDNN's layout it takes about as long as one row, so verifying a
+chain of drafts costs little more than a plain decoding step. If float16 can represent a float32
+weight, because the model was stored in bfloat16 or float16, the weight is also packed for FBGEMM.
+FBGEMM reads half the bytes, computes in float32, and is up to 2.5 times as fast for a few rows. The
+packed copies take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures
+the products.
 """
 
 import functools
@@ -23,17 +23,19 @@ from typing_extensions import override
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 
-# Number of values of the smallest weight that is packed. For a smaller weight, choosing a faster
-# kernel would take as long as the product itself.
+# Weights with fewer values than this are not packed. For them, choosing a kernel would take as long
+# as the product itself.
 _FEWEST_VALUES = 1 << 15
 # Number of rows for which oneDNN optimizes its layout. Products of fewer or more rows are nearly as
 # fast.
 _ROWS = 8
-# Smallest normal number of float16. float16 stores smaller numbers with fewer digits.
+# Smallest normal number of float16. Smaller numbers have fewer significant bits in float16, so they
+# are rounded.
 _SMALLEST_NORMAL = 2.0**-14
 # Largest allowed float16 rounding error of a row of a weight, relative to the largest row norm.
-# ``_MAX_ERROR`` is the rounding error of float32 in a product of some thousand values.
-# ``_MAX_DRAFT_ERROR`` is for drafters and allows rounding to float16's eleven binary digits.
+# ``_MAX_ERROR`` is about the error that float32 itself has in sums of some thousand products.
+# ``_MAX_DRAFT_ERROR`` is for drafters, whose weights may be rounded to the 11 significant bits of
+# float16.
 _MAX_ERROR = 2.0**-19
 _MAX_DRAFT_ERROR = 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -49,7 +51,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def scripted(function: _Function) -> _Function:
     """Compile a function with TorchScript, or return it unchanged if that fails.
 
-    TorchScript needs only a third of the time that Python needs to call an operation.
+    Calling a PyTorch operation takes only a third of the time from TorchScript as from Python.
     """
     try:
         with warnings.catch_warnings():
@@ -67,7 +69,7 @@ class Laid(NamedTuple):
     # The weight in oneDNN's layout. Only oneDNN can read it.
     blocked: Tensor
     bias: Tensor | None
-    # Weight and bias for FBGEMM; None if float16 cannot represent the weight.
+    # Weight and bias in float16, in FBGEMM's layout. None if float16 cannot represent the weight.
     halves: Optional[_HALVES]  # noqa: UP045 - TorchScript classes do not support `|`
 
 
@@ -75,7 +77,8 @@ class PackedLinear(nn.Linear):
     """A linear layer with packed copies of its weight, for products that need no gradient."""
 
     packed: Laid | None
-    # Address and version of weight and bias at the time of packing.
+    # Address and version of weight and bias at the time of packing. If they have changed, the
+    # packed copies are not used.
     packed_state: list[tuple[int, int]]
 
     @override
@@ -91,7 +94,7 @@ class PackedLinear(nn.Linear):
         return product(x, packed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the packed copies of weights, which can be neither pickled nor copied."""
+        """Return the state without the packed weights, because they cannot be pickled or copied."""
         return {name: value for name, value in vars(self).items() if not name.startswith("packed")}
 
 
@@ -105,8 +108,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
 
     Args:
         module: A module with linear layers.
-        is_exact: If true, weights that float16 cannot represent stay in float32. Drafts do not need
-            this.
+        is_exact: If true, weights that float16 cannot represent exactly stay in float32. Drafters
+            do not need this, because rounding changes only drafts.
     """
     layers: list[nn.Linear] = []
     for child in module.modules():
@@ -125,8 +128,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
     for layer in layers:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, is_exact)
-        # Keeps the weights alive, so that a freed address cannot be reused and mistaken for an
-        # unchanged weight.
+        # Keep references to the weights, so that their memory stays allocated. Otherwise a new
+        # weight could get the same address, and would be mistaken for the packed one.
         held = [weight.detach() for weight in layer.parameters()]
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 
@@ -165,7 +168,7 @@ def _states(layer: nn.Linear) -> list[tuple[int, int]]:
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """Return the address and the version of a weight. A new value changes one of them."""
+    """Return the address and the version of a weight. If its values change, one of them changes."""
     return weight.data_ptr(), weight._version
 
 
@@ -182,11 +185,11 @@ def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) 
 
 
 def _holds(weight: Tensor, is_exact: bool) -> bool:
-    """Whether float16 can represent a weight.
+    """Whether float16 represents a weight without a rounding error that matters.
 
-    If ``is_exact`` is false, larger rounding errors are allowed (``_MAX_DRAFT_ERROR``).
+    The limit is ``_MAX_ERROR``, or the larger ``_MAX_DRAFT_ERROR`` if ``is_exact`` is false.
     """
-    # The negated comparison is also true if a value is NaN.
+    # Comparisons with NaN are false, so this negated comparison also finds weights with NaN.
     if not weight.abs().max() <= torch.finfo(torch.float16).max:
         return False
     missed = weight.half().float() - weight
@@ -217,11 +220,11 @@ def product(x: Tensor, laid: Laid) -> Tensor:
         return few
     shape = x.shape[:-1]
     if n_rows > most_rows:
-        # Pad the number of rows to a multiple of 8 or 16. oneDNN caches one kernel per number of
-        # rows. These small allocations lie between large freed ones and fragment the memory.
-        # Without padding, calls with each of 2 to 299 rows leave 1.2 GB allocated; with multiples
-        # of 16 they leave 0.1 GB. Multiples of 8 keep the padding of small calls, such as
-        # verifications of several sequences, below one fifth.
+        # Pad the number of rows to a multiple of 8 or 16. oneDNN caches a kernel for each number of
+        # rows, and these small allocations between large freed ones fragment the memory. Without
+        # padding, one call with each number of rows from 2 to 299 leaves 1.2 GB allocated; with
+        # multiples of 16, the calls leave 0.1 GB. Multiples of 8 keep the padding of small calls,
+        # such as verifications of several sequences, below one fifth.
         step = 8 if n_rows <= 128 else 16
         x = F.pad(x.reshape(n_rows, x.shape[-1]), [0, 0, 0, -n_rows % step])
     many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")

@@ -1,15 +1,16 @@
 """The target's KV cache for decoding.
 
-Rows have different lengths, and drafts follow committed tokens.
+The rows of a batch have different lengths. In each row, drafts follow the committed tokens.
 
-Shapes: B rows, L target layers, N layers whose KV is kept, H_kv key/value heads, d head dim, D = 2
-* H_kv * d, n tokens of one target call, S slots of the cache, K watched layers.
+Shapes: B rows, L target layers, N layers whose KV a :class:`ContextCache` stores, H_kv key/value
+heads, d head dim, D = 2 * H_kv * d, n tokens of one target call, S slots of the cache, K watched
+layers (layers whose outputs are stored for a drafter).
 
-A target call writes its tokens into the slots after the committed tokens of each row. The tokens
-are *pending* until ``commit``, which moves the accepted tokens next to the committed tokens and
-drops the other tokens. The cost of a commit does not depend on the length of the sequence. In this
-example, two rows with 5 and 3 committed tokens verify a root r and three drafts x, y, z. The first
-row accepts x and z, the second row accepts no draft::
+A target call writes the keys and values of its tokens into the slots after the committed tokens of
+each row. These tokens are *pending* until ``commit``, which moves the accepted tokens next to the
+committed tokens, and drops the others. The cost of a commit does not depend on the length of the
+sequence. In this example, two rows with 5 and 3 committed tokens verify a root r and three drafts
+x, y, z. The first row accepts x and z, the second row accepts no draft::
 
     slot                        0 1 2 3 4 5 6 7 8
     row 0 before the call       a b c d e . . . .     lengths [5, 3], n_pending 0
@@ -21,9 +22,9 @@ row accepts x and z, the second row accepts no draft::
 
 The next target call overwrites the slots at or beyond a row's length.
 
-No committed token is dropped, even in models with a sliding window. In a static call
-(``live.StaticCalls``) a layer attends to all slots of the buffer under a mask. The slots of the
-call's tokens are in a tensor, not in Python values, so that a CUDA graph can replay the call.
+No committed token is dropped, even in models with a sliding window. A static call
+(``live.StaticCalls``) is a target call that a CUDA graph can replay. Its layers attend to all slots
+of the buffer, under a mask, and the slots to which it writes are in a tensor, not in Python values.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ _INITIAL_SLOTS = 256
 class KVSource(Protocol):
     """The target's KV of B rows, as drafters read it.
 
-    The target may be live or on another machine.
+    The target runs in this process or on another machine.
     """
 
     lengths: list[int]  # For each row, the number of positions whose KV is available.
@@ -69,11 +70,11 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
     D is the width of the widest layer. The packed KV of narrower layers is padded with zeros.
 
     Args:
-        groups: groups of layers that have KV of their own. The layers of a group have the same
-            shape.
-        take: returns the KV of a target layer from a buffer that all layers share, [..., H_kv, 2,
-            d]. H_kv and d are those of the widest layers. A narrower layer uses only the first
-            heads, and the first values of each head.
+        groups: groups of the layers that have KV of their own. The layers of a group have keys and
+            values of the same shape.
+        take: returns the KV of a target layer, [..., H_kv, 2, d]. It comes from a buffer that has
+            room for the widest layer. A narrower layer uses only the first heads, and the first
+            values of each head.
         first: index of the first layer to pack, among the layers that have KV of their own.
     """
     layers: list[tuple[int, KVShape]] = []
@@ -92,16 +93,18 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
     return torch.stack(packed, dim=-2)
 
 
-# Released buffers by shape. The next cache of the same shape reuses them. CUDA graphs use fixed
-# addresses, so with new buffers each generation would have to record all graphs again.
+# Buffers of released caches, by shape. The next cache of the same shape reuses them. Otherwise each
+# generation would have to record its CUDA graphs again, because graphs use fixed addresses.
 Buffers = dict[tuple[int, ...], list[Tensor]]
 
 
-# mypy objects that both base classes have a method `crop`. transformers never calls its own `crop`.
+# Both base classes have a method `crop`, to which mypy objects. transformers never calls its own
+# `crop`.
 class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     """The KV cache of L layers and B rows. transformers writes to it.
 
-    If ``buffers`` is given, the cache reuses a released buffer.
+    If ``buffers`` is given, the cache takes its buffer from there, if there is one of the right
+    shape.
     """
 
     def __init__(
@@ -113,34 +116,36 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         shapes: Sequence[KVShape | None] | None = None,
         groups: Sequence[KVGroup] = (),
     ) -> None:
-        # ``shapes`` and ``groups`` are given only if the layers differ. The shape of a layer that
-        # carries a recurrent state instead of KV is None. ``groups`` has the layers with KV of
-        # their own.
+        # ``shapes`` and ``groups`` are given only if the layers differ. ``shapes`` has the KV shape
+        # of each layer, and None for a layer that has a recurrent state instead of KV. ``groups``
+        # has the layers with KV of their own.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
         self.has_static_buffer = buffers is not None
-        # The whole allocated buffer. `buffer` is a view of its remaining rows.
+        # The allocated buffer. If rows have left the batch, `buffer` is a view of its first rows.
         self._whole: Tensor | None = None
-        # Number of tokens per row that the last target call wrote, over all its chunks, and that
-        # are not committed yet.
+        # Number of tokens per row that the last target call wrote, in all its chunks, and that are
+        # not committed yet.
         self.n_pending = 0
-        # Number of pending tokens that earlier chunks of the current call wrote.
+        # Number of pending tokens that earlier chunks of the current target call wrote.
         self._n_before = 0
         self._is_static = False
         self._groups = groups
-        # Decoder layers whose outputs each target call stores in this cache.
+        # Decoder layers whose outputs each target call stores in this cache, because the drafter
+        # reads them.
         self.watched_layers: tuple[int, ...] = ()
-        self._layer_outputs: list[Tensor] = []  # one tensor [B, n, K * E] per chunk of a call
-        # The slots of the current call or chunk, as `slots_after` returns them. For a static call,
-        # the lengths [B, 1].
+        # One tensor [B, n, K * E] per chunk of a call.
+        self._layer_outputs: list[Tensor] = []
+        # The slots to which the current target call writes, as `slots_after` returns them. For a
+        # static call, the lengths [B, 1] after which it writes.
         self._slots: int | Tensor = 0
-        # If layers carry a state: the states before the last call, to which they can be rolled
-        # back.
+        # For layers with a recurrent state: their states before the last target call. They are
+        # restored if drafts of this call are rejected.
         self._before: list[list[Tensor]] = []
-        # If layers carry a state: the tokens of the last call, [1, n].
+        # For layers with a recurrent state: the tokens of the last target call, [1, n].
         self._tokens = torch.empty(0)
-        # Number of accepted tokens whose states were rolled back. The next call runs these tokens
-        # again.
+        # Number of accepted tokens that the recurrent states do not include, because they were
+        # restored. The next target call processes these tokens again.
         self._n_again = 0
         layers: list[Any] = []
         self._states: list[LinearAttentionLayer] = []
@@ -155,15 +160,14 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
 
     @property
     def n_slots(self) -> int:
-        """Number of slots that queries may attend to: all committed and pending slots."""
+        """Number of slots to which queries may attend: those of committed and pending tokens."""
         return max(self.lengths) + self.n_pending
 
     @property
     def n_seen(self) -> int:
-        """Length of the longest row, without the tokens that are being processed now.
+        """Length of the longest row, without the tokens that the target is processing now.
 
-        So committed tokens are counted. If a call runs in several chunks, the tokens of its earlier
-        chunks count too.
+        If a target call runs in several chunks, the tokens of its earlier chunks are included.
         """
         return max(self.lengths) + self._n_before
 
@@ -173,11 +177,12 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         return self.buffer.data_ptr(), self.buffer.shape, self.buffer.stride()
 
     def take_up(self, tokens: Tensor) -> Tensor:
-        """Return the tokens [1, n] of a call, preceded by accepted tokens that must be run again.
+        """Return the tokens [1, n] that a target call must process, for one row.
 
-        Layers that carry a recurrent state cannot drop rejected drafts. So if a call's drafts are
-        partly rejected, the states are rolled back to those before the call, and the next call
-        starts with the accepted tokens.
+        These are the given tokens, sometimes preceded by accepted tokens of the last call. Layers
+        with a recurrent state cannot drop rejected drafts. So if some drafts of a call are
+        rejected, the states from before the call are restored, and the next call first processes
+        the accepted tokens again.
         """
         if not self._states:
             return tokens
@@ -207,9 +212,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self._is_static = False
 
     def begin_static_call(self, n_tokens: int, lengths: Tensor) -> None:
-        """Reserve slots for a call that a CUDA graph replays, for rows of any lengths [B, 1].
+        """Reserve slots for a target call that a CUDA graph replays. Rows have ``lengths`` [B, 1].
 
-        Such a call must follow a prefill.
+        Another call must have filled the cache before, because it allocates the buffer.
         """
         self._n_before = 0
         self.n_pending = n_tokens
@@ -219,11 +224,11 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self.reserve(self.n_slots, self.buffer[0, 0])
 
     def keep_layer_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Store the outputs [B, n, E] of each of the :attr:`watched_layers` in a call or chunk."""
+        """Store the outputs [B, n, E] of the :attr:`watched_layers` in a call or a chunk."""
         self._layer_outputs.append(torch.cat(list(outputs), dim=-1))
 
     def take_layer_outputs(self) -> Tensor:
-        """Return and clear the last call's outputs of the :attr:`watched_layers`, [B, n, K * E]."""
+        """Return and clear the stored outputs of the :attr:`watched_layers`, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError(
                 "the target's last call stored no layer outputs; call the proposer's begin before "
@@ -255,8 +260,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
         """Pack the KV as :meth:`.KVBuffer.packed` does.
 
-        If layers differ, only layers with KV of their own are packed, and narrow layers are padded
-        with zeros.
+        If the layers differ in shape, only layers with KV of their own are packed, and narrow
+        layers are padded with zeros.
         """
         if not self._groups:
             return super().packed(starts, n_tokens, first_layer)
@@ -269,8 +274,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only the given rows, in this order, and move them to the start of the buffer."""
-        # Keep the buffer: a batch loses rows one by one, and a new buffer for each step would take
-        # many times the memory.
+        # Do not allocate a smaller buffer. A batch loses its rows one by one, and a new buffer each
+        # time would take many times the memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
         super()._set_buffer(fewer)
@@ -285,14 +290,15 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self._layers = []
 
     def write_pending(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys and values [B, H_kv, n, d] of a layer's pending tokens into the cache.
+        """Write a layer's keys and values [B, H_kv, n, d] of pending tokens into the cache.
 
-        Returns the layer's keys and values in all slots, [B, H_kv, S, d].
+        Returns the keys and values of the layer in all slots, [B, H_kv, S, d].
         """
         n_slots = self.n_slots
         slots = self._slots
         if self._is_static:
-            # A graph must not depend on Python values such as lengths.
+            # A CUDA graph cannot depend on Python values such as lengths, so compute the slots on
+            # the device, and attend to all of them.
             n_slots = self.capacity
             slots = slots + torch.arange(keys.shape[2], device=keys.device)
         like = keys
@@ -305,8 +311,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self.reserve(n_slots, like)
         all_keys, all_values = self._layers[layer]
         if self._groups:
-            # A layer uses the first heads, and the first values of each head. The rest of its
-            # buffer is zero.
+            # A narrow layer uses only the first heads of its buffer, and the first values of each
+            # head. The rest is zero.
             all_keys = all_keys[:, : keys.shape[1], :, : keys.shape[3]]
             all_values = all_values[:, : values.shape[1], :, : values.shape[3]]
         write_slots((all_keys, all_values), keys, values, slots)
@@ -353,7 +359,8 @@ class _Layer(CacheLayerMixin):
         return self._cache.n_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.n_slots, 0  # Number of slots, and position of the first slot.
+        # The number of slots, and the position of the token in the first slot.
+        return self._cache.n_slots, 0
 
     def get_max_length(self) -> int:
         # -1 means that the length has no limit.
@@ -361,10 +368,10 @@ class _Layer(CacheLayerMixin):
 
 
 class ContextCache(KVBuffer):
-    """The KV of some layers of a remote target for one sequence. Arriving contexts fill it.
+    """The KV of some layers of a remote target, for one sequence. It comes with the contexts.
 
-    The cache has a single length: the number of positions whose contexts have arrived. It is
-    counted even if the cache stores no layer.
+    A context is what the drafter's machine receives about a position. The length of the cache is
+    the number of positions whose contexts have arrived, even if the contexts contain no KV.
     """
 
     def __init__(self, layers: Sequence[int] = ()) -> None:
@@ -388,12 +395,13 @@ class ContextCache(KVBuffer):
 
 
 def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
-    """Raise DrafterError if KV or contexts that a draft round needs are missing in a row.
+    """Raise DrafterError if KV (or contexts) that a draft round needs is missing in a row.
 
-    A round needs those of all positions before ``stops[row]``.
+    A round needs the KV of all positions before ``stops[row]``.
     """
     for have, stop in zip(cache.lengths, stops, strict=True):
-        # Skip DeviceLengths: CUDA graphs use them only on the target's machine, so all KV is there.
+        # DeviceLengths need no check. Only CUDA graphs on the target's machine use them, where all
+        # KV is available.
         if have < stop and not isinstance(stops, DeviceLengths):
             raise DrafterError(
                 f"the drafter needs the contexts of positions {have} to {stop - 1}, which have "

@@ -19,11 +19,12 @@ from ..nn.fused import FUSED_PRODUCTS, FusedWeights, Weights, fuse_weights, norm
 from ..nn.packed import pack
 from .families import decoder_layers, text_model
 
-# Maximum error relative to the largest value. The fused layers execute float32 operations in
-# another order, which gives an error of about 1e-6. A layer that computes another formula gives an
-# error of about 1.
+# Fused layers are used only if their error, relative to the largest value, is at most this. They
+# execute float32 operations in another order, which gives an error of about 1e-6. If the original
+# layer computes another formula, the error is about 1.
 _MAX_ERROR = 1e-4
-# A large test position. Some layers scale attention by the position; here their scale is not 1.
+# A large position for the test. Some layers scale attention depending on the position, and at this
+# position their scale is not 1.
 _FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ It returns the output [B, n, E] of each layer.
 
 
 class _FusedLayer(nn.Module):
-    """A decoder layer that computes the same as its base class, with fused weights.
+    """A decoder layer that gives the same results as its base class, but uses fused weights.
 
     If the weights have changed since they were fused, the layer runs the code of its base class.
     """
@@ -50,7 +51,7 @@ class _FusedLayer(nn.Module):
             or args
             or torch.is_grad_enabled()
             or not fused.is_current()
-            # Layers that rotate only a part of each head run without fused operations.
+            # Layers that apply RoPE to only a part of each head run without fused operations.
             or kwargs["position_embeddings"][0].shape[-1] != fused.attention.head_dim
         ):
             return super().forward(hidden_states, *args, **kwargs)
@@ -69,8 +70,7 @@ def fuse(model: nn.Module) -> None:
     """Pack a model's weights with :func:`.pack`, and fuse the operations of layers like Llama's.
 
     A layer is fused only if its results for random inputs stay the same. As for :func:`.pack`, the
-    weights must not change afterwards. If a weight is replaced by another tensor, this is not
-    noticed.
+    weights must not change afterwards. It is not noticed if a weight is replaced by another tensor.
     """
     pack(model)
     fused_classes: dict[type, type] = {}
@@ -100,10 +100,10 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedBody:
-    """The text model of a target with only fused layers, without the overhead of transformers.
+    """A target's text model that runs only fused layers, without the overhead of transformers.
 
-    It builds no masks. The caller passes the arguments of the attention function, and they decide
-    which tokens attend to which tokens.
+    It builds no masks. The caller passes arguments of the attention function, which decide to which
+    tokens each token attends.
     """
 
     def __init__(self, model: Any) -> None:
@@ -111,20 +111,21 @@ class FusedBody:
         self._embed = body.get_input_embeddings()
         self._rotary = body.rotary_emb
         self._layers: list[FusedWeights] = [vars(layer)["fused"] for layer in decoder_layers(model)]
-        # Layers with the same shape of ``o_proj`` have the same number of query heads.
+        # The shape of the weight of ``o_proj`` gives the number of query heads.
         sizes: set[tuple[int, int, float, torch.Size]] = set()
         for fused in self._layers:
             attention = fused.attention
             shape = attention.o_proj.weight.shape
             sizes.add((fused.n_kv_heads, attention.head_dim, attention.scaling, shape))
-        # (H_kv, d, scale of attention scores) of all layers; None if layers differ.
+        # Number of KV heads, head dim and scale of attention scores of all layers. None if layers
+        # differ.
         self.heads = sizes.pop()[:3] if len(sizes) == 1 else None
         self._weights = [(fused.norms, fused.products) for fused in self._layers]
         self._last_norm = prepared_norm(body.norm)
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
-        """Make the fused body of a model; None if it gives other hidden states than the model."""
+        """Make the fused body of a model. Return None if it gives other hidden states."""
         tokens = positions = torch.arange(3)[None]
         try:
             fused_body = cls(model)
@@ -161,9 +162,10 @@ class FusedBody:
             positions: [B, n] positions.
             watched_layers: layers whose outputs are returned.
             wanted: [m] int64, indices of the tokens whose hidden states are needed. The result is
-                then [B, m, E]. None for all tokens. If given, the last layer must not be watched.
-            run_layers: computes all layers at once instead of using the attention function; see
-                :data:`RunLayers`.
+                then [B, m, E], and the last layer must not be watched. If None, all tokens are
+                needed.
+            run_layers: a function that computes all layers at once, instead of one after another;
+                see :data:`RunLayers`.
             **kwargs: arguments of the attention function.
 
         Returns:
@@ -210,9 +212,10 @@ def _is_right(layer: Any, fused: FusedWeights) -> bool:
 
 
 def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """Prepare cosines and sines for the fused rotation, which swaps the halves of each head.
+    """Prepare cosines and sines of RoPE for the fused layers.
 
-    The shape changes from [B or 1, n, d] to [B or 1, n, 1, d]. The first half of sines is negated.
+    The shape changes from [B or 1, n, d] to [B or 1, n, 1, d]. The first half of the sines is
+    negated, because the fused layers add the product of the sines and the head with swapped halves.
     """
     left, right = sines.chunk(2, dim=-1)
     return cosines.unsqueeze(2), torch.cat((-left, right), dim=-1).unsqueeze(2)
@@ -226,8 +229,8 @@ def _forward(
     past_key_values: Any = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
-    # [m] int64, indices of the tokens whose output is needed. For the other tokens only KV is
-    # computed.
+    # [m] int64, indices of the tokens whose output is needed. For the other tokens only keys and
+    # values are computed.
     wanted: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:

@@ -1,6 +1,7 @@
 """The live target: a loaded causal LM of transformers, with the calls that decoding needs.
 
-Shapes: B rows, n tokens of a target call, P tokens of a padded call, S slots of the cache, E width.
+Shapes: B rows, n tokens of a target call, P tokens of a target call with padding, S slots of the
+cache, E width.
 """
 
 import importlib.metadata
@@ -34,17 +35,18 @@ from .template import ChatTemplate
 
 # Files of a Hub snapshot that contain the same weights in layouts of other programs.
 _FOREIGN = ["consolidated*", "original/*"]
-# Number of tokens in a chunk of a causal call that needs a mask. Each chunk has its own mask, so
-# the memory for masks grows linearly with the sequence length instead of quadratically.
+# A target call with causal attention that needs a mask runs in chunks of this many tokens. Each
+# chunk has its own mask, so the memory for a mask grows linearly with the sequence length instead
+# of quadratically.
 _CHUNK_TOKENS = 1024
-# Numbers of tokens to which static calls are padded. A chain of 5 drafts with its root is padded to
-# 8, the largest tree to 64.
+# Static calls (:class:`StaticCalls`) are padded to one of these numbers of tokens. A chain of 5
+# drafts with its root is padded to 8, the largest tree to 64.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# If a linear layer has fewer weights than this, several threads do not speed up its products of a
+# If a linear layer has fewer weights than this, several threads do not speed up its product with a
 # few rows.
 _FEWEST_SHARED = 1 << 21
-# Sequence length for which the first CUDA graphs are recorded. For a longer sequence the length is
-# doubled, and the graphs are recorded again.
+# Sequence length for which CUDA graphs are recorded at first. If a sequence is longer, the length
+# is doubled, and the graphs are recorded again.
 _GRAPH_SLOTS = 1024
 
 
@@ -99,7 +101,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    # Load the config too, because transformers may choose the class of the tokenizer by it.
+    # Load the config too, because transformers may use it to choose the class of the tokenizer.
     if (folder / "config.json").is_file():
         load_facts(folder, with_weights=False)
         config = transformers_config(read_config(folder), folder)
@@ -111,7 +113,8 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
         tokenizer = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
-        # Use the tokenizer once, because transformers validates some settings only on first use.
+        # Use the tokenizer once here, because transformers validates some settings only on first
+        # use.
         tokenizer.decode(tokenizer("a")["input_ids"])
         # Remove these settings. A saved tokenizer must not name code (auto_map), and must not
         # record where it was loaded from.
@@ -140,7 +143,7 @@ def _missing_packages(folder: Path) -> list[str]:
 
 
 def pick_device(device: str) -> str:
-    """Resolve ``auto`` to cuda, mps or cpu; refuse a device that this machine does not have."""
+    """Replace ``auto`` by cuda, mps or cpu. Raise TargetError if PyTorch cannot use the device."""
     if device != "auto":
         try:
             torch.empty(0, device=device)
@@ -168,9 +171,9 @@ class Target:
         self._head = model.get_output_embeddings()
         self.facts = TargetFacts.of(self.body.config)
         config = self.facts.config
-        # From the position ``floor_scale`` on, Llama 4 scales attention by the position. Its layers
-        # count positions by themselves, and count drafts wrongly. So sequences must end before this
-        # position.
+        # From the position ``floor_scale`` on, Llama 4 scales attention depending on the position.
+        # Its layers count positions themselves, and for drafts the count is wrong. So sequences
+        # must end before this position.
         bound = (
             getattr(config, "floor_scale", None)
             if getattr(config, "attn_temperature_tuning", 0)
@@ -182,9 +185,11 @@ class Target:
             getattr(source, "eos_token_id", None)
             for source in (model.generation_config, model.config, config)
         )
-        # Kind of layer -> sliding window in tokens; None for full attention.
+        # Kind of layer -> size of its sliding window in tokens. The size is None for full
+        # attention.
         self._windows = dict(zip(self.facts.layer_kinds, self.facts.layer_windows, strict=True))
-        # The shortest sliding window in tokens; infinity without sliding windows.
+        # The size of the smallest sliding window in tokens. Infinity if there are no sliding
+        # windows.
         windows = [window for window in self._windows.values() if window is not None]
         self._shortest_window: float = min(windows, default=math.inf)
         self._takes_bool_masks = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
@@ -223,7 +228,7 @@ class Target:
     def template(self) -> ChatTemplate:
         """The chat template without extra arguments.
 
-        A caller may set a template with arguments instead.
+        A caller may replace it by a template with arguments.
         """
         return ChatTemplate(self.tokenizer)
 
@@ -247,21 +252,22 @@ class Target:
             if isinstance(module, nn.Linear):
                 largest = max(largest, module.weight.numel())
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
-        # CUDA graphs need layers without decisions on the host. Some layers, such as experts,
-        # decide on the host what to compute.
+        # A CUDA graph always repeats the same kernels. Some layers, such as experts, decide on the
+        # host what to compute, so they cannot be recorded.
         is_plain = self.facts.family.has_llama_layers and self.facts.has_uniform_kv
         takes_graphs = self.device.type == "cuda" and is_plain
         if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Decode with one thread if the target is prepared and small."""
+        """Return a context in which a small, prepared target decodes with one thread."""
         return limited_threads(self._decodes_with_one_thread)
 
     def use_static_calls(self, n_slots: int) -> None:
-        """Use static shapes for calls after a prefill, with a cache for ``n_slots`` tokens.
+        """Use static calls after a prefill, with a cache for ``n_slots`` tokens.
 
-        If a sequence is longer, the cache grows and the shapes change.
+        See :class:`StaticCalls`. If a sequence is longer, the cache grows, and new graphs are
+        recorded.
         """
         self._static = StaticCalls(n_slots)
 
@@ -274,14 +280,15 @@ class Target:
         Args:
             tokens: [B, n] token ids.
             cache: the KV cache of the rows.
-            seen: [B, n, n] bool, whether each new token attends to each of the new tokens,
-                including itself. None for causal attention.
+            seen: [B, n, n] bool, to which of the new tokens each new token attends, including
+                itself. If None, attention is causal.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
-        # No mask of all tokens by all tokens is built for causal attention: a prefill with full
-        # attention needs no mask, and any other causal call runs in chunks.
+        # With causal attention, never build a mask of all tokens by all tokens, which would be
+        # large: a prefill with full attention needs no mask, and any other causal call runs in
+        # chunks.
         n_given = tokens.shape[1]
         tokens = cache.take_up(tokens)
         n_tokens = tokens.shape[1]
@@ -302,11 +309,11 @@ class Target:
             return self._call(tokens, positions, mask, cache)
         # Rows of equal length have the same positions, so one row of positions suffices.
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
-        # A prefill needs no mask: padding is on the right, so the kernel's causal attention
-        # suffices.
+        # In a prefill, padding is on the right, so the causal attention of the kernel suffices,
+        # without a mask.
         is_prefill = not any(cache.lengths) and n_tokens > 1
-        # A single token after rows of equal length attends to all slots. It gets no mask, because
-        # flash kernels do not support masks.
+        # If all rows have the same length, a single new token per row attends to all slots. Do not
+        # pass a mask then, because flash kernels do not support masks.
         is_step = n_tokens == 1 and len(lengths) == 1
         window = self._shortest_window
         is_short = lengths[0] + n_tokens <= window if is_step else n_tokens < window
@@ -351,13 +358,15 @@ class Target:
     def attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
         """Build masks in the model's format: [B, 1, n, S], or a dict from kind of layer to mask.
 
-        ``build`` takes a sliding window (None for full attention) and returns the mask [B, n, S].
+        ``build`` is a function that takes the size of a sliding window (None for full attention),
+        and returns the mask [B, n, S].
         """
         by_kind: dict[str, Tensor | None] = {}
         dtype = self.model.dtype
         for kind, window in self._windows.items():
             if kind == "linear_attention":
-                # Linear attention is causal by definition and takes no mask.
+                # Linear attention is a recurrence over tokens, so it is always causal and takes no
+                # mask.
                 by_kind[kind] = None
                 continue
             mask = build(window)[:, None]  # [B, 1, n, S]
@@ -411,8 +420,8 @@ def limited_threads(uses_one_thread: bool) -> Iterator[None]:
     """Limit PyTorch to one thread if ``uses_one_thread`` is true.
 
     Threads synchronize after each matrix product. A waiting thread either occupies a core or has to
-    be woken up. For small products this costs more time than several threads save. At the end, the
-    process gets back its number of threads.
+    be woken up. For small products this costs more time than several threads save. When the context
+    ends, the previous number of threads is restored.
     """
     n_before = torch.get_num_threads()
     if uses_one_thread:
@@ -430,7 +439,8 @@ Inputs = tuple[Tensor, Tensor | None, Tensor]
 class _StaticGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    hidden: Tensor  # [B, P, E]. Each replay overwrites this tensor.
+    # [B, P, E]. Each replay overwrites this tensor.
+    hidden: Tensor
     # One tensor [B, P, E] per watched layer. Each replay overwrites the tensors.
     kept: list[Tensor]
 
@@ -438,16 +448,17 @@ class _StaticGraph(NamedTuple):
 class StaticCalls:
     """Target calls with static shapes.
 
-    On a CUDA device one graph serves all calls of the same size.
+    On a CUDA device, a CUDA graph is recorded for each size of calls, and is replayed for all calls
+    of this size.
 
-    A call is padded to one of a few sizes, and attends to all slots of a cache of fixed length
-    under a mask. The slots of the call's tokens are in a tensor, not in Python values. So nothing
-    in the graph depends on the length of the sequence. If a sequence has more than ``n_slots``
-    tokens, the cache grows and another graph is recorded.
+    A target call is padded to one of a few sizes. It attends to all slots of a cache of fixed
+    length, under a mask, and the slots to which it writes are in a tensor, not in Python values. So
+    nothing in the graph depends on the length of the sequence. If a sequence has more than
+    ``n_slots`` tokens, the cache grows and another graph is recorded.
     """
 
     def __init__(self, n_slots: int) -> None:
-        # Padding takes slots too, so add the largest padded size.
+        # The padding of a call takes slots too, so add the largest size of a call.
         self.n_slots = n_slots + STATIC_SIZES[-1]
         # Buffers of keys and values at fixed addresses, which CUDA graphs need. A new cache takes
         # a buffer that an earlier cache has given back.
@@ -492,7 +503,7 @@ class StaticCalls:
     def _replayed(
         self, call: Callable[..., tuple[Tensor, list[Tensor]]], cache: TargetCache, given: Inputs
     ) -> tuple[Tensor, list[Tensor]]:
-        """Replay the graph of a static call. The first call with new shapes records the graph."""
+        """Replay the CUDA graph of a static call. Record it first, if no graph fits this call."""
         key = given[0].shape, given[1] is None, cache.watched_layers, cache.home
         if key not in self._graphs:
             static_inputs = (
@@ -511,16 +522,16 @@ class StaticCalls:
         return static_graph.hidden, static_graph.kept
 
 
-# A moment: seconds of the CPU's clock, or an event in the queue of a CUDA device. The CPU queues
-# work for a CUDA device faster than the device runs it. So the CPU's clock would count most of the
-# drafting time as verification time.
+# A moment: seconds of the CPU's clock, or for a CUDA device an event in its queue of work. The CPU
+# adds work to this queue faster than the device executes it. So with the CPU's clock, most of the
+# drafting time would be counted as verification time.
 Mark = float | torch.cuda.Event
 
 
 def mark_moment(device: torch.device) -> Mark:
     """Mark this moment without waiting.
 
-    On a CUDA device, it is the end of all work queued so far.
+    For a CUDA device, the moment is when the device has done all work that is queued so far.
     """
     if device.type != "cuda":
         return time.perf_counter()
@@ -532,7 +543,7 @@ def mark_moment(device: torch.device) -> Mark:
 def seconds_between(began: Any, ended: Any) -> float:
     """Return the seconds between two marks of one device.
 
-    Waits until the second mark is reached.
+    If a CUDA device has not reached the second mark yet, this waits.
     """
     if isinstance(ended, float):
         return float(ended - began)
