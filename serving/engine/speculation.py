@@ -96,7 +96,7 @@ class Speculation:
         any row.
 
         Args:
-            sequences: sequences that also get no more drafts.
+            sequences: sequences that lose their caches, too, and get no more drafts.
         """
         self._state = None
         self._together = []
