@@ -281,7 +281,7 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
     """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
     The ratios are computed separately for each method, such as ``chain``, with which both drafters
-    were measured. A ratio is None if both drafters made target calls for none of the turns.
+    were measured. A ratio is None unless, for some turn, both drafters made target calls.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
