@@ -199,7 +199,7 @@ def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:
 
 
 def _at_depth(pick: Callable[[int], int]) -> Choice:
-    """Return the wrong choice in which drafts at a depth have the position of ``pick(depth)``."""
+    """Return the wrong choice in which drafts are computed as if their depth was ``pick(depth)``."""
     return _put(
         "draft_level",
         lambda own, plain: (

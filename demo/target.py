@@ -227,7 +227,8 @@ def _fit(
         # needed. The loss weight is zero at the padding and at the last token of each chat.
         ids = pad_sequence(list(batch_ids), batch_first=True)
         weights = pad_sequence(list(batch_weights), batch_first=True)
-        # [B, T, V]: B chats, T tokens of the longest chat, V tokens of the vocabulary.
+        # Logits [B, T, V] of B chats, with T tokens of the longest chat and V tokens of the
+        # vocabulary.
         logits = model(input_ids=ids, use_cache=False).logits
         losses = functional.cross_entropy(
             logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="none"

@@ -239,7 +239,7 @@ def _category_table(report: EvaluationReport) -> list[str]:
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
-    """List where greedy answers differ from the baseline's. The list is empty for sampling."""
+    """List where greedy answers differ from the baseline's. Empty if tokens are sampled."""
     if report.config["temperature"]:
         return []
     divergences: list[str] = []

@@ -60,7 +60,10 @@ _STUCK_S = 1.0
 
 
 def read_tokens(path: str | Path) -> list[str]:
-    """Read a file of tokens, one per line; empty lines and lines that start with # are skipped."""
+    """Read a file of bearer tokens, one per line.
+
+    Empty lines and lines that start with # are skipped.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

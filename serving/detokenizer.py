@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-# The text of the last tokens is held back while it ends with an incomplete character, but never
-# that of this many tokens. They have more bytes than any character, so the bytes are invalid.
+# The text of the last tokens is held back while it ends with an incomplete character, but only for
+# fewer tokens than this. This many tokens have more bytes than any character, so the bytes must be
+# invalid.
 _LONGEST = 16
 
 

@@ -142,7 +142,7 @@ class DraftingServer:
 
         Args:
             host: address to listen on.
-            port: port to listen on; 0 for any free port.
+            port: port to listen on. If it is 0, any free port is used.
             credentials: gRPC credentials for TLS.
         """
         settings = self._settings

@@ -89,7 +89,7 @@ class Facts:
 
 
 class RequestLog:
-    """Middleware of all routes: logs and counts each request, and closes its answers at its end."""
+    """Middleware of all routes: logs and counts each request, and closes its answers when it ends."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

@@ -425,7 +425,7 @@ class Stream:
     # are read from the client.
 
     def __init__(self) -> None:
-        # Identifies the client's bearer token; empty if there are no tokens.
+        # Identifies the client's bearer token. Empty if the server has no bearer tokens.
         self.owner = ""
         # Identifies the client for the limit on sessions per client: the owner of the bearer token,
         # or the address of the connection if there are no bearer tokens.

@@ -407,8 +407,8 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         if piece.message < 0:
             n_shown = min(n_shown, 1)
             piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
-        # Some templates repeat the name of a call next to the result of the call. So count the name
-        # only up to the message with the call.
+        # Some templates repeat the name of a tool call next to the result of the tool. So count the
+        # name only up to the message with the tool call.
         elif piece.kind == _CALL_NAME and n_shown > 1:
             n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(
                 placeholder

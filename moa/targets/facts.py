@@ -435,7 +435,7 @@ def parse_facts(
     Args:
         values: the content of config.json.
         source: name of the config file in error messages.
-        folder: the folder that holds the config file; None without a folder.
+        folder: the folder that holds the config file. None if there is only the content.
         with_weights: whether the weights will be used. If true, quantised weights raise
             TargetError.
 
@@ -469,7 +469,7 @@ def parse_facts(
 
 
 def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Return why quantised weights cannot be used; empty if the weights are not quantised."""
+    """Return why weights cannot be used if they are quantised. Empty if they are not quantised."""
     method = quantised_by(values, folder)
     return method and (
         f"the weights are quantised by {method!r}. Give the folder of the weights before "

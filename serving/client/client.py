@@ -52,7 +52,8 @@ _LOOK_EVERY_S = 0.1
 _STATS_EVERY_S = 0.25
 # A context is what the drafter reads about one position that the target has processed. While the
 # server streams, contexts are put into the drafter's caches as soon as this many have arrived.
-# Fewer contexts can wait until a draft is needed, because adding a few of them is fast.
+# Fewer contexts wait until a draft is needed, because adding many takes little longer than adding a
+# few.
 _WARM_EVERY = 256
 # If the contexts of more tokens than this have not arrived, the client waits for them before it
 # drafts, unless the server cannot be reached.

@@ -63,7 +63,7 @@ class DraftingModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's tokenizer; None without a chat template."""
+        """The target's tokenizer. None if the model has no chat template."""
         return self.template and self.template.tokenizer
 
     @classmethod
@@ -144,7 +144,7 @@ class SequenceDrafter:
     """Drafts the next tokens of a sequence. It can be used for one sequence after another."""
 
     def __init__(self, model: DraftingModel) -> None:
-        # ``width`` is W, the width of a context; 0 for a drafter that needs no contexts.
+        # ``width`` is W, the number of numbers in a context. It is 0 if the drafter needs none.
         self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
         self._tokens: list[int] = []

@@ -271,9 +271,8 @@ class ClientSession:
         # Whether the client writes without the server. Whether its drafter lacks data to go on.
         self.is_offline = self._is_stuck = False
         self._has_paused = False  # Whether an event has reported that offline drafting pauses.
-        self._awaited = (
-            0  # The number of the Verify message that is unanswered; 0 if there is none.
-        )
+        # The number of the Verify message that is not answered yet; 0 if all are answered.
+        self._awaited = 0
         self._is_running = False  # Whether the server decodes and streams by itself.
         self._max_drafts = 1
         self._max_positions = 1 << 31

@@ -101,7 +101,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         answer: answers a prompt and reports events. It is called for one prompt at a time, each in
             a new thread. The page shows its errors.
         set_network: cuts the connection to the server (False) or restores it (True).
-        port: the port; 0 for any free port.
+        port: the port. If it is 0, any free port is used.
     """
 
     def __init__(

@@ -57,9 +57,8 @@ _CPU = torch.device("cpu")
 # If at least this many query heads share a key head, one matrix product for all of them is faster
 # than the separate vector products of :class:`_Steps`.
 _MANY_HEADS = 5
-# The attention scores of a token are padded to a multiple of this length. A row of scores always
-# has such a length, whatever the other sequences of the call, so the rounding errors of its sum do
-# not depend on them.
+# The number of attention scores of a token is padded to a multiple of this number. So the rounding
+# errors of their sum do not depend on the lengths of the other sequences in the target call.
 _ROW_SLOTS = 16
 
 
@@ -163,7 +162,7 @@ class SegmentAttention:
         self._planes = segments[0].kv.pool.planes
         self._sizes = [len(segment.tokens) for segment in segments]
         positions = [segment.positions() for segment in segments]
-        # [T] int64, the positions of all tokens.
+        # The positions of all tokens, [T] int64.
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(segments, device)
         self._segments: Sequence[Segment] = segments
@@ -441,7 +440,7 @@ class BatchedAttention:
         firsts = [
             stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)
         ]
-        # [T] int64, the positions of all tokens.
+        # The positions of all tokens, [T] int64.
         self.positions = to_device(
             [position for segment in segments for position in segment.positions()], device
         )
@@ -607,7 +606,8 @@ class _Batch:
         windows: Collection[int | None],
         n_heads: int,
     ) -> None:
-        # ``firsts`` are the indices of the segments' first tokens in the call.
+        # ``firsts`` are the indices of the segments' first tokens among all tokens of the target
+        # call.
         buffer = segments[0].kv.pool.buffer
         device = buffer.device
         n_kv_heads = buffer.shape[2]

@@ -3,16 +3,16 @@
 Sequences of any length join and leave between target calls, and each call serves many of them. Only
 ``step`` computes anything::
 
-    schedule    choose the sequences of the call and their tokens             scheduler
+    schedule    choose sequences for a target call, and their tokens          scheduler
     draft       make the server's drafts                                      speculation
     run         run one target call over all sequences                        runner
     accept      accept drafts that the target chooses too, and add a token    moa.decoding.sampling
     commit      append the tokens and report them to each sequence's owner
 
 Each token is a function of the target's logits, the sampling settings, the seed, and the token's
-position. So an answer does not depend on the other sequences of the calls, on the drafts, or on
-interruptions. All other methods may be called from any thread, also from the callbacks that receive
-commits. They take effect at the next step.
+position. So an answer does not depend on the other sequences of the target calls, on the drafts, or
+on interruptions. All methods except ``step`` may be called from any thread, also from the callbacks
+that receive commits. They take effect at the next step.
 """
 
 import contextlib
@@ -171,7 +171,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _problem(self) -> str:
-        """Test the target with short calls. Return why it can't be served; empty if it can."""
+        """Test the target with short calls. Return why it can't be served. Empty if it can."""
         kv = PooledKV(self._pool)
 
         def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:

@@ -35,7 +35,7 @@ _MIN_CHUNK = 16
 
 @dataclass(eq=False)
 class Scheduled:
-    """The tokens of one sequence in a target call, and the results of the call."""
+    """The tokens of one sequence in a target call, and the results of this target call."""
 
     sequence: Sequence
     # The number of committed tokens that the target call reads, from the first one without KV on.
@@ -113,7 +113,7 @@ class Scheduler:
         Args:
             sequence: the sequence that needs room.
             sequences: all open sequences.
-            chosen: sequences that are chosen for the call already. They are not evicted.
+            chosen: sequences that are chosen for the target call already. They are not evicted.
             evicted: list to which the evicted sequences are appended.
 
         Returns:

@@ -263,7 +263,7 @@ class Speculation:
             Sequence id -> the new contexts [n, W], and the position of the first context.
         """
         counts = [sequence.n_unencoded for sequence in sequences]
-        # [n, E]
+        # The target's hidden states of all these positions, [n, E].
         hidden = torch.cat([states for sequence in sequences for states in sequence.unencoded])
         spans = [
             (sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)
@@ -321,7 +321,7 @@ class BatchedKV:
         self._copies: dict[int, Tensor] = {}
 
     def packed(self, starts: GenericSequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row: [B, n, L, D].
+        """Pack the KV of n positions of each row: [B, n, L, D] (L layers, D numbers of a layer).
 
         Args:
             starts: the first position of each row. A position at or beyond the length of a row gets

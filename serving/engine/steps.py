@@ -23,9 +23,9 @@ def attend_sparse(q: Tensor, keys: Tensor, values: Tensor, buffers: SparseBuffer
     """Compute attention of single-token sequences.
 
     Args:
-        q: [T, H, d].
-        keys: [d, H_kv * N].
-        values: [H_kv * N, d].
+        q: [T, H, d], the queries.
+        keys: [d, H_kv * N], the keys of all pool slots.
+        values: [H_kv * N, d], the values of all pool slots.
         buffers: five tensors, in this order:
             the scores [T, H, S], which are overwritten;
             a sparse CSR matrix [T * H, H_kv * N], whose values use the memory of the scores;
