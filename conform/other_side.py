@@ -1,4 +1,4 @@
-"""Records the drafts of other engines, round by round.
+"""Records the drafts of another inference engine, round by round.
 
 This script runs in the engine's own Python, and imports nothing from this package::
 
@@ -103,10 +103,11 @@ def _vllm(job: dict[str, Any]) -> Answers:
 
 
 def _speculators(job: dict[str, Any]) -> Answers:
-    """Run the model of speculators over the target's plain answers, with a round at each token.
+    """Run the drafter with speculators over the target's plain answers.
 
-    speculators has no decoding loop. In the rounds of EAGLE-3, the tokens of the answer are fed in
-    place of drafts, so a round ends at the first draft that differs from the answer.
+    speculators has no decoding loop. So a round of drafts is recorded at each token of an answer.
+    For EAGLE-3, each draft is computed as if all earlier drafts of the round were the tokens of the
+    answer. So a round ends at the first draft that differs from the answer.
     """
     import torch
     from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -119,7 +120,8 @@ def _speculators(job: dict[str, Any]) -> Answers:
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
     answers: Answers = []
-    # Record the input of the final norm, because hidden_states ends with the output of this norm.
+    # Record the input of the final norm, because transformers returns only the output of this norm
+    # as the last of its hidden_states.
     last = deque[Any](maxlen=1)
     target.base_model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     for prompt in job["prompts"]:
@@ -179,7 +181,7 @@ def _chains_of_blocks(
         max_anchors=len(anchors),
     )  # fmt: skip
     first_slot = 0 if model.config.sample_from_anchor else 1
-    # [N, K, V]: N blocks of K drafts, V tokens of the draft vocabulary.
+    # Logits [N, K, V] of N draft blocks with K drafts each, over V tokens of the draft vocabulary.
     blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]
     head: Any = getattr(model, "markov_head", None)
     before = token_ids[0, anchors][:, None].repeat(1, model.block_size)

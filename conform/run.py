@@ -1,10 +1,11 @@
 """``conform``: checks whether another engine drafts the same tokens as this package.
 
 The other engine decodes greedily and reports the drafts of each round (:mod:`.other_side`). This
-package then repeats each round: it drafts with the same drafter after the same tokens. If the
-drafts differ, this package repeats all rounds with a copy of the drafter that contains a known
-mistake, a *wrong choice* (:mod:`.wrong_choices`). It tries one wrong choice at a time. A wrong
-choice with which our drafts equal those of the other engine in all rounds is reported as the cause.
+package then repeats each round: it drafts with the same drafter after the same tokens. If drafts
+differ, it repeats all rounds with a copy of the drafter in which one known mistake is made on
+purpose, a *wrong choice* (:mod:`.wrong_choices`). It tries one wrong choice after another. If our
+drafts then equal those of the other engine in all rounds, this wrong choice is reported as the
+cause.
 
 Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
@@ -52,16 +53,13 @@ _TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Parting:
-    """The first draft of a round at which this package and the other engine differ.
+    """The first draft of a round at which this package and the other engine differ."""
 
-    This package drafts the token ``here``, and the other engine drafts the token ``there``.
-    """
-
-    prompt: int
+    prompt: int  # index of the prompt
     n_tokens: int  # number of tokens of prompt and answer before the round
     draft: int  # index of the draft in the round, from 0
-    here: int
-    there: int
+    here: int  # the token that this package drafts
+    there: int  # the token that the other engine drafts
     # Our logit of the token ``here`` minus our logit of the token ``there``. A small gap means that
     # rounding may have decided between the two tokens.
     gap: float
@@ -74,17 +72,17 @@ class Conformance:
     n_rounds: int
     n_prompts: int
     partings: list[Parting]
-    # Indices of the prompts that the engine answers with other tokens than our plain decoding.
+    # Indices of the prompts to which the engine's answer differs from our plain decoding.
     other_answers: list[int]
-    # Names of wrong choices with which our drafts are equal to the engine's in all rounds.
+    # Names of the wrong choices (mistakes made on purpose) with which our drafts equal those of the
+    # engine in all rounds.
     causes: list[str] = field(default_factory=list)
-    # If no wrong choice makes all drafts equal: the wrong choice with which the fewest rounds
-    # differ, and the number of these rounds. None if no choice reduces the number of differing
-    # rounds.
+    # If there are no causes: the wrong choice with which the fewest rounds differ, and the number
+    # of these rounds. None if every wrong choice leaves at least as many differing rounds.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
-        """Return the report as text, one line per finding."""
+        """Return a report for the user as text, one line per result."""
         lines = []
         rounds = counted(self.n_rounds, "round")
         if self.partings:
@@ -134,10 +132,10 @@ def conform(
         model: folder or name of the target.
         engine: name of the engine.
         python: path of the Python in the environment of the engine.
-        prompts: a file of chats. None uses :data:`QUESTIONS`.
+        prompts: a file of chats. If it is None, :data:`QUESTIONS` are used.
         n_prompts: maximum number of prompts.
         max_new_tokens: maximum number of tokens of an answer.
-        n_drafts: number of drafts of a round. DFlash ignores it and drafts whole blocks.
+        n_drafts: number of drafts per round. DFlash ignores it and always drafts a whole block.
         dtype: dtype of target and drafter, here and in the engine.
         progress: reports the number of wrong choices that were tried.
 
@@ -250,7 +248,16 @@ def compare(
     max_new_tokens: int,
     progress: Progress = SILENT,
 ) -> Conformance:
-    """Compare an engine's rounds with ours, and look for wrong choices that explain differences."""
+    """Compare an engine's draft rounds with ours, and look for the cause of differences.
+
+    Args:
+        drafter: the drafter.
+        target: the target.
+        prompts: the token ids of each prompt.
+        answers: for each prompt, the engine's tokens and rounds, from :func:`ask_engine`.
+        max_new_tokens: maximum number of tokens of an answer.
+        progress: reports the number of wrong choices that were tried.
+    """
     texts: list[list[int]] = []
     other_answers: list[int] = []
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -271,7 +278,7 @@ def compare(
     def count(change: Choice, most: int) -> int:
         try:
             return len(list(islice(partings(change), most)))
-        # These errors mean that the choice does not apply to this drafter.
+        # These errors mean that the wrong choice cannot be made with this kind of drafter.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
@@ -282,7 +289,7 @@ def compare(
         return result
     trying = progress.of("wrong choices", "choice")
     for number, (name, change) in enumerate(CHOICES.items()):
-        # If even one round still differs, the choice is not the cause. So stop counting at one.
+        # If one round still differs, the wrong choice is not the cause. So stop at the first one.
         if not count(change, 1):
             result.causes.append(name)
         trying(number + 1, len(CHOICES))
@@ -298,9 +305,9 @@ def compare(
 
 @torch.inference_mode()
 def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
-    """Run the target over tokens, and return the outputs [n, E] of each layer by its index.
+    """Run the target over n tokens, and return the output [n, E] of each layer by its index.
 
-    The embedding has the index -1, and the final norm has the index L.
+    The embeddings have the index -1, and the output of the final norm has the index L.
     """
     cache = target.new_cache()
     n_layers = target.facts.n_layers
@@ -330,11 +337,12 @@ def _partings(
     not yielded, because rounding may have decided between the two tokens.
 
     Args:
-        reading: the copy of the drafter.
+        reading: a copy of the drafter, maybe with a wrong choice.
         prompt: index of the prompt.
         text: tokens of prompt and answer.
         rounds: for each round, the number of tokens before it, and the engine's drafts.
-        states: [n, width], the target's states that the copy of the drafter observes.
+        states: [n, width], the outputs of target layers that the copy of the drafter reads, for
+            all tokens.
 
     Yields:
         At most one difference of each round.

@@ -1,12 +1,16 @@
 """Known wrong ways to compute a drafter, such as a norm that is left out.
 
-If another program drafts other tokens than this package, one of these *choices* may be the reason.
-A choice is a function that changes a :class:`Reading`, which is a copy of a drafter. If the drafter
-lacks the part that a choice changes, the function raises ``AttributeError``, ``KeyError`` or
-``IndexError``, and the choice does not apply to the drafter. Mistakes in training (losses, weights
-of positions, teachers) are not listed, because they do not change how a given drafter drafts.
+If another program drafts other tokens than this package, one of these *wrong choices* may be the
+reason. A choice is a function that changes a :class:`Reading`, which is a copy of a drafter. If the
+drafter lacks the module or setting that a choice changes, the function raises ``AttributeError``,
+``KeyError`` or ``IndexError``. The choice is then skipped. Mistakes in training (losses, weights of
+positions, teachers) are not listed, because they do not change how a given drafter drafts.
 
-Shapes: B = 1 row, n tokens, Q slots of a block, S keys, E target width, L target layers.
+A block drafter drafts several tokens in one pass, one in each *slot* of its draft block. The
+*anchor* is the last committed token, which is the input of the first slot. The *context* is what
+the drafter reads about the committed tokens.
+
+Shapes: B = 1 row, n tokens, Q slots of a draft block, S keys, E target width, L target layers.
 """
 
 import copy
@@ -26,15 +30,16 @@ from ..moa.targets.bundle import FrozenTarget
 
 @dataclass
 class Reading:
-    """A copy of a drafter that choices may change, and the target layers that the copy observes."""
+    """A copy of a drafter that wrong choices may change, and the target layers that it reads."""
 
     drafter: Any
     frozen: FrozenTarget
     n_layers: int  # L
-    # Target layers whose concatenated outputs the drafter observes. -1 is the embedding, and L is
-    # the output of the last layer after the final norm.
+    # Target layers whose concatenated outputs the drafter reads. -1 stands for the embeddings, and
+    # L for the output of the final norm.
     layers: tuple[int, ...]
-    # Number of states that the drafter observes in addition to those of the tokens before the root.
+    # Usually the drafter reads the target's outputs for all tokens before the last committed token.
+    # This is the number of further tokens for which it reads them.
     ahead: int = 0
 
     @classmethod
@@ -75,7 +80,10 @@ def _layers(pick: Callable[[int, int], int]) -> Choice:
 
 
 def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
-    """Make a choice that changes the size ``name`` of the drafter to ``pick(sizes, size)``."""
+    """Make a choice that changes the setting ``name`` of the drafter to ``pick(sizes, size)``.
+
+    ``sizes`` are all settings of the drafter, and ``size`` is the value of this one.
+    """
     return _put(
         "config",
         lambda owner, sizes: replace(sizes, **{name: pick(sizes, getattr(sizes, name))}),
@@ -119,7 +127,7 @@ def _rotation(**parameters: Any) -> Choice:
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
-    """Return the wrong choice in which the slots of a block have the positions ``move(positions)``.
+    """Return the wrong choice that moves the slots of a draft block to ``move(positions)``.
 
     Positions have the shape [B, Q].
     """
@@ -130,10 +138,10 @@ def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
-    """Return the wrong choice in which slot q of a block sees key k if ``rule(q, k)`` is true.
+    """Return the wrong choice in which slot q of a draft block sees key k if ``rule(q, k)`` is true.
 
-    The rule gets q [Q, 1] and k [S]. The first slot of the block is slot 0 and key 0. Keys of the
-    context are below 0.
+    The rule gets all slots q [Q, 1] and all keys k [S]. Slots and their keys are numbered from 0.
+    Keys of the committed tokens before the block have negative numbers.
     """
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
@@ -146,7 +154,7 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
 
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
-    """Return the wrong choice in which a method gets edited committed tokens of each row."""
+    """Return the wrong choice in which a method gets ``edit(tokens)`` as the committed tokens."""
     return _put(
         part,
         lambda own, plain: (
@@ -170,9 +178,9 @@ def _context_normed_again(r: Reading) -> None:
 
 
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
-    """Make a choice that computes the context's keys as ``make(attention, states, rotation)``.
+    """Make a choice that computes the keys of committed tokens by another function.
 
-    The states are [B, n, E].
+    The function is called as ``make(attention, states, rotation)``, with states [B, n, E].
     """
 
     def choice(r: Reading) -> None:
@@ -191,7 +199,7 @@ def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:
 
 
 def _at_depth(pick: Callable[[int], int]) -> Choice:
-    """Return the wrong choice in which the drafts of a level have the depth ``pick(depth)``."""
+    """Return the wrong choice in which drafts are computed as if their depth was ``pick(depth)``."""
     return _put(
         "draft_level",
         lambda own, plain: (

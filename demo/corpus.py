@@ -1,9 +1,9 @@
 """Generate a small, varied chat corpus from a seed, to train the demo's target.
 
-Each task family (see `FAMILIES`) draws words and phrasings from one `random.Random`. The
-chats are neither constant nor noise: answers follow from their prompts, and no prompt occurs twice.
-Held-out chats come from the same families, but start with user messages that do not occur in the
-training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": family}`.
+There are several families of tasks (see `FAMILIES`). A chat is made from random words and
+phrasings. Its answers follow from its prompts, so that a model can learn them, and no prompt occurs
+twice. Held-out chats come from the same families, but begin with user messages that do not occur in
+the training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": family}`.
 """
 
 import json
@@ -90,7 +90,7 @@ def _join(words: Sequence[str]) -> str:
 
 
 def sorting(rng: random.Random) -> Chat:
-    """Draw words that are put into alphabetical order, one per line."""
+    """Draw a chat in which words are put into alphabetical order, one per line."""
     words = rng.sample(WORDS, rng.randint(3, 5))
     ask = rng.choice(
         (
@@ -186,7 +186,7 @@ class Corpus(NamedTuple):
 
 
 def opening(messages: Chat) -> str:
-    """Return the first user message. No training chat may start like a held-out chat."""
+    """Return the first user message. It must differ between training chats and held-out chats."""
     return next(message["content"] for message in messages if message["role"] == "user")
 
 
@@ -205,9 +205,9 @@ def generate_corpus(n_train: int, n_held_out: int, seed: int) -> Corpus:
 
 
 def _rows(rng: random.Random, count: int, seen: set[str]) -> Iterator[dict[str, object]]:
-    """Yield `count` rows that cycle through the families.
+    """Yield `count` rows from all families in turn.
 
-    The first user message of each row is not in `seen` yet, and is added to `seen`.
+    The first user message of each row differs from all messages in `seen`, and is added to `seen`.
     """
     names = list(FAMILIES)
     for index in range(count):

@@ -1,9 +1,10 @@
 """Run the phases of the demo: corpus, target, extract, train, eval and serve.
 
-With a pretrained model, the phase ``target`` is skipped, and the model writes the corpus.
-``demo.json`` in the demo's folder holds the settings, and the duration and results of each finished
-phase. If the demo is run again, it takes these results from ``demo.json`` and does not repeat the
-phases. An interrupted phase is resumed by its own stage: ``regenerate``, ``extract`` or ``train``.
+With a pretrained model, the phase ``target`` is skipped, and the model writes the corpus. The file
+``demo.json`` in the demo's folder contains the settings, and the duration and results of each
+finished phase. If the demo is run again, it takes these results from the file and does not repeat
+the phases. An interrupted phase is resumed by the command that it runs: ``regenerate``, ``extract``
+or ``train``.
 """
 
 import importlib
@@ -32,14 +33,14 @@ from .config import DemoConfig
 from .corpus import Corpus, generate_corpus, opening, write_jsonl
 from .model import SMOLLM2, find_model
 
-# The results of a finished phase: a name -> a value that JSON can hold.
+# The results of a finished phase, by name. The values can be written as JSON.
 Facts = dict[str, Any]
 
 STATE_FILE = "demo.json"
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
 """Maps each phase to its duration in seconds, with smollm2 on two idle cores at 2.5 GHz."""
-# Number of prompts that a pretrained model answers to find the prompt with the longest answer,
-# which the phase ``serve`` uses. The number is low, because pretrained models are slow.
+# The phase ``serve`` uses the prompt with the longest answer. To find it, a pretrained model answers
+# this many prompts. The number is low, because pretrained models are slow.
 _SERVED_PROMPTS = 4
 
 
@@ -139,10 +140,10 @@ def run_demo(
 def _with_estimate(
     progress: Progress, name: str, model: str, finished: dict[str, Facts]
 ) -> Progress:
-    """Return a progress that adds the estimated time of later phases to each note.
+    """Return a progress that adds the estimated duration of all later phases to each note.
 
-    The estimate scales ``MODEL_SECONDS`` by the speed of the finished phases. Before the first
-    phase of another model than smollm2, it is not known.
+    The estimate is ``MODEL_SECONDS``, scaled by the speed of the finished phases. In the first
+    phase, it is known only for smollm2.
 
     Args:
         progress: shows the notes.
@@ -186,7 +187,7 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
-        # A demo that is killed while it starts leaves only this temporary file.
+        # A demo that is killed while it starts leaves only this temporary file, so accept it.
         leftovers = {STATE_FILE + PARTIAL_SUFFIX}
         refuse_other_files(folder, f"a demo ({STATE_FILE} is missing)", leftovers)
         folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +229,9 @@ def _corpus(
 
 
 def _own_corpus(config: DemoConfig, folder: Path, progress: Progress) -> tuple[Corpus, int]:
-    """Let the pretrained model write questions and answer them. Hold out the first chats.
+    """Let the pretrained model write questions and answer them.
+
+    The first chats are held out: they are not trained on, but used for measuring.
 
     Returns:
         The chats, and the number of tokens of all answers.

@@ -23,11 +23,11 @@ from ..moa.targets.live import Target
 from ..serving.client.client import DraftingClient
 from ..serving.client.session import Event, RolledBack, Tokens, Verified
 
-DELAY_S = 0.021  # One-way delay in seconds, the mean of 4G.
-# Minimum duration of a forward of the target. It imitates an 8B target on a small GPU, because the
-# demo's own target takes only 1 or 2 ms.
+DELAY_S = 0.021  # One-way delay of the network in seconds, the mean delay of 4G.
+# Minimum duration of a target call in milliseconds. It imitates an 8B target on a small GPU, because
+# the demo's own target takes only 1 or 2 ms.
 TARGET_MS = 25.0
-# Fraction of the answer after which the network is cut, and duration of the cut in seconds.
+# The fraction of the answer after which the network is cut, and the duration of the cut in seconds.
 CUT_AFTER, CUT_S = 0.35, 1.5
 
 
@@ -58,7 +58,7 @@ class CutProxy:
 
     def restore(self) -> None:
         """Forward bytes again, starting with the bytes that were held back."""
-        # RuntimeError means that the proxy, and with it the event loop, has ended in the meantime.
+        # Ignore RuntimeError. It means that the proxy and its event loop have ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._is_open.set)
 
@@ -82,7 +82,7 @@ class CutProxy:
 
     async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        # The task is cancelled when the proxy ends.
+        # When the proxy ends, this task is cancelled. This is not an error.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(
                 self._forward(up, writer), self._forward(reader, down), return_exceptions=True
@@ -108,13 +108,14 @@ class Timeline:
         self._proxy = proxy
         self._n_tokens = n_tokens
         self._began_s = time.perf_counter()
-        # Points (seconds, number of shown tokens, number of verified tokens).
+        # A tuple for each change: the seconds since the start, the number of tokens shown by then,
+        # and the number of tokens verified by then.
         self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]
         self.cut: list[float] = []  # Times in seconds at which the network was cut and restored.
         self.n_rolled_back = 0
 
     def note(self, event: Event) -> None:
-        """Record the number of shown and verified tokens after an event of the client."""
+        """Record the numbers of shown and verified tokens after an event of the client."""
         now = time.perf_counter() - self._began_s
         _, shown, verified = self.points[-1]
         if isinstance(event, Tokens):
@@ -193,7 +194,7 @@ def answer_through_a_cut(
         tokens = prompt_tokens(live.template, prompt)
         answer_alone = plain_generate(live, tokens, max_new_tokens=max_new_tokens)
         references.append(answer_alone.tokens)
-    # Choose the prompt with the longest answer, so that the answer lasts longer than the cut.
+    # Choose the prompt with the longest answer, so that the answer takes longer than the cut.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (
         _served(folder, model) as port,

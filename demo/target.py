@@ -39,13 +39,13 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 MAX_POSITIONS = 512
-# Loss weight of prompt tokens. The weight is above zero so that the embeddings of words in prompts
-# are trained, because answers copy such words.
+# Loss weight of prompt tokens. It is above zero, so that the embeddings of words in prompts are
+# trained. Answers copy such words.
 PROMPT_WEIGHT = 0.1
 WARMUP_STEPS = 40
 
-# Token ids of one chat, int64 [T], and the loss weight of the next token at each position, float32
-# [T].
+# The T token ids of one chat, int64, and for each of them the loss weight of the prediction of the
+# next token, float32.
 _Example = tuple[Tensor, Tensor]
 
 
@@ -130,8 +130,9 @@ def train_target(
             ``model.model.layers``.
 
     Returns:
-        A dict with ``n_parameters``, the number of tokens seen in training ``n_tokens``, prompts
-        included, and the loss of the last step ``train_loss``, in nats per token.
+        A dict with the number of parameters (``n_parameters``), the number of tokens seen in
+        training, prompts included (``n_tokens``), and the loss of the last step in nats per token
+        (``train_loss``).
     """
     texts: list[str] = []
     for row in train:
@@ -175,7 +176,8 @@ def _batches(
         padding, unless a single example is longer.
     """
     lengths = np.array([len(ids) for ids, _ in examples])
-    # Jitter the lengths by up to 16 tokens, so that the batches differ between epochs.
+    # Sort by length, plus a random number of up to 16 tokens, so that the batches differ between
+    # epochs.
     order = np.argsort(lengths + rng.uniform(0, 16, len(lengths)))
     batches: list[np.ndarray] = []
     start = 0
@@ -225,7 +227,8 @@ def _fit(
         # needed. The loss weight is zero at the padding and at the last token of each chat.
         ids = pad_sequence(list(batch_ids), batch_first=True)
         weights = pad_sequence(list(batch_weights), batch_first=True)
-        # [B, T, V]: B chats, T tokens of the longest chat, V tokens of the vocabulary.
+        # Logits [B, T, V] of B chats, with T tokens of the longest chat and V tokens of the
+        # vocabulary.
         logits = model(input_ids=ids, use_cache=False).logits
         losses = functional.cross_entropy(
             logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="none"

@@ -1,5 +1,5 @@
 """Measures decoding with drafters against plain decoding, and drafters without their target.
 
-Decoding itself is implemented in ``moa.decoding``. This package has prompts, timing, statistics and
-reports.
+Decoding itself is implemented in ``moa.decoding``. This package reads prompts, measures times,
+computes statistics and writes reports.
 """

@@ -13,9 +13,10 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
-# Settings whose differences are not reported. Drafters of different kinds are meant to be compared.
-# The numbers of steps are compared as recorded, not as configured. A preset only sets other
-# settings, and these are compared. ``micro_batch_size`` and ``compile`` change only rounding.
+# Settings whose differences are not reported, for these reasons. Drafters of different kinds are
+# meant to be compared. The steps that were made are compared, not the configured numbers of steps
+# and epochs. A preset only sets other settings, which are compared themselves. ``micro_batch_size``
+# and ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",
@@ -58,7 +59,7 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
 
 
 def _training_run(folder: Path) -> Path | None:
-    """Find the training run of a drafter: its folder or the parent folder; None without a run."""
+    """Find the training run of a drafter, in its folder or the parent folder. None if it has none."""
     for run in (folder, folder.parent):
         if all((run / name).is_file() for name in _RUN_FILES):
             return run
@@ -92,9 +93,10 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the facts of a run that are compared with those of other runs, with their values.
+    """Yield the facts about a training run that are compared with those of other runs.
 
-    A fact is given as the first words of the line that reports a difference in it.
+    Each is a pair. The first item is the beginning of the line that reports a difference in this
+    fact, and the second item is the value.
     """
     recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
     for key, value in facts["store"].items():
@@ -104,7 +106,8 @@ def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield fact, value
     for name, value in facts["settings"].items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
-            # The other drafter settings belong to one kind of drafter, so they may differ.
+            # Skip the other settings of the drafter. They belong to one kind of drafter, so they may
+            # differ.
             if name == "drafter" and key != "forward_kl_weight":
                 continue
             key = name if key == "kind" else key
@@ -124,7 +127,8 @@ def _read(file: Path) -> dict[str, Any]:
         try:
             values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
         except yaml.YAMLError as error:
-            # The position is in a later line of the message than the first.
+            # Put the message into one line, because the position of the error is not in its first
+            # line.
             raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(values, dict):
         raise OptionInvalid(

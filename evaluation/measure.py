@@ -1,14 +1,14 @@
-"""Decodes the same prompts with every method in alternation, compares the tokens, and cuts answers.
+"""Decodes the same prompts with every method in alternation, and compares tokens and times.
 
-The same code counts for all methods. The number of tokens is the number of generated token ids. The
-time is that of the whole call of a method, including the prefill. If a method is measured against
-itself, the counts are equal and the speed ratio is 1 up to noise.
+The same code measures all methods. The number of tokens is the number of generated token ids. The
+time is that of the whole generation by a method, including the prefill. If a method is measured
+against itself, the counts are equal and the speed ratio is 1 up to noise.
 
-Disconnections (arXiv 2410.03804) are simulated by cutting answers. The target answers up to the
-cut. From there a drafter writes a continuation, one chain of drafts without verification. The
-drafter has the target's activations of all tokens before the cut except the last one. Mixture of
-Attentions and GLIDE have no target KV of the tokens after the cut. EAGLE feeds back its own
-features there.
+This module also measures how well a drafter writes on if the connection to the target is lost
+(arXiv 2410.03804). This is simulated by *cutting* answers: the target answers up to the cut, and
+from there a drafter writes a continuation, a chain of drafts without verification. The drafter has
+the target's activations of all tokens before the cut, except the last one. For the tokens after the
+cut, Mixture of Attentions and GLIDE have no target KV, and EAGLE uses its own features as input.
 
 Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
@@ -39,27 +39,29 @@ from ..moa.targets.live import Target
 from ..text import SILENT, Progress, first_line
 from .prompts import Prompt
 
-# A method takes the token ids and the seed of each prompt, and returns a generation per prompt.
+# A method is a function that takes the token ids and the seed of each prompt, and returns a
+# generation for each prompt.
 Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 # A scorer takes two texts, the messages of a prompt and the answer. It returns a number that is
 # higher for better answers.
 Scorer = Callable[[str, str], float]
-TARGET = "target"  # Name of the writer whose continuations are the reference.
+TARGET = "target"  # Name of the target as a writer of continuations. Drafters are compared with it.
 # Number of cuts that are continued together. The results do not depend on this number.
 _BATCH = 8
 
 
 @dataclass
 class MethodRun(DecodeStats):
-    """The figures of one method on one turn of a prompt.
+    """Counts and times of one method for the answer to one turn of a prompt.
 
-    If the turn was repeated, the figures are those of the run with the median time.
+    If the answer was generated several times, they are those of the run with the median time.
     """
 
-    # Index of the first generated token that differs from the baseline's. None if all are equal.
+    # Index of the first generated token that differs from the baseline's answer. None if all tokens
+    # are equal.
     first_divergence: int | None = None
-    # Difference of the two highest target logits for that token, after the repetition penalty. None
-    # if all tokens are equal, or if tokens are sampled.
+    # The difference between the target's two highest logits at this index, after the repetition
+    # penalty. None if all tokens are equal, or if tokens are sampled.
     top2_gap: float | None = None
     repeats_s: tuple[float, ...] = ()
 
@@ -76,7 +78,7 @@ class MethodRun(DecodeStats):
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The runs of all methods on one turn of a prompt, and the order in which they ran."""
+    """The results of all methods for one turn of a prompt, and the order in which they ran."""
 
     prompt_id: str
     category: str
@@ -90,13 +92,14 @@ class PromptRow:
 class SkippedTurn:
     """A turn that was not answered.
 
-    Its prompt leaves no position of the target to generate into, or an answer before it contains a
-    control token. All turns after a skipped turn are skipped too.
+    Either its prompt fills the target's whole context, or an earlier answer contains a control
+    token of the target. All turns after a skipped turn are skipped too.
     """
 
     prompt_id: str
     turn: int
-    # Number of tokens of the first skipped turn's prompt. 0 if a control token was the reason.
+    # Number of tokens of the prompt at the first turn that was skipped. 0 if a control token was
+    # the reason.
     n_prompt_tokens: int
 
 
@@ -122,17 +125,17 @@ def measure(
 ) -> Measurement:
     """Decode every turn of every prompt with every method.
 
-    The method that comes first changes with each batch.
+    The methods take turns at being the first one that decodes a batch.
 
     Args:
         target: the target.
-        methods: name -> method. The first method is the baseline: later turns have its answers in
-            their history, and the tokens of other methods are compared with its tokens.
+        methods: name -> method. The first method is the baseline. The tokens of the other methods
+            are compared with its tokens, and its answers become the history of later turns.
         prompts: the prompts.
         warmup: number of prompts that each method decodes before the measurement.
         batch_size: number of prompts that are decoded together.
         repeats: number of times that each method decodes each batch. Methods alternate.
-        seed: the prompt with index i uses ``seed + i``.
+        seed: seed of the sampling. The prompt with index i uses ``seed + i``.
         progress: reports the number of measured prompts.
         sampling: sampling settings of all methods.
     """
@@ -156,8 +159,8 @@ def measure(
                     answered.append(chat)
             if not answered:
                 continue
-            # Each method comes first equally often, because the first method of a batch runs with
-            # cold caches and on an idle machine.
+            # Let each method be the first one equally often, because the first method of a batch
+            # runs with cold caches and on an idle machine.
             shift = n_batches % len(methods)
             order = [*methods][shift:] + [*methods][:shift]
             result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
@@ -168,7 +171,7 @@ def measure(
 
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode the first turns of prompts, without those that leave no position to generate into."""
+    """Encode the first turns of prompts. Leave out those that fill the target's whole context."""
     # Check the texts of all turns first, so that none is rejected in the middle of a measurement.
     for prompt in prompts:
         try:
@@ -195,16 +198,20 @@ class _Chat:
         self._ended = False
 
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
-        """Encode a turn. Returns False if the prompt has no such turn, or if it cannot be answered.
+        """Add a turn to the history, and encode the history as the next prompt.
 
-        A turn that cannot be answered and all turns after it are added to ``skipped``.
+        If the turn cannot be answered, it and all later turns are added to ``skipped``.
+
+        Returns:
+            Whether the chat has this turn and the turn can be answered.
         """
         if self._ended or turn >= len(self.prompt.turns):
             return False
         self.history += self.prompt.turns[turn]
         try:
             self.tokens = _tokens(target, self.prompt, self.history)
-        # All prompts were checked before, so the control token is in one of the answers.
+        # The texts of all prompts were checked before. So one of the answers contains a control
+        # token.
         except PromptUnusable:
             self.tokens = []
         if not self.tokens or len(self.tokens) >= target.max_positions:
@@ -247,7 +254,7 @@ def _measure_batch(
 
 
 def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | None:
-    """Find the first index at which two sequences differ; None if they are equal.
+    """Find the first index at which two sequences differ. None if they are equal.
 
     If one sequence is a prefix of the other, the result is the length of the shorter one.
     """
@@ -281,14 +288,14 @@ def _compare(
     repeats: list[Generation],
     sampling: SamplingConfig,
 ) -> MethodRun:
-    # Take the lower median, which is the time of an actual run even if the number of repeats is
-    # even. All repeats have the same tokens.
+    # Take the run with the lower median time, so that the result is an actual run even if the
+    # number of runs is even. All runs have the same tokens.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
     if divergence is not None and sampling.temperature == 0:
-        # If the gap is near zero, rounding decided between two tokens. A larger gap means that the
-        # method is wrong.
+        # If the two highest logits are nearly equal, rounding has decided between two tokens. A
+        # larger gap means that the method is wrong.
         gap = top2_gap(
             target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty
         )
@@ -304,9 +311,10 @@ class Continuation:
 
     tokens: tuple[int, ...]  # Tokens up to and including the first end-of-sequence token.
     log_probs: tuple[float, ...]  # The target's log-probability of each token, in nats.
-    # For each token of the target's continuation, whether ``tokens`` has the same token at this
-    # position.
+    # For each position, whether ``tokens`` has the same token there as the target's own
+    # continuation.
     agrees: tuple[bool, ...]
+    # The score of the answer with this continuation. None if answers are not scored.
     score: float | None = None
 
     @property
@@ -317,10 +325,9 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CutRow:
-    """A place where an answer was cut: after the first ``n_written`` tokens of the answer.
+    """A cut of an answer, after its first ``n_written`` tokens, and the continuations from there.
 
-    ``by_writer`` has the continuations from this cut on. Its keys are ``target`` and the names of
-    the drafters.
+    ``by_writer`` maps ``target`` and the name of each drafter to the continuation that it wrote.
     """
 
     prompt_id: str
@@ -334,8 +341,8 @@ class CutRow:
 class _Cut(NamedTuple):
     """A cut of an answer: its row, the tokens before it, and the target's continuation after it.
 
-    ``committed`` has the tokens of the prompt and of the answer up to the cut. The last of them has
-    no target activations. ``reference`` has the tokens of the continuation.
+    ``committed`` contains the tokens of the prompt, and of the answer up to the cut. The last of
+    them has no target activations yet. ``reference`` contains the target's own continuation.
     """
 
     row: CutRow
@@ -345,7 +352,7 @@ class _Cut(NamedTuple):
 
 
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
-    """Choose the numbers of tokens after which an answer is cut, evenly spaced.
+    """Choose the numbers of tokens after which an answer is cut. They are evenly spaced.
 
     A short answer has fewer than ``n_cuts`` cuts.
     """
@@ -381,7 +388,7 @@ def measure_disconnections(
         n_cuts: maximum number of cuts per answer.
         max_new_tokens: the cuts are within the first ``max_new_tokens`` tokens of an answer.
         batch_size: number of cuts that are continued together.
-        scorer: scores the answers; None for no score.
+        scorer: scores the answers. If it is None, they are not scored.
         progress: reports the number of finished answers, then the number of finished cuts.
     """
     usable: list[tuple[Prompt, list[int]]] = []
@@ -420,7 +427,7 @@ def _continue_batch(
 ) -> None:
     """Let the target and each drafter continue a batch of cut answers.
 
-    Each continuation is stored in ``CutRow.by_writer`` of its answer's cut.
+    Each continuation is stored in ``CutRow.by_writer``.
     """
     for name in (TARGET, *drafters):
         cache = target.new_cache(len(cuts))
@@ -447,8 +454,7 @@ def _draft(
     """
     proposer = DrafterProposer(target, drafter)
     proposer.begin(cache)
-    # After this prefill, the drafter's state is the same as after a round that committed the same
-    # tokens.
+    # This prefill leaves the drafter in the same state as decoding in rounds up to the cut.
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)
     # Some drafters, such as block drafters, draft at most ``max_depth`` levels.
     depth = min(n_tokens, drafter.config.max_depth or n_tokens)
@@ -478,7 +484,8 @@ def continuation_log_probs(
         cuts: for each row, the cut before the continuation.
         continuations: for each row, the tokens of the continuation.
     """
-    # The last token of a continuation is not fed, because its prediction is not needed.
+    # The target need not process the last token of a continuation, because nothing after it is
+    # scored.
     fed: list[list[int]] = []
     for cut, tokens in zip(cuts, continuations, strict=True):
         fed.append([cut.committed[-1], *tokens[:-1]])

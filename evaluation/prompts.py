@@ -38,10 +38,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Prompts that were selected from a file, and the file's format and number of prompts."""
+    """Prompts that were selected from a file, and facts about the file."""
 
-    kind: str  # ``chats`` or ``spec-bench``
-    n_in_file: int
+    kind: str  # The format of the file: ``chats`` or ``spec-bench``.
+    n_in_file: int  # Number of all prompts in the file.
     prompts: tuple[Prompt, ...]
 
 
@@ -50,8 +50,9 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
     Args:
         path: the file.
-        n_prompts: number of prompts to use: the first chats, or Spec-Bench questions from each
-            category in turn. None uses all prompts.
+        n_prompts: number of prompts to use. From a file of chats, the first ones are used. From
+            Spec-Bench, one question of each category is used in turn. If it is None, all prompts
+            are used.
 
     Raises:
         DatasetError: the file cannot be read, has no prompts, or has a row that is not a prompt.
@@ -80,7 +81,8 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
-    # Statistics group rows by prompt id. So the second prompt with an id is renamed to ``id#2``.
+    # Statistics group answers by prompt id, so ids must be unique. The second prompt with the same
+    # id is renamed to ``id#2``.
     taken = {prompt.prompt_id for prompt in prompts}
     n_seen = Counter[str]()
     renamed = []
@@ -128,7 +130,7 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     in_turn: list[Prompt] = []
-    # Categories with fewer prompts are filled up with None.
+    # ``zip_longest`` fills up categories that have fewer prompts with None.
     for candidate in chain.from_iterable(zip_longest(*by_category.values())):
         if candidate is not None:
             in_turn.append(candidate)

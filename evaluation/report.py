@@ -1,8 +1,9 @@
-"""Summarizes an evaluation: counts and ratios over the measured rows.
+"""Summarizes an evaluation: counts and ratios over the measured answers.
 
-Acceptance length = tokens committed per target call, including the bonus token, without the
-prefill. Intervals are bootstrapped over prompts, because the calls, turns and cuts of one prompt
-are not independent.
+The acceptance length is the number of tokens committed per target call, including the bonus token,
+without the prefill. Confidence intervals are bootstrapped over prompts. A *row* is the answers of
+all methods to one turn of a prompt. Rows are not resampled one by one, because the answers to the
+turns of one prompt are not independent.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ KIND = "moa-data evaluation report"
 # First line of the Markdown file next to the report.
 TITLE = "# Speculative decoding against plain decoding"
 SCHEMA_VERSION = 3
-# Size of a test file that is written before the measurement, to find out early whether the report
-# can be written. A report with its figures has about this size.
+# Size in bytes of a test file. It is written before the measurement, to find out early whether the
+# report can be written. A report with its figures has about this size.
 _PROBE_BYTES = 256 << 10
 _N_RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -65,9 +66,9 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The figures of one method over several answers, each of which is a row of the measurement.
+    """Counts, times and ratios of one method over several answers.
 
-    ``CONVENTIONS`` defines the figures.
+    ``CONVENTIONS`` defines them.
     """
 
     method: str
@@ -94,7 +95,7 @@ class MethodSummary:
     def call_ms(self) -> float:
         """Milliseconds per target call, including the drafting and without the prefill.
 
-        The result is 0 if there was no target call after the prefill.
+        The result is 0 if the method made no target call after the prefill.
         """
         return (
             1e3 * (self.seconds - self.prefill_s) / self.n_target_calls
@@ -118,9 +119,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """The figures of one writer over all of its continuations of cut answers.
-
-    A writer is the target or a drafter.
+    """The results of one writer, the target or a drafter, over its continuations of cut answers.
 
     ``common_prefix`` is the number of tokens before the first difference from the target's own
     continuation.
@@ -142,15 +141,15 @@ class Disconnection:
 
     n_cuts: int
     n_cut_prompts: int
-    # Number of prompts without a cut. They leave no position to generate into, or their answer has
-    # a single token.
+    # Number of prompts whose answers were not cut, because the prompt fills the target's whole
+    # context, or because the answer has a single token.
     n_skipped: int
-    writers: list[WriterSummary]  # The target comes first. Empty if there is no cut.
+    writers: list[WriterSummary]  # The target comes first. Empty if no answer was cut.
     rows: list[CutRow]
 
     @classmethod
     def of(cls, rows: Sequence[CutRow], n_prompts: int) -> "Disconnection":
-        """Summarize the continuations of cut answers; ``n_prompts`` prompts were answered."""
+        """Summarize the continuations of cut answers to ``n_prompts`` prompts."""
         n_cut_prompts = len({row.prompt_id for row in rows})
         writers: list[WriterSummary] = []
         if rows:
@@ -189,12 +188,12 @@ class EvaluationReport:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Differences in training that make drafters hard to compare, one line each."""
+        """Lines about differences in training that make drafters hard to compare."""
         return training_differences(self.drafters)
 
     @cached_property
     def pairs(self) -> list[dict[str, Any]]:
-        """The ratios of each drafter to the first drafter that :func:`drafter_pairs` computes."""
+        """Each drafter compared with the first one, see :func:`drafter_pairs`."""
         return drafter_pairs(self.measurement.rows, list(self.drafters))
 
     def method(self, name: str) -> MethodSummary:
@@ -226,7 +225,7 @@ class EvaluationReport:
 
 
 def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
-    """Summarize the rows by method, in the methods' order. The first method is the baseline."""
+    """Summarize rows, one summary per method in the order of methods. The first is the baseline."""
     names = list(rows[0].runs)
     return [_summarize_method(name, names[0], rows) for name in names]
 
@@ -268,7 +267,7 @@ def _summarize_method(name: str, baseline: str, rows: Sequence[PromptRow]) -> Me
 def _paired_figures(
     rows: Sequence[PromptRow], method: str, other: str, figure: str
 ) -> list[tuple[float, ...]]:
-    """Join the figures of two methods for each row, in the form that ratio_with_interval expects.
+    """Return numerators and denominators of two methods, as ``ratio_with_interval`` takes them.
 
     ``figure`` is ``calls`` or ``speed``, a property of :class:`MethodRun`.
     """
@@ -281,8 +280,8 @@ def _paired_figures(
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
     """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
-    This is done for each method that both drafters were used in. A ratio is None if no row has
-    target calls of both drafters.
+    The ratios are computed separately for each method, such as ``chain``, with which both drafters
+    were measured. A ratio is None unless, for some turn, both drafters made target calls.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
@@ -329,7 +328,7 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
 
 
 def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Figure:
-    """Compute the mean over the values of all rows, given the values of each row."""
+    """Compute the mean over all values, given a sequence of values for each row."""
     sums: list[tuple[float, int]] = []
     for row_values in values:
         sums.append((sum(row_values), len(row_values)))
@@ -340,7 +339,7 @@ def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Fig
 def _figures_by_offset(
     prompt_ids: Sequence[str], values: Sequence[Sequence[float]], longest: int
 ) -> tuple[Figure, ...]:
-    """Compute for each index below ``longest`` the mean over the rows that have a value there."""
+    """Compute one mean for each index below ``longest``, over the rows that have a value there."""
     figures: list[Figure] = []
     for index in range(longest):
         column = [row_values[index : index + 1] for row_values in values]
@@ -351,7 +350,7 @@ def _figures_by_offset(
 def ratio_with_interval(
     prompt_ids: Sequence[str], values: Sequence[Sequence[float]]
 ) -> tuple[float | None, Interval]:
-    """Compute the ratio of two sums over rows, optionally divided by the ratio of a baseline.
+    """Compute the ratio of two sums over all rows. It may be divided by the ratio of a baseline.
 
     Args:
         prompt_ids: for each row, the id of its prompt.
@@ -370,8 +369,8 @@ def ratio_with_interval(
     if not used.any():
         return None, None
     _, prompt_index = np.unique(np.array(prompt_ids)[used], return_inverse=True)
-    # Sum the rows of each prompt. Calls, turns and cuts of one prompt are not independent, so the
-    # bootstrap resamples whole prompts.
+    # Sum the rows of each prompt. The bootstrap resamples whole prompts, because the rows of one
+    # prompt (its turns or cuts) are not independent.
     sums = np.zeros((prompt_index.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
     np.add.at(sums, prompt_index, table[used])
 
@@ -393,7 +392,7 @@ def ratio_with_interval(
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """For each position of a draft, compute the share of target calls that accepted the draft.
+    """Compute the share of target calls that accepted the first draft, the second draft, and so on.
 
     The argument is the number of tokens that each target call committed.
     """
@@ -421,8 +420,8 @@ def check_output(path: str | Path) -> Path:
     notes = path.with_suffix(".md")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A run that was stopped before it wrote the JSON leaves only a Markdown file. So a Markdown
-        # file without a JSON file may be replaced if it has the title of reports.
+        # If a run is stopped before it writes the JSON, only the Markdown file exists. So a
+        # Markdown file without a JSON file may be replaced if it begins with the title of reports.
         if path.exists():
             is_ours = _is_report(path)
         else:
@@ -453,8 +452,8 @@ def _is_report(path: Path) -> bool:
 
 def write_report(report: EvaluationReport, markdown: str, path: Path) -> None:
     """Write the report as JSON, and as Markdown next to it. Each file is written atomically."""
-    # The Markdown is written first, so that the report is complete once the JSON exists. The JSON
-    # is serialized before both are written, so that an error there replaces no file.
+    # Write the Markdown first, so that the report is complete once the JSON exists. Serialize the
+    # JSON before writing both files. If that fails, the files of an earlier report are unchanged.
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
     write_atomic(path.with_suffix(".md"), printable(markdown).encode())
     write_atomic(path, text.encode())

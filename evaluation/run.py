@@ -115,7 +115,8 @@ def build_methods(
     """Build the decoding methods of an evaluation.
 
     Returns:
-        The methods by name, the baseline first. And the policies of the ``auto`` methods, by name.
+        Two dicts: name -> method, with the baseline first, and name of each ``auto`` method -> its
+        policy.
     """
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
@@ -191,12 +192,12 @@ def generate(
         drafter: the result of ``load_drafter``.
         prompt: the user's message, a chat (messages with ``role`` and ``content``), or token ids.
         max_new_tokens: maximum number of tokens of the answer.
-        tree: shape of the drafts, also as text such as ``6x8x62``. None is ``auto``: chains, and
-            plain decoding while drafts cost more time than they save.
+        tree: shape of the drafts, or a text such as ``6x8x62``. If it is None, chains are drafted,
+            and drafting pauses while drafts cost more time than they save (``auto``).
         sampling: sampling settings; greedy by default.
         seed: seed of the sampling.
-        on_tokens: called at each commit with the committed tokens, and for each of them whether it
-            was a draft.
+        on_tokens: called after each target call, with the new tokens, and for each of them whether
+            it was a draft.
 
     Returns:
         The answer with ``text``, ``tokens`` and ``stats``.
@@ -237,7 +238,7 @@ def generate(
 def _messages_or_tokens(
     prompt: Sequence[Mapping[str, Any]] | Sequence[int],
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the messages of a chat, or else token ids. The other list of the two is empty.
+    """Return a list of messages and a list of token ids, one of which is empty.
 
     Raises:
         TypeError, ValueError: the prompt is neither a chat nor token ids.

@@ -18,8 +18,8 @@ _WIDTH, _DPI = 6.8, 125  # Width in inches, and dots per inch. The product is 85
 def markdown_report(report: EvaluationReport) -> str:
     """Write the report as Markdown.
 
-    It has the settings, tables of methods, drafters, costs of rounds and categories, and a section
-    about cut answers if answers were cut.
+    It contains the settings, tables of methods, drafters, costs of rounds and categories, and, if
+    answers were cut, a section about their continuations by drafters alone.
     """
     config = report.config
     environment = report.environment
@@ -93,7 +93,7 @@ def _settings(report: EvaluationReport) -> str:
 
 
 def figure_text(value: float | None, bounds: Interval, form: str = "{:.2f}") -> str:
-    """Format a figure with its interval in brackets; a dash without a figure."""
+    """Format a number with its confidence interval in brackets. None is shown as a dash."""
     if value is None:
         return "-"
     if bounds is None:
@@ -155,7 +155,7 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
 
 
 def _count_text(count: int | None) -> str:
-    """Format a count; a dash without a count."""
+    """Format a count. None is shown as a dash."""
     return "-" if count is None else f"{count:,}"
 
 
@@ -239,7 +239,7 @@ def _category_table(report: EvaluationReport) -> list[str]:
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
-    """List where greedy answers differ from the baseline's. The list is empty for sampling."""
+    """List where greedy answers differ from the baseline's. Empty if tokens are sampled."""
     if report.config["temperature"]:
         return []
     divergences: list[str] = []
@@ -390,8 +390,8 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
         lows: list[float] = []
         highs: list[float] = []
         for agreement in summary.agreement_by_offset:
-            # Leave out numbers of tokens since the cut that only a single continuation reaches.
-            # Such numbers, and those without an interval, come last.
+            # Leave out offsets (numbers of tokens since the cut) that only a single continuation
+            # reaches. These offsets, and those without an interval, are the last ones.
             if agreement.n > 1:
                 means.append(agreement.mean or 0.0)
                 if agreement.interval is not None:
@@ -410,5 +410,6 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    # Leave out the metadata with matplotlib's version, so that equal figures are equal files.
+    # Leave out the metadata with matplotlib's version, so that the same figure always gives the same
+    # file.
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})

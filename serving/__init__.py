@@ -1,5 +1,5 @@
 """Client-server decoding: an engine that batches sequences, HTTP and gRPC servers, and a client.
 
-The client drafts. It holds a drafter and the frozen weights of a target, never the target itself.
-This package prints nothing and reads no store.
+The client drafts by itself. It has a drafter and the frozen weights of a target (such as its LM
+head), but never the whole target. This package prints nothing and reads no store.
 """

@@ -1,14 +1,15 @@
 """Access to a server: bearer tokens, rate limits, foreign web pages, open connections.
 
-Without tokens, everyone who can reach the server may use it. On a machine with a browser, this
-includes every web page: a browser sends a form or text/plain to any address without asking the
-server first, and a page whose own host name resolves to 127.0.0.1 can read the answers. So a server
-without tokens accepts only JSON, no foreign ``Origin``, and, on a loopback address, no foreign
-``Host``.
+A server without bearer tokens may be used by everyone who can reach it. On a machine with a
+browser, this includes every web page. A browser sends a form or text/plain to any address without
+asking the server first, and a page whose own host name resolves to 127.0.0.1 can read the answers.
+So a server without tokens accepts only JSON, and refuses web pages of other sites by the ``Origin``
+header. On a loopback address it also refuses other host names in the ``Host`` header.
 
-uvicorn has no deadline for a request's head, a TLS handshake or a slow reader, and does not count
-connections per address. Here a connection is *waiting* until its request has arrived completely,
-and again after the answer. In between it is *working*::
+This module adds deadlines to uvicorn, which has none for a request's head, a TLS handshake or a
+slow reader. It also counts connections per address. A connection is *waiting* until its request has
+arrived completely, and again after the answer. In between it is *working*. ``head_s``, ``body_s``
+and ``write_s`` are the deadlines::
 
     accept -> handshake -> head -> body -> answer -> head -> body -> ...
               '---- waiting ----------'   working   '-- waiting --'
@@ -48,17 +49,21 @@ _LOG = logging.getLogger(__name__)
 _SCHEME = "bearer "
 # Pause in seconds before the next connection is accepted, if the process has too many open files.
 _RETRY_S = 0.1
-# A connection is *young* for this many seconds: a busy process may not have read its request yet.
+# For this many seconds after it was opened, a connection is *young*, and is not closed to make room
+# for others. A busy process may not have read its request yet.
 _YOUNG_S = 1.0
-# Young connections may exceed the limit by up to this many times the limit.
+# Young connections may exceed the limit on connections by up to this many times the limit.
 _BURST = 3
-# Seconds after which a connection whose reader takes nothing may be dropped to make room for
-# another request.
+# If a client reads nothing of its answer for this many seconds, its connection may be dropped to
+# make room for another request.
 _STUCK_S = 1.0
 
 
 def read_tokens(path: str | Path) -> list[str]:
-    """Read a file of tokens, one per line; empty lines and lines that start with # are skipped."""
+    """Read a file of bearer tokens, one per line.
+
+    Empty lines and lines that start with # are skipped.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +85,7 @@ def read_tokens(path: str | Path) -> list[str]:
 
 
 class BearerTokens:
-    """The tokens that give access to a server; without any, everybody has access."""
+    """The bearer tokens that give access to a server. If there are none, everybody has access."""
 
     def __init__(self, tokens: Iterable[str] = ()) -> None:
         # Hashes have equal length, so comparing them reveals nothing about a token's length.
@@ -91,8 +96,8 @@ class BearerTokens:
         """Check the values of a request's ``authorization`` headers, in constant time.
 
         Returns:
-            An identifier of the token's owner that does not reveal the token; empty if the server
-            asks for no token.
+            An identifier of the token's owner that does not reveal the token. Empty if the server
+            has no tokens.
         """
         if self.is_open:
             return ""
@@ -118,7 +123,11 @@ def _hash(token: str) -> bytes:
 
 
 class Rate:
-    """A token bucket: a sustained rate per second, and a burst after a pause."""
+    """Limits a rate of events by a token bucket.
+
+    Events are served at ``per_second`` in the long run. After a pause, ``at_once`` are served at
+    once.
+    """
 
     def __init__(self, per_second: float, at_once: float) -> None:
         self._per_second = per_second
@@ -136,15 +145,16 @@ class Rate:
 
 @dataclass(frozen=True)
 class Guard:
-    """Middleware of all routes: refuses surplus connections and foreign web pages.
+    """Middleware of all routes: refuses requests of surplus connections and of foreign web pages.
 
-    ``/health`` is open to everybody. The request log wraps this middleware, so the log also has the
-    refused requests.
+    ``/health`` is open to everybody. The request log wraps this middleware, so the log also
+    contains the refused requests.
 
     Args:
         app: the application.
-        names: host names of the server, besides ``localhost`` and IP addresses, in lower case.
-        checks_hosts: whether the ``Host`` of a request must be one of them.
+        names: allowed host names of the server in lower case, besides ``localhost`` and IP
+            addresses.
+        checks_hosts: whether the ``Host`` header of a request must have an allowed name.
         checks_pages: whether web pages of other sites are refused.
     """
 
@@ -220,7 +230,10 @@ def _name_of(authority: str) -> str:
 
 
 class Connection(H11Protocol):
-    """One connection, based on uvicorn's protocol. Times are those of ``time.monotonic()``."""
+    """One connection, based on uvicorn's protocol.
+
+    All points in time are values of ``time.monotonic()``.
+    """
 
     def __init__(
         self, pool: "Connections", sock: socket.socket, address: str, **options: Any
@@ -232,17 +245,18 @@ class Connection(H11Protocol):
         self._routes, self.app = self.app, self._respond
         # Whether a request has arrived completely and is not answered yet.
         self.is_working = False
-        # Whether this connection exceeds a limit on connections, so that its requests are refused.
-        # A waiting connection would have been closed to make room for it, but none was waiting when
-        # it arrived.
+        # Whether this connection exceeds a limit on connections. Its requests are then refused.
+        # This happens only if no other connection was waiting when it arrived, because a waiting
+        # connection is closed to make room.
         self.is_surplus = False
         self.is_cut = False  # Whether the server aborted the connection.
         # Whether the present request was refused because its body is not HTTP.
         self.is_malformed = False
         self.has_asked = False  # Whether the client has ever sent the head of a request.
         self.since = time.monotonic()  # Time at which the connection began to wait for a request.
-        # Deadline of the present answer, and the time since which its reader has taken nothing.
-        # Each is infinite if there is none.
+        # The time at which the present answer must be complete; infinity if it has no deadline.
+        # Then the time since which the client has read nothing of the answer; infinity if nothing
+        # waits to be read.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -254,15 +268,16 @@ class Connection(H11Protocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP with 400, and close the connection.
+        """Answer bytes that are not HTTP with the status 400, and close the connection.
 
-        uvicorn calls this. If the bytes are in the body of a request, they end that request, whose
-        answer may already have been sent in part or completely.
+        uvicorn calls this method. If the bytes are in the body of a request, the request ends, even
+        if its answer has already been sent in part or completely.
         """
         if self.cycle is None or self.cycle.response_complete:
             _LOG.warning("%s sent bytes that are not HTTP", self.address)
         else:
-            # The log line of the request reports the malformed body.
+            # Nothing is logged here, because the log line of the request reports the malformed
+            # body.
             self.is_malformed = not self.cycle.response_started
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -274,7 +289,8 @@ class Connection(H11Protocol):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request whose head has arrived.
 
-        A pipelined request may start before the previous one has ended.
+        HTTP pipelining allows a client to send the next request early. So this request may start
+        before the previous one has ended.
         """
         scope["moa_data.connection"] = self
 
@@ -300,7 +316,7 @@ class Connection(H11Protocol):
         self._set_deadline(self.pool.limits.head_s)
 
     async def _write(self, writing: Any) -> None:
-        """Write to the reader; abort the connection if the reader takes nothing for too long."""
+        """Write to the client. Abort the connection if the client reads nothing for too long."""
         if not self.flow.write_paused:  # The buffer has room, so the write does not wait.
             await writing
             return
@@ -346,7 +362,7 @@ class Connections:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, connection: Connection) -> None:
-        """Add a new connection; if there are too many, waiting ones are aborted."""
+        """Add a new connection. If there are too many, abort waiting connections."""
         same_address = {other for other in self.open if other.address == connection.address}
         has_room = self.make_room(same_address, self.limits.max_connections_each)
         connection.is_surplus = not (
@@ -365,7 +381,8 @@ class Connections:
             most: the limit.
 
         Returns:
-            Whether there is room now, or will be as soon as a waiting connection stops being young.
+            Whether there is room for one more. True also if the connections that could make room
+            are still too young to be aborted.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
@@ -374,9 +391,9 @@ class Connections:
             (connection for connection in crowd if not connection.is_working),
             key=lambda connection: (connection.has_asked, connection.since),
         )
-        # If many connections arrive at once, their requests have not been read yet. So connections
-        # younger than a second are kept, as long as the surplus is at most ``_BURST`` times the
-        # limit.
+        # If many connections arrive at once, they wait only because this process has not read their
+        # requests yet. So keep connections that are younger than ``_YOUNG_S``, as long as the
+        # surplus is at most ``_BURST`` times the limit.
         late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
         for connection in waiting[:n_surplus]:
             if connection.since <= late:
@@ -384,10 +401,10 @@ class Connections:
         return bool(waiting)
 
     def drop_stuck(self) -> bool:
-        """Abort the connection whose reader has taken nothing for the longest time.
+        """Abort the connection whose client has read nothing for the longest time.
 
         Returns:
-            False if no reader is stuck.
+            Whether a connection was aborted. False if all clients read their answers.
         """
         stuck = min(self.open, key=lambda connection: connection.blocked_s, default=None)
         if stuck is None or time.monotonic() - stuck.blocked_s < _STUCK_S:
@@ -399,7 +416,7 @@ class Connections:
     # own server would not count a connection before the end of its TLS handshake.
 
     def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
-        """Start accepting connections."""
+        """Start accepting connections on a listening socket."""
         listener.listen(2048)
         self._tasks.add(asyncio.create_task(self._accept(listener, make, tls)))
 

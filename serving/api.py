@@ -31,12 +31,12 @@ from .post import call_in
 
 JsonObject = dict[str, Any]
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-# A sequence is paused at the first and resumed at the second number of unread commits (results of
-# target calls).
+# A commit is the new tokens of one target call. A sequence is paused when this many of its commits
+# wait to be read (first number), and resumed when only this many are left (second number).
 _HOLD_AT, _RELEASE_AT = 64, 8
 
-# Setting of OpenAI's or vLLM's API that this server lacks -> values that it accepts because they
-# change nothing. It also accepts null for each of these settings.
+# Settings of OpenAI's or vLLM's API that this server does not support. For each of them, the server
+# accepts null and the values listed here, because they change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],),
     "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
@@ -47,7 +47,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
 }  # fmt: skip
-# Settings for the caller's own records, which never affect the answer.
+# Settings that only help the caller to keep records. They never affect the answer.
 _OF_THE_CALLER = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 
@@ -115,9 +115,9 @@ _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 _MAX_CHOICES = 128  # Maximum number of answers of one request.
 _MAX_LOGPROBS = 20
-_MIN_LOGPROB = -9999.0  # Represents log(0), which JSON lacks; same as in vLLM.
-# Maximum number of lists and objects of a body, counted by brackets. Python needs 0.2 s to create
-# that many.
+_MIN_LOGPROB = -9999.0  # Stands for log(0), which JSON cannot represent. vLLM uses this value, too.
+# Maximum number of lists and objects in the body of a request, counted by opening brackets. Python
+# needs 0.2 s to create this many.
 _MAX_CONTAINERS = 100_000
 
 
@@ -134,7 +134,7 @@ _Stops = Annotated[
 _Tokens = Annotated[list[int], _FAILS_FAST]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
-# Settings whose values have several types -> the message for any wrong value.
+# Setting whose value may have one of several types -> the message for any wrong value.
 _HINTS = {
     "prompt": "prompt must be a text, a list of token ids, or a list of several prompts of one of "
     f"these kinds. The number of prompts times n may be at most {_MAX_CHOICES}.",
@@ -202,14 +202,20 @@ class GenerationRequest(Body):
 
     @property
     def n_logprobs(self) -> int | None:
-        """The number of top log-probabilities requested; None for no log-probabilities at all."""
+        """How many top log-probabilities per token are requested.
+
+        None if the request asks for no log-probabilities at all.
+        """
         if self.logprobs is None or self.logprobs is False:
             return None
         return getattr(self, "top_logprobs", None) or 0 if self.logprobs is True else self.logprobs
 
     @property
     def form(self) -> tuple[str, Any] | None:
-        """The requested form: ("json", schema) or ("regex", pattern); None for any text."""
+        """The requested form of the answer: ("json", schema) or ("regex", pattern).
+
+        None if the answer may be any text.
+        """
         match self.response_format, self.structured_outputs:
             case ((None | {"type": "text"}), None):
                 return None
@@ -355,7 +361,10 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 class CompletionOutput:
-    """One answer of a request, passed from the engine's thread to a reader in the event loop."""
+    """One answer of a request.
+
+    The engine's thread passes its tokens to this object. Code in the event loop reads their text.
+    """
 
     def __init__(
         self,
@@ -372,8 +381,8 @@ class CompletionOutput:
         self._commits: deque[Commit] = deque()
         self._has_come = news
         self._is_held = False
-        # Use the backend tokenizer's decode: the wrapper of transformers would double the time that
-        # decoding takes in the event loop.
+        # Decode with the tokenizer of the library ``tokenizers``. Its wrapper in transformers would
+        # double the time that decoding takes in the event loop.
         decode = partial(engine.target.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
         self._detokenizer = Detokenizer(decode)
         self._stops = StopStrings(stops, request.min_new_tokens)
@@ -381,17 +390,17 @@ class CompletionOutput:
         # ``finish_reason`` is "stop" or "length" once the answer has ended.
         self.n_tokens, self.finish_reason = 0, ""
         self.first_s: float | None = None  # Seconds from the request to the answer's first token.
-        # Tokens that were not sent yet, with their log-probabilities. The list stays empty if the
-        # request asks for no log-probabilities.
+        # Tokens that were not sent to the client yet, with their log-probabilities. If the request
+        # asks for no log-probabilities, the list stays empty.
         self.scored: list[tuple[int, Logprobs]] = []
         self._id = engine.add(request, lambda commit: call_in(loop, self._arrive, commit))
         engine.set_work(self._id, Work.SPECULATE if request.drafter else Work.PLAIN)
 
     def pieces(self) -> Iterator[str]:
-        """Yield the new text in pieces, none of them empty except possibly the last one.
+        """Yield the new text in pieces. Only the last piece of the answer may be empty.
 
         Raises:
-            ServingError: the answer has failed.
+            ServingError: the engine failed to complete the answer.
         """
         while self._commits and not self.finish_reason:
             piece = self._take(self._commits.popleft())
@@ -436,8 +445,7 @@ class CompletionOutput:
 class RequestOutput:
     """The answers of one request.
 
-    At the time ``ends_s`` the answers end, complete or not. It is a time of ``time.monotonic()``,
-    the clock of the event loop.
+    At the time ``ends_s`` of ``time.monotonic()``, the answers end, even if they are incomplete.
     """
 
     def __init__(
@@ -469,7 +477,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> str:
-        """Why the answers have ended, each reason once; empty while an answer is unfinished."""
+        """Why the answers have ended, each reason once. Empty while any answer is unfinished."""
         reasons = [output.finish_reason for output in self.outputs]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
@@ -500,7 +508,7 @@ class RequestOutput:
             output.text += piece
 
     def close(self) -> None:
-        """Remove the sequences from the engine: the answers have ended, or their reader is gone."""
+        """Remove the sequences from the engine, because the answers have ended or nobody reads them."""
         self._timer.cancel()
         for output in self.outputs:
             output.close()
@@ -520,8 +528,8 @@ class ResponseFormatter:
         self._n_prompt = n_prompt
         self._decode = tokenizer.decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        # Index of an answer with log-probabilities -> number of characters of its tokens that were
-        # sent.
+        # Index of an answer -> number of characters of this answer that were sent. It is counted
+        # only for answers with log-probabilities.
         self._offsets: Counter[int] = Counter()
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -529,7 +537,7 @@ class ResponseFormatter:
         }  # fmt: skip
 
     def whole(self, request_output: RequestOutput) -> JsonObject:
-        """Return the response with all answers, once they are complete."""
+        """Return the response with all answers as one JSON object. The answers must be complete."""
         choices = []
         for output in request_output.outputs:
             content: JsonObject = {"text": output.text}
@@ -545,7 +553,7 @@ class ResponseFormatter:
         }
 
     def first(self, request_output: RequestOutput) -> bytes:
-        """Return the events before all text. In a chat they name the role, otherwise none exist."""
+        """Return the events before all text. They name the role of a chat; a completion has none."""
         outputs = request_output.outputs if self._is_chat else ()
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._delta(output, delta, None) for output in outputs)
@@ -609,8 +617,8 @@ class ResponseFormatter:
         tops = []
         for text, (_, (logprob_of_text, likeliest)) in zip(tokens, output.scored, strict=True):
             values.append(max(logprob_of_text, _MIN_LOGPROB))
-            # Tokens with incomplete characters can decode to the same text. Of these, keep the
-            # token of the answer if it is among them, else the most likely one.
+            # Several tokens with incomplete characters can decode to the same text. Of these tokens
+            # keep the one in the answer, or else the most likely one.
             top: dict[str, float] = {}
             for token, logprob in reversed(likeliest):
                 top[self._decode([token])] = max(logprob, _MIN_LOGPROB)

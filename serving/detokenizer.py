@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-# Number of tokens after which incomplete bytes are shown as they are, because no character has that
-# many bytes.
+# The text of the last tokens is held back while it ends with an incomplete character, but only for
+# fewer tokens than this. This many tokens have more bytes than any character, so the bytes must be
+# invalid.
 _LONGEST = 16
 
 
@@ -13,20 +14,21 @@ class Detokenizer:
     ``decode`` must skip special tokens.
     """
 
-    # The text of a token depends on the tokens before it: a byte may complete a character, and some
-    # tokenizers drop the space of a text's first word. So each step decodes a window of the last
-    # tokens twice, with and without the new token. The window begins at the end of an earlier
-    # complete text; the tokens before it are not decoded again.
+    # The text of a token depends on the tokens before it. For example, the token may have the last
+    # byte of a character, and some tokenizers drop the space before the first word of a text. So
+    # each step decodes a window of the last tokens twice, with and without the new token. The
+    # window begins after a token at which the text was complete. The tokens before the window are
+    # not decoded again.
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        # One pair after each token: the first token that is decoded together with the next one, and
-        # the number of tokens whose text is complete and was returned.
+        # For each number of tokens so far, a pair: the index at which the window of the next token
+        # begins, and the number of tokens whose text was returned.
         self._windows: list[tuple[int, int]] = [(0, 0)]
 
     def append(self, token: int) -> str:
-        """Add a token, and return the text that it adds; empty while a character is incomplete."""
+        """Add a token, and return the new text. It is empty while a character is incomplete."""
         self._tokens.append(token)
         first, shown = self._windows[-1]
         before = self._decode(self._tokens[first:shown])
@@ -64,19 +66,22 @@ class StopStrings:
         self.is_found = False
 
     def push(self, text: str) -> str:
-        """Take the next piece, and return text that cannot be the start of a stop string."""
+        """Take the next piece of the text. Return the text that cannot be part of a stop string.
+
+        The end of the text is held back if a stop string may begin there.
+        """
         if self.is_found or not self._stops:
             return "" if self.is_found else text
         n_held = len(self._held)
         text = self._held + text
-        # End and start of each stop string in the text.
+        # The end and the start of the first occurrence of each stop string in the text.
         matches: list[tuple[int, int]] = []
         for stop in self._stops:
             start = text.find(stop, max(0, n_held + 1 - len(stop)))
             if start >= 0:
                 matches.append((start + len(stop), start))
         self._n_before -= 1
-        # Use the stop string that is complete first. If several end at the same character, use the
+        # Cut at the stop string that ends first. If several end at the same character, cut at the
         # longest.
         if matches and self._n_before < 0:
             self.is_found = True
@@ -87,12 +92,12 @@ class StopStrings:
         return text[:n_free]
 
     def rest(self) -> str:
-        """At the end of the answer, return the text that was held back."""
+        """Return the text that is held back. Call this when the answer has ended."""
         return self._held
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Return the position where a stop string may have begun, or the length of the text."""
+    """Return the index in the text where a stop string may have begun, or the text's length."""
     for start in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[start:]):
             return start

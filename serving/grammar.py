@@ -1,7 +1,7 @@
 """Constrain answers: which tokens may come next under a JSON schema or a regular expression.
 
-A grammar is evaluated for an answer and the drafts after it, and rolled back when drafts are
-rejected.
+A grammar is evaluated for the tokens of an answer and for the drafts that follow them. If drafts
+are rejected, it is rolled back.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,10 @@ from ..moa.targets.live import Target
 
 
 class Grammar:
-    """Computes which tokens may follow an answer, as an array [V] bool."""
+    """Computes which tokens may follow an answer.
+
+    The result is a bool array with one value per token of the vocabulary.
+    """
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher = matcher
@@ -22,9 +25,11 @@ class Grammar:
         self._taken: list[int] = []  # Tokens that the matcher has consumed.
 
     def __call__(self, answer: Sequence[int]) -> np.ndarray:
-        """Move from the current state to an answer, and return the allowed next tokens.
+        """Return the tokens that may follow an answer.
 
-        Each token of the answer must have been allowed at its position.
+        The grammar keeps the state of the last answer. It rolls back to the tokens that both
+        answers have in common, and consumes the rest. Each token of the answer must have been
+        allowed at its position.
         """
         matcher = self._matcher
         consumed = self._taken
@@ -36,7 +41,7 @@ class Grammar:
             matcher.rollback(len(consumed) - n_same)
             del consumed[n_same:]
         for token in answer[n_same:]:
-            # The form is complete, so only the end of the answer may follow.
+            # The answer is complete under the grammar, so only an end-of-sequence token may follow.
             if matcher.is_stopped():
                 break
             matcher.consume_token(token)
@@ -53,7 +58,7 @@ class Grammar:
 class Grammars:
     """Creates grammars for the tokens of a target.
 
-    Loading llguidance and its view of the tokenizer takes a second.
+    Creating this object takes a second, because it loads llguidance and converts the tokenizer.
     """
 
     def __init__(self, target: Target) -> None:
@@ -72,7 +77,16 @@ class Grammars:
         self._tokenizer = from_tokenizer(target.tokenizer, n_tokens, ends)
 
     def make(self, kind: str, form: Any, n: int) -> list[Grammar]:
-        """Create n grammars of one form; raise RequestInvalid if the form is not supported."""
+        """Create n grammars for one form of answers.
+
+        Args:
+            kind: ``json`` for a JSON schema, or ``regex`` for a regular expression.
+            form: the JSON schema or the regular expression.
+            n: the number of grammars.
+
+        Raises:
+            RequestInvalid: the form is not supported.
+        """
         grammar = (
             self._matcher.grammar_from_json_schema
             if kind == "json"

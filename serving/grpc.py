@@ -1,10 +1,10 @@
 """The gRPC server of ``moa.v1``, the protocol in docs/protocol.md.
 
-Each drafting session has one bidirectional stream at a time.
-
-A *stream* carries messages in both directions. A *session* (see ``sessions``) has a sequence, and
-outlives its streams. The engine decodes the sequence. An invalid message can end at most its own
-stream, with a ``Failure`` message and the matching gRPC status.
+A *stream* is one gRPC call, which carries messages in both directions. A *session* (see
+``sessions``) is one sequence, a prompt and its answer, that the engine decodes for a client that
+drafts. A session has one stream at a time. If the connection is lost, the session continues on the
+client's next stream. An invalid message can end at most its own stream, with a ``Failure`` message
+and the matching gRPC status.
 """
 
 import asyncio
@@ -39,20 +39,23 @@ from .wire import ERRORS, PROTOCOL, STATUSES, check_codec
 
 _LOG = logging.getLogger(__name__)
 
-# Maximum number of open connections; further ones are closed at once.
+# Maximum number of open connections. Further connections are closed at once.
 _MAX_CONNECTIONS = 8192
-# Seconds of silence after which a new session may replace an older one whose client neither sends
-# nor reads.
+# If the client of a session has neither sent nor read anything for this many seconds, a new session
+# may replace it.
 _SILENT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Identities:
-    """Hashes of target, tokenizer and drafters, computed in ``wire``. An empty hash matches any."""
+    """Hashes of target, tokenizer and drafters, computed in ``wire``.
+
+    An empty hash counts as equal to any other.
+    """
 
     target: str = ""
     tokenizer: str = ""
-    # Drafter name -> hash. The first drafter drafts for clients that name none.
+    # Drafter name -> hash. The first drafter is used for clients that name no drafter.
     drafters: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, body: pb.Open) -> None:
@@ -73,7 +76,14 @@ class Identities:
                 )
 
     def drafter(self, identity: str) -> str:
-        """Return the name of the drafter whose contexts a client needs; by default the first."""
+        """Return the name of the drafter whose contexts a client needs.
+
+        Contexts are the data that the drafter reads of the target.
+
+        Args:
+            identity: the hash of the client's drafter. If it is empty, the first drafter is
+                returned.
+        """
         if not self.drafters:
             raise RequestInvalid(
                 "this server has no drafter, but the client's drafter needs activations of the "
@@ -132,7 +142,7 @@ class DraftingServer:
 
         Args:
             host: address to listen on.
-            port: port to listen on; 0 for any free port.
+            port: port to listen on. If it is 0, any free port is used.
             credentials: gRPC credentials for TLS.
         """
         settings = self._settings
@@ -181,7 +191,7 @@ class DraftingServer:
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new sessions, let running work end within the grace period, and stop."""
+        """Refuse new sessions, wait up to ``grace_s`` seconds for running work to end, and stop."""
         self._is_draining = True
         end = time.monotonic() + grace_s
         while self._streams and time.monotonic() < end:
@@ -209,7 +219,7 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            # If the client reads again later, it gets this status.
+            # The client gets this status if it reads again within a second.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
@@ -286,7 +296,7 @@ class DraftingServer:
                     "the client."
                 ) from error
             await self._take(stream, message)
-        # The client sends nothing more, but may still read the answers.
+        # The client has closed its side of the stream, but may still read answers.
         if stream.session is None:
             stream.close()
         elif stream.session.stream is stream:
@@ -392,10 +402,10 @@ class DraftingServer:
             stream.send_contexts(session.contexts, body.codec, request.n_context, width)
 
     async def _resume(self, known: ServerSession, request: Request) -> bool:
-        """Detach a session from its current stream, if it has one, so that another can attach.
+        """Prepare a session for another stream: detach the current one, and stop the engine's work.
 
         Returns:
-            Whether the session's sequence must be prefilled again.
+            Whether the session's sequence was added to the engine again, and so is prefilled again.
         """
         known.check_text(request)
         known.send_failure("invalid", "another connection has resumed this session.", ends=True)
@@ -424,8 +434,8 @@ class DraftingServer:
         try:
             session = ServerSession(stream, self._engine, request, self._forget)
         except Overloaded:
-            # The engine removes a sequence only between two target calls. So this attempt fails,
-            # and the client's next one finds room.
+            # Make room for the client's next attempt. This attempt fails anyway, because the engine
+            # removes a sequence only between two target calls.
             self._make_room(self._sessions.values())
             raise
         self._sessions[session.id] = session
@@ -434,9 +444,13 @@ class DraftingServer:
         return session
 
     def _make_room(self, sessions: Collection[ServerSession]) -> None:
-        """Remove the session that has been without a stream for the longest time.
+        """Remove the unused session whose client has been silent for the longest time.
 
-        If all sessions have streams, remove the one that has been silent for the longest time.
+        Sessions without a stream are removed first. Sessions with a stream are removed only if
+        their client has been silent for ``_SILENT_S`` seconds.
+
+        Raises:
+            Overloaded: all sessions are in use.
         """
         late = time.monotonic() - _SILENT_S
         silent: list[ServerSession] = []

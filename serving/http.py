@@ -6,7 +6,7 @@ A request passes these layers::
     metrics       counts and logs the request
     access        refuses foreign web pages
     this module   checks token and rate, reads the body, tokenizes the prompt in a thread
-    api           turns settings into a request to the engine, and commits into text and events
+    api           turns settings into a request to the engine, and tokens into text and events
 
 If a client disconnects, its sequence is removed from the engine. If a client reads slowly, its
 sequence is paused.
@@ -59,24 +59,28 @@ from .wire import target_identity
 
 _T = TypeVar("_T")
 _B = TypeVar("_B", bound=Body)
-# Smallest top_p that is used. It also replaces a top_p of 0, and keeps only the most likely token.
+# Smallest value of top_p that is used. It replaces smaller values such as 0, and keeps only the
+# most likely token.
 _MIN_TOP_P = 1e-9
 # If the engine is full, another connection may be dropped to make room for a request. The request
 # then waits up to this many seconds until the engine has removed the dropped sequence.
 _ROOM_S = 5.0
 # Maximum number of clients (token owners or IP addresses) whose request rates are remembered.
 _MAX_OWNERS = 10_000
-# Status in the log of a request whose client has disconnected; it is never sent.
+# HTTP status in the request log if the client has disconnected. It is never sent.
 _CLIENT_GONE = 499
 # Maximum number of characters of a short prompt. Tokenizing it takes a few hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# Maximum numbers of short prompts, of long prompts, and of answer forms (JSON schemas, regular
-# expressions) that wait to be processed. Further requests are refused.
+# How many short prompts, how many long prompts, and how many forms of answers (JSON schemas,
+# regular expressions) may wait to be processed. Further requests are refused.
 _MAX_WAITING = (1024, 16, 1024)
 
 
 class Service:
-    """The routes and their state. Requests that name no drafter use the engine's first drafter."""
+    """The routes and their state.
+
+    If a request names no drafter, the engine's first drafter is used.
+    """
 
     def __init__(self, engine: Engine, config: ServeConfig, tokens: BearerTokens) -> None:
         self.engine = engine
@@ -96,8 +100,8 @@ class Service:
         max_token_chars = max(map(len, self.target.tokenizer.get_vocab()))
         self._max_chars = engine.max_positions * max_token_chars
         self._grammars = cache(lambda: Grammars(self.target))
-        # Long prompts and answer forms (JSON schemas, regular expressions) each have a thread of
-        # their own, so that short prompts never wait for them.
+        # There are three threads: for short prompts, for long prompts, and for forms of answers
+        # (JSON schemas, regular expressions). So short prompts never wait for the others.
         self._tokenizers = [
             _Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING
         ]
@@ -106,8 +110,8 @@ class Service:
         """Create the application.
 
         Args:
-            names: host names of the server, besides ``localhost`` and IP addresses.
-            checks_hosts: whether the ``Host`` of a request must be one of them.
+            names: allowed host names of the server, besides ``localhost`` and IP addresses.
+            checks_hosts: whether the ``Host`` header of a request must have an allowed name.
         """
         app = FastAPI(title="moa-data", openapi_url=None, docs_url=None, redoc_url=None)
         posts = {
@@ -233,7 +237,7 @@ class Service:
             raise ApiError(404, message, "model", "model_not_found")
 
     async def _read(self, request: HttpRequest, kind: type[_B]) -> _B:
-        """Read and parse the body of a request after checking whether it may be answered.
+        """Check whether a request may be answered, then read and parse its body.
 
         The HTTP errors are 400, 401, 404, 408, 413, 429 and 503.
         """
@@ -253,7 +257,7 @@ class Service:
             None,
             "request_too_large",
         )
-        # Refuse a body that is announced as too large before it is sent.
+        # If the headers announce a body that is too large, refuse it before it is sent.
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limits.max_body_bytes:
             raise too_large
@@ -298,7 +302,7 @@ class Service:
     async def _tokenize(
         self, request: HttpRequest, n_chars: int, encode: Callable[[ChatTemplate], list[int]]
     ) -> list[int]:
-        """Tokenize a prompt, unless the client disconnects.
+        """Tokenize a prompt. Stop if the client disconnects.
 
         The HTTP errors are 400 if the prompt cannot be used, and 503 if too many prompts wait.
 
@@ -328,7 +332,10 @@ class Service:
     async def _respond(
         self, request: HttpRequest, asked: GenerationRequest, prompts: list[list[int]]
     ) -> Response:
-        """Answer prompts. The middleware of the request log closes the answers in any case."""
+        """Answer prompts.
+
+        The middleware of the request log closes the answers in any case, so this method need not.
+        """
         output = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
         facts.output = output
@@ -347,7 +354,10 @@ class Service:
     async def _begin(
         self, asked: GenerationRequest, prompts: list[list[int]], connection: Connection
     ) -> RequestOutput:
-        """Start the answers; if the engine is full, a connection with a stuck reader is dropped."""
+        """Start the answers.
+
+        If the engine is full, drop a connection whose client has stopped reading, to make room.
+        """
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same
         # seeds.
@@ -530,7 +540,7 @@ async def _show_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for a coroutine while the client is connected; cancel it when the client disconnects."""
+    """Wait for a coroutine. If the client disconnects, cancel the coroutine and raise ApiError."""
 
     async def until_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -547,7 +557,7 @@ async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) 
 
 
 async def first_of(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> None:
-    """Wait for the work or the event, whichever is first; errors of the work are raised."""
+    """Wait until the work or the event is done, whichever is first. Raise errors of the work."""
     waiting = asyncio.ensure_future(event)
     try:
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -30,7 +30,8 @@ class Metrics:
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
         self.n_in_flight = 0  # Number of requests that are being answered.
-        self.n_broken_off = 0  # Number of requests cut off by the server's end.
+        # Number of requests that were aborted because the server stopped.
+        self.n_broken_off = 0
         self.counts: list[Callable[[], Counts | DraftingCounts]] = [counts]
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -80,7 +81,7 @@ class Facts:
     """What the request log writes about one request."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
-    # The answers are closed when the request ends, even if it fails.
+    # The answers of the request. They are closed when the request ends, even if it fails.
     output: RequestOutput | None = None
     n_prompt: int | None = None
     status: int | None = None  # The HTTP status that was sent.
@@ -88,7 +89,7 @@ class Facts:
 
 
 class RequestLog:
-    """Middleware of all routes: logs and counts each request, and closes its answers."""
+    """Middleware of all routes: logs and counts each request, and closes its answers when it ends."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -113,7 +114,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
-            # The server is stopping; this task has nothing more to do.
+            # The server is stopping, so this task ends without an error.
             facts.error = "cut off: the server shut down before the answer was complete"
             self._metrics.n_broken_off += 1
         except Exception as error:
@@ -128,7 +129,8 @@ class RequestLog:
         if connection.is_malformed:
             facts.status = 400
             facts.error = "the request's body is not HTTP"
-        # Use the path of the route, not of the client, so that the number of labels is bounded.
+        # Label the metrics with the path of the route, not with the path that the client sent.
+        # Otherwise clients could create any number of labels.
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.requests.labels(path, str(facts.status)).inc()
         self._metrics.duration.labels(path).observe(seconds)
@@ -152,13 +154,14 @@ class RequestLog:
 
 
 def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.LogRecord], bool]:
-    """Return a log filter that keeps at most ``most`` records of a kind per minute.
+    """Return a log filter that keeps at most ``most`` records of each kind per ``window_s`` seconds.
 
-    So clients cannot fill a disk, whatever they send. The kind of a refused request is its status.
-    The kind of any other record is the line of code that logs it. Successful requests are all kept.
-    The first record after a minute has the number of dropped records of its kind in ``left_out``.
+    So clients cannot fill a disk, whatever they send. Refused requests with the same HTTP status
+    are of one kind. All other records that the same line of code logs are of one kind, too.
+    Successful requests are all kept. The first record of a new time window has the number of
+    records of its kind that were dropped in the last one, as ``left_out``.
     """
-    # Kind -> start of its current minute, number of records since then.
+    # Kind -> start of its current time window, and number of its records since then.
     windows: dict[Hashable, tuple[float, int]] = {}
 
     def is_kept(record: logging.LogRecord) -> bool:
@@ -179,7 +182,10 @@ def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.L
 
 
 class JsonLines(logging.Formatter):
-    """Formats each log record as one JSON object: time, level, message or the request's facts."""
+    """Formats each log record as one JSON object.
+
+    The object has the time, the level, and either the message or the facts about a request.
+    """
 
     @override
     def format(self, record: logging.LogRecord) -> str:

@@ -1,8 +1,8 @@
 """Call functions in an event loop from the engine's thread, with one wake-up for several calls.
 
-Each wake-up is a system call, during which the loop's thread takes the GIL from the engine. One
-wake-up per target call instead of one per sequence gives 4 % more tokens/s with eight streams of a
-small target.
+Each wake-up of the event loop is a system call, during which the loop's thread takes the GIL from
+the engine. So the loop is woken once per target call, not once per sequence. With eight streams of
+a small target, this gives 4 % more tokens/s.
 """
 
 import asyncio
@@ -19,7 +19,10 @@ _LOCK = threading.Lock()
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """Schedule a call in an event loop, after the calls scheduled before. Thread-safe."""
+    """Schedule a call in an event loop, after all calls that were scheduled before.
+
+    Any thread may call this function.
+    """
     with _LOCK:
         waiting = _WAITING.setdefault(loop, [])
         waiting.append(functools.partial(function, *args))

@@ -1,9 +1,10 @@
 """A running server: engine, HTTP and gRPC in one process and one event loop.
 
-A first signal drains the server: running answers get a grace period, new work is refused, and
-drafting sessions are asked to come back later. Connections are still accepted meanwhile, so that
-load balancers can query ``/health``. The listener closes when the last answer has ended. A second
-signal, or the end of the grace period, aborts the rest.
+The first signal drains the server: running answers may continue for a grace period, new requests
+are refused, and clients of drafting sessions are asked to come back later. Connections are still
+accepted meanwhile, so that load balancers can query ``/health``. The listening socket closes when
+the last answer has ended. A second signal, or the end of the grace period, aborts the answers that
+are left.
 """
 
 import asyncio
@@ -41,9 +42,10 @@ class ServerRun:
 
     Args:
         service: the HTTP service.
-        on_ready: called with the addresses of HTTP and gRPC once requests are accepted.
+        on_ready: called once requests are accepted, with the address of HTTP and the address of
+            gRPC (None if gRPC is off).
         identities: hashes by which drafting clients check that they have the server's target,
-            tokenizer and drafter. None turns gRPC off; ``on_ready`` then gets None as its address.
+            tokenizer and drafter. If it is None, gRPC is off.
     """
 
     def __init__(
@@ -53,14 +55,15 @@ class ServerRun:
         self._config = service.config
         self._on_ready = on_ready
         self._identities = identities
-        # Signal that ended the run; None if :meth:`end` was called without one.
+        # The number of the signal that ended the run. None if the run has not ended, or if
+        # :meth:`end` was called without a signal.
         self.signum: int | None = None
         self.drafting: DraftingServer | None = None  # The gRPC server.
         self._ending = asyncio.Event()
         self._breaking_off = asyncio.Event()
 
     def end(self, signum: int | None = None) -> None:
-        """Drain the server; a second call aborts running answers. Call this in the event loop."""
+        """Drain the server. A second call aborts running answers. Call this in the event loop."""
         self.signum = signum
         if self._ending.is_set():
             self._breaking_off.set()
@@ -140,7 +143,7 @@ class ServerRun:
         rest.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await rest
-        # This closes the listener and idle connections.
+        # Close the listening socket and idle connections.
         http.should_exit = True
         await first_of(serving, self._breaking_off.wait())
         http.force_exit = True
@@ -148,7 +151,7 @@ class ServerRun:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Let signals end the run, if the event loop is in the main thread."""
+        """Let signals end the run. Python allows this only if the event loop is in the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             # Don't use loop.add_signal_handler: it would replace the wakeup descriptor that
@@ -166,7 +169,7 @@ class ServerRun:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket to an address; RequestInvalid if the address cannot be used."""
+    """Bind a socket to an address. Raise RequestInvalid if the address cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         # ``::`` means all addresses, including IPv4.
@@ -177,17 +180,17 @@ def bind(host: str, port: int) -> socket.socket:
         raise RequestInvalid(
             f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
         ) from error
-    # Connections inherit this size. By default the kernel would buffer megabytes of text for a
-    # client that does not read.
+    # Connections inherit the send buffer's size from this socket. By default the kernel would
+    # buffer megabytes of text for a client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setblocking(False)
     return listener
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files, because each connection is one.
+    """Raise the soft limit of open files, which is usually 1,024.
 
-    The usual soft limit is 1,024.
+    Each connection counts as an open file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)

@@ -1,22 +1,22 @@
 """Drafting sessions: the engine decodes the sequence of each session on request of its client.
 
-A *sequence* holds the tokens of one prompt and its answer. A *stream* is one gRPC call, in which
-client and server exchange messages. The *contexts* are the drafter's inputs, one for each position
-of the sequence.
+A *sequence* is the tokens of one prompt and its answer. A *stream* is one gRPC call, in which
+client and server exchange messages. If the connection is lost, the session continues on the
+client's next stream. A *context* is what the client's drafter reads about one position of the
+sequence.
 
-A session outlives its stream. This module runs in the event loop. Commits, the results of target
-calls, come from the engine's thread. Messages are processed in order, one at a time, because the
-meaning of a message depends on the tokens that are committed when it is processed. The states of a
-session::
+This module runs in the event loop. Commits, the results of target calls, come from the engine's
+thread. Messages are processed in order, one at a time, because the meaning of a message depends on
+the tokens that are committed when it is processed. The states of a session::
 
     idle        the engine has nothing to do for the session
     verifying   the engine works on one Verify message, and its commit is the answer
     running     the engine decodes, and each commit is sent
-    stopping    the engine was told to stop, and confirms it after the last commit of the run
+    stopping    the engine was told to stop, and confirms this after its last commit
 
-Messages to send are queued in the :class:`Stream`. The drafter's contexts are in the session's own
-:class:`ContextLog`, from which the stream takes them. If the connection is cut, the next stream
-continues with the contexts that the client lacks.
+Messages to send are queued in the :class:`Stream`. The contexts are kept in the session, in its
+:class:`ContextLog`, and the stream reads them from there. So if the connection is lost, the next
+stream can continue with the contexts that the client lacks.
 
 Shapes: n positions, W numbers of a context.
 """
@@ -38,20 +38,21 @@ from .engine.sequence import Commit, Request, Work
 from .post import call_in
 from .wire import bytes_per_position, encode, n_common
 
-# Maximum number of a client's messages that wait for the engine. A client that drafts ahead sends
-# two before it gets an answer.
+# Maximum number of messages of one client that wait for the engine. A client that drafts ahead
+# sends two messages before it gets an answer.
 _MAX_PENDING = 16
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
-# Maximum bytes of contexts in one message. An answer waits until such a message has been sent, for
-# 3 ms at 20 Mbit/s.
+# Maximum bytes of contexts in one message. Other messages wait while such a message is sent, which
+# takes 3 ms at 20 Mbit/s.
 _CHUNK_BYTES = 8192
-# Number of unsent answers at which a reader counts as slow.
+# If this many messages are not sent yet, the client counts as a slow reader, and its sequence is
+# paused.
 _MAX_MESSAGES = 64
-# Bytes of unsent contexts at which a reader counts as slow. The number is high, so that the many
-# contexts of a prompt do not stop the answer to it.
+# If this many bytes of contexts are not sent yet, the client counts as a slow reader, too. The
+# number is high, so that the many contexts of a prompt do not pause the decoding of the answer.
 _MAX_UNSENT = 32 << 20
-# Bytes of contexts that are kept after they were sent. If the connection is cut, some of them have
-# not arrived and are sent again.
+# Bytes of contexts that are kept after they were sent. If the connection is lost, some of them have
+# not arrived, and are sent again.
 _MAX_KEPT = 4 << 20
 
 
@@ -59,9 +60,13 @@ _State = enum.Enum("_State", "IDLE VERIFYING RUNNING STOPPING")
 
 
 class ServerSession:
-    """The server's side of a session: one sequence, which a stream opened.
+    """The server's side of a session: one sequence, and the client's requests for it.
 
-    ``on_lost`` is called if the engine fails to decode the sequence.
+    Args:
+        opener: the stream on which the client opened the session.
+        engine: the engine that decodes the sequence.
+        request: the client's prompt and settings.
+        on_lost: called if the engine fails to decode the sequence.
     """
 
     def __init__(
@@ -74,17 +79,17 @@ class ServerSession:
         self.id = secrets.token_urlsafe()
         self.owner = opener.owner
         self.counted_by = opener.counted_by
-        # ``time.monotonic()`` of the last message from or to the session's client. The gRPC server
-        # updates it.
+        # The time (``time.monotonic()``) of the last message from or to the client. The gRPC server
+        # sets it.
         self.used_s = 0.0
         self.stream: Stream | None = None
-        # Held while a stream resumes the session, so that no other stream resumes it too.
+        # Lock that is held while a stream resumes the session, so that only one stream does so.
         self.resuming = asyncio.Lock()
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        # The Verify message that the engine works on: its sequence number, its start, and how many
-        # of its drafts were already committed when it was processed.
+        # The Verify message that the engine works on: the number of the message, the position of
+        # its first draft, and how many of its drafts were committed before it was processed.
         self._asked = (0, 0, 0)
         self._state = _State.IDLE
         self._tag = 0
@@ -97,7 +102,7 @@ class ServerSession:
         self.begin(request)
 
     def begin(self, request: Request) -> None:
-        """Add the sequence to the engine, which leaves it idle until a message is processed."""
+        """Add the sequence to the engine. It is idle until a message of the client is processed."""
         self._sequence_id: int | None = self._engine.add(request, self._hand_commit)
         self.request = request
         self.tokens = list(request.tokens)
@@ -139,10 +144,10 @@ class ServerSession:
             )
 
     def must_rebuild(self, request: Request) -> bool:
-        """Return whether the sequence must be prefilled again.
+        """Return whether the sequence must be prefilled again when a client resumes the session.
 
-        This is necessary if the client needs contexts that were dropped, or if it has more tokens
-        than the session.
+        This is necessary if the client needs contexts that the server no longer has, or if the
+        client has more tokens than the session.
         """
         if self.finish:
             return False
@@ -154,7 +159,7 @@ class ServerSession:
         return lacks_contexts or len(request.tokens) > len(self.tokens)
 
     def attach(self, stream: "Stream", n_known: int) -> None:
-        """Send answers to this stream from now on, beginning with tokens that its client lacks.
+        """From now on send messages to this stream, beginning with tokens that the client lacks.
 
         Args:
             stream: the stream.
@@ -174,12 +179,16 @@ class ServerSession:
         self._stop()
 
     def end_when_idle(self) -> None:
-        """Close the stream as soon as all messages are answered."""
+        """Close the stream as soon as all messages of the client are answered."""
         self._ends_when_idle = True
         self._continue()
 
     def take(self, sequence: int, body: pb.Run | pb.Verify) -> None:
-        """Process a message, after all earlier messages.
+        """Queue a message of the client. It is processed after all earlier messages.
+
+        Args:
+            sequence: the number of the message.
+            body: the message.
 
         Raises:
             Overloaded, RequestInvalid: the message is refused.
@@ -269,7 +278,7 @@ class ServerSession:
         self.stopped.set() if state is _State.IDLE else self.stopped.clear()
 
     def _hand_commit(self, commit: Commit) -> None:  # Runs in the engine's thread.
-        # Copy to the host here, so that the event loop never waits for a device.
+        # Copy the contexts to the host here, so that the event loop never waits for a GPU.
         if commit.context is not None:
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
         call_in(self._loop, self._take_commit, commit)
@@ -294,8 +303,8 @@ class ServerSession:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # The contexts of a prompt are released when the whole prompt was read, so that the first
-        # tokens of the answer are sent before them.
+        # Whether the contexts of the whole prompt are there. Only then may they be sent, because on
+        # a slow network they would delay the first tokens of the answer.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
@@ -346,17 +355,21 @@ class ServerSession:
 
 
 def _microseconds(seconds: float) -> int:
-    """Convert seconds to microseconds, limited to the numbers that a uint32 field can hold."""
+    """Convert seconds to microseconds. The result is limited to the range of a uint32 field."""
     return min(round(max(0.0, seconds) * 1e6), (1 << 32) - 1)
 
 
 class ContextLog:
-    """The contexts of one sequence, in order: all unsent ones, and the newest sent ones."""
+    """Contexts of one sequence, by position: all that were not sent yet, and the newest sent ones.
+
+    A context is what the client's drafter reads about one position.
+    """
 
     def __init__(self, start: int) -> None:
-        # First position in the log, and the position after the last one that may be sent.
+        # ``first`` is the first position in the log. Contexts before position ``released`` may be
+        # sent.
         self.first = self.released = start
-        # Context of each position from ``first`` on: [W], bfloat16, on the host.
+        # The context of each position from ``first`` on: W numbers in bfloat16, on the host.
         self._rows: list[Tensor] = []
 
     @property
@@ -365,28 +378,34 @@ class ContextLog:
         return self.first + len(self._rows)
 
     def append(self, start: int, context: Tensor) -> None:
-        """Append contexts [n, W] of the positions from ``start`` on, skipping those in the log."""
+        """Append contexts [n, W] of the positions from ``start`` on.
+
+        Positions that are in the log already are skipped.
+        """
         assert start <= self.stop
         self._rows += context[self.stop - start :].unbind()
 
     def release(self) -> None:
         """Allow all contexts in the log to be sent."""
-        # This is a separate step, because the contexts of a prompt are computed before the first
-        # token of its answer. On a slow network they would delay this token.
+        # Contexts are not sent as soon as they are appended, because those of a prompt are computed
+        # before the first token of the answer. On a slow network they would delay this token.
         self.released = self.stop
 
     def n_unsent_bytes(self, sent: int) -> int:
-        """Return the bytes of the released positions from ``sent`` on."""
+        """Return the number of bytes of contexts that may be sent, from position ``sent`` on."""
         return max(0, self.released - sent) * self._row_bytes
 
     def read(self, start: int, n: int) -> Tensor:
-        """Return up to n released contexts, [n, W], from a position that is in the log."""
+        """Return up to n contexts that may be sent, [n, W], from position ``start`` on.
+
+        This position must be in the log.
+        """
         return torch.stack(
             self._rows[start - self.first : min(start + n, self.released) - self.first]
         )
 
     def drop_sent(self, sent: int) -> None:
-        """Drop contexts before a position, except for the newest ``_MAX_KEPT`` bytes of them."""
+        """Drop contexts before position ``sent``, but keep the newest ``_MAX_KEPT`` bytes of them."""
         n_useless = max(0, sent - self.first - _MAX_KEPT // max(1, self._row_bytes))
         del self._rows[:n_useless]
         self.first += n_useless
@@ -397,16 +416,19 @@ class ContextLog:
 
 
 class Stream:
-    """One stream: its client, and the messages queued for it. Answers are sent before contexts."""
+    """One stream, and the messages that are queued for its client.
 
-    # The stream is full if its reader is slow. Then decoding is paused, and no more messages are
-    # read from the client.
+    All other messages are sent before contexts.
+    """
+
+    # The stream is full if the client reads slowly. Then decoding is paused, and no more messages
+    # are read from the client.
 
     def __init__(self) -> None:
-        # Identifies the client's bearer token; empty if there are no tokens.
+        # Identifies the client's bearer token. Empty if the server has no bearer tokens.
         self.owner = ""
-        # Identifies the client for the limit on sessions per client: the owner of the token, or the
-        # address of the connection if there are no tokens.
+        # Identifies the client for the limit on sessions per client: the owner of the bearer token,
+        # or the address of the connection if there are no bearer tokens.
         self.counted_by = ""
         self.session: ServerSession | None = None
         self.last_sequence = 0  # Number of the last message received.
@@ -422,7 +444,14 @@ class Stream:
         self.has_room.set()
 
     def send_contexts(self, contexts: ContextLog, codec: str, n_context: int, width: int) -> None:
-        """From a position on, send the contexts of a sequence as the engine computes them."""
+        """Send the contexts of a sequence as soon as the engine has computed them.
+
+        Args:
+            contexts: the contexts of the sequence.
+            codec: the encoding of contexts in messages.
+            n_context: the first position to send, the number of contexts that the client has.
+            width: the number of numbers of a context.
+        """
         self._contexts = contexts
         self._codec = codec
         self._n_context = n_context
@@ -430,13 +459,13 @@ class Stream:
         self.wake()
 
     def put(self, message: pb.ServerMessage) -> None:
-        """Queue an answer, unless the stream is closed."""
+        """Queue a message to the client, unless the stream is closed."""
         if not self._is_closed:
             self._replies.append(message)
         self.wake()
 
     def fail(self, code: str, message: str, ends: bool = False, answers: int = 0) -> None:
-        """Queue a failure. If ``ends`` is true, close the stream after it."""
+        """Queue a Failure message. If ``ends`` is true, close the stream after it."""
         if self._is_closed:
             return
         failure = pb.Failure(code=code, message=message, ends=ends, answers=answers)
@@ -447,24 +476,24 @@ class Stream:
             self.close()
 
     def close(self) -> None:
-        """Close the stream; queued messages are still sent."""
+        """Close the stream. Messages in the queue are still sent."""
         self._is_closed = True
         self.wake()
 
     def wake(self) -> None:
-        """Wake the sender after a change, such as the release of contexts."""
+        """Wake the coroutine that sends messages, after a change such as new contexts."""
         self._changed.set()
         if self.is_full:
             self.has_room.clear()
 
     @property
     def is_full(self) -> bool:
-        """Whether the reader is slow."""
+        """Whether the client reads slowly, so that too many messages or contexts are unsent."""
         unsent = self._contexts.n_unsent_bytes(self._n_context) if self._contexts is not None else 0
         return len(self._replies) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def next(self) -> pb.ServerMessage | None:
-        """Wait for the next message to send; None if the stream is closed and empty."""
+        """Wait for the next message to send. None if the stream is closed and its queue is empty."""
         while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()

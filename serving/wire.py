@@ -1,15 +1,17 @@
 """What client and server of ``moa.v1`` share: codecs of contexts, identities, channel options.
 
-A codec defines the encoding of the numbers of n positions on the wire. A lossy codec changes how
-often drafts are accepted, never the text. Numbers are little-endian. Each position is encoded
-independently, so a message may contain any number of them. One position of 100 numbers::
+A *context* is what a client's drafter reads about one position that the target has processed: W
+numbers. A codec defines how the contexts of n positions are encoded in messages. A lossy codec
+changes how often drafts are accepted, never the text. Numbers are little-endian. Each position is
+encoded independently, so a message may contain any number of positions. For W = 100, the encoding
+of one position is::
 
     bf16    100 x 2 bytes                                                            200 bytes
     int8    2 scales x 2 bytes, then 100 x 1 byte                                    104 bytes
     int4    2 scales x 2 bytes, then 50 bytes, the first number in the lower bits     54 bytes
 
-A group is 64 numbers, or fewer at the end. Its scale is the largest magnitude of the group divided
-by 127 or 7, as bfloat16.
+The integer codecs have one scale for each group of 64 numbers (fewer at the end of the position).
+The scale is the largest magnitude of the group divided by 127 (int8) or 7 (int4), as bfloat16.
 
 Shapes: n positions, W numbers of a position, G groups.
 """
@@ -26,28 +28,32 @@ from torch import Tensor
 
 from ..errors import NotAllowed, Overloaded, ProtocolMismatch, RequestInvalid, ServingError
 
-PROTOCOL = 1  # Version of the protocol; both sides must have the same.
+PROTOCOL = 1  # Version of the protocol. Client and server must have the same version.
 CODECS = ("bf16", "int8", "int4")  # Codecs, from the most exact to the smallest.
 ERRORS: dict[str, type[ServingError]] = {
     "overloaded": Overloaded, "invalid": RequestInvalid, "not_allowed": NotAllowed,
     "mismatch": ProtocolMismatch,
 }  # fmt: skip
-"""Code of a failure -> error class. For any other code, a new connection may help."""
+"""Code of a Failure message -> error class. After any other code, a new connection may help."""
 STATUSES = {
     "overloaded": StatusCode.RESOURCE_EXHAUSTED, "invalid": StatusCode.INVALID_ARGUMENT,
     "not_allowed": StatusCode.UNAUTHENTICATED, "mismatch": StatusCode.FAILED_PRECONDITION,
     "unavailable": StatusCode.UNAVAILABLE, "idle": StatusCode.DEADLINE_EXCEEDED,
     "internal": StatusCode.INTERNAL,
 }  # fmt: skip
-"""Code of a failure that ends a stream -> gRPC status of the stream."""
-# By default gRPC lets this window grow with the network. Then the contexts of a prompt fill a slow
-# network, and the tokens after them wait for seconds. On a network with 20 Mbit/s and a round trip
-# of 42 ms, the fixed window reduces the time of an answer from 145 to 60 ms, and increases the time
-# of a prompt's contexts from 0.7 to 1.4 s.
+"""Code of a Failure message that ends a stream -> gRPC status of the stream."""
+
+# gRPC's window limits how many bytes the server may send ahead of the client's reading. By default
+# it grows with the network. Then the contexts of a prompt fill a slow network, and the tokens after
+# them wait for seconds. On a network with 20 Mbit/s and a round trip of 42 ms, the fixed window
+# reduces the time until an answer arrives from 145 to 60 ms. The contexts of a prompt then take
+# 1.4 s instead of 0.7 s.
 CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
-"""Fixed window of 64 kB that the server may send ahead of the client's reading."""
-# Numbers that share a scale. One scale per position would be too coarse: some numbers, especially
-# of keys, are many times larger than the others, and the others would be rounded to 0.
+"""Options of a client's connection: a fixed window of 64 kB."""
+
+# How many numbers of a position share a scale. A single scale per position would be too coarse:
+# some numbers, especially those of keys, are many times larger than the others, so the others would
+# be rounded to 0.
 GROUP = 64
 # Largest code of each integer codec. The smallest code is its negative.
 _MAX_CODE = {"int8": 127, "int4": 7}
@@ -64,7 +70,7 @@ def check_codec(codec: str) -> None:
 
 
 def bytes_per_position(codec: str, width: int) -> int:
-    """Return the bytes of an encoded position of W numbers."""
+    """Return the number of bytes of an encoded position that has ``width`` numbers."""
     check_codec(codec)
     if codec == "bf16":
         return 2 * width
@@ -72,7 +78,7 @@ def bytes_per_position(codec: str, width: int) -> int:
 
 
 def encode(codec: str, context: Tensor) -> bytes:
-    """Encode contexts [n, W] of any floating dtype, :func:`bytes_per_position` bytes each."""
+    """Encode the contexts [n, W] of n positions, in any floating dtype."""
     check_codec(codec)
     if not context.numel():
         return b""
@@ -83,7 +89,7 @@ def encode(codec: str, context: Tensor) -> bytes:
         return _as_bytes(values.to(torch.bfloat16))
     width = values.shape[1]
     groups = F.pad(values, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
-    # One scale per group of 64 values
+    # There is one scale per group of 64 values.
     scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)  # [n, G]
     steps = scales.float()[..., None]
     codes = (
@@ -99,7 +105,7 @@ def encode(codec: str, context: Tensor) -> bytes:
 
 
 def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
-    """Decode contexts of n positions: [n, W] float32, always finite.
+    """Decode the contexts of n positions: [n, W] float32. All numbers are finite.
 
     Raises:
         ServingError: the length is wrong.
@@ -147,7 +153,7 @@ def target_identity(hashes: dict[str, str]) -> str:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """Hash the vocabulary of a transformers tokenizer; empty without a tokenizer."""
+    """Hash the vocabulary of a transformers tokenizer. Empty if the tokenizer is None."""
     if tokenizer is None:
         return ""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))

@@ -3,7 +3,7 @@
 Sources:
 
 - z-lab/dflash ``dflash/model.py``, ``tests/fixtures/``: embeddings and LM head are the target's.
-  The first slot of a block drafts nothing.
+  The first slot of a draft block drafts nothing.
 - deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py``:
   the file contains copies of the target's embeddings and LM head. Every slot drafts a token. All
   keys of config.json are at the top level.
@@ -29,7 +29,10 @@ from .layout import ForeignConfig, Layout, Weights
 
 
 def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
-    """Return the config.json of a DFlash drafter: that of a Qwen3 with the drafter's layers."""
+    """Return the config.json of a DFlash drafter.
+
+    It is the config.json of a Qwen3 model that has the drafter's layers.
+    """
     return layout.llama_config(sizes) | {
         "model_type": "qwen3",
         "num_hidden_layers": sizes.block_layers,
@@ -54,14 +57,14 @@ def _reads_embedding(sizes: BlockDrafterSizes) -> list[str]:
 
 
 def _is_dspark(config: ForeignConfig) -> bool:
-    """Check whether a config.json describes a DSpark drafter, with or without heads."""
+    """Whether a config.json describes a DSpark drafter, with or without Markov and confidence heads."""
     heads = dict(config) | layout.nested(config, "dflash_config")
     return "DSpark" in str(config.get("architectures")) or "markov_rank" in heads
 
 
 def _is_block(names: set[str]) -> bool:
-    # Every block-parallel drafter has these tensors: the projection of the context, the norm of the
-    # context, and the norm of each head's queries.
+    # Every block-parallel drafter has these tensors: the projection and the norm of the target's
+    # layer outputs that it reads, and the norm of each head's queries.
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
@@ -139,7 +142,7 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
 
 HF_DFLASH = replace(
     DFLASH,
-    # The user loads the folder with generate(speculation_type="dflash", assistant_model=...).
+    # transformers loads the folder by generate(speculation_type="dflash", assistant_model=...).
     name="hf-dflash",
     reader="transformers",
     notes=lambda sizes: [],
@@ -223,7 +226,7 @@ DSPARK = Layout(
 
 VLLM_DSPARK = replace(
     DSPARK,
-    # The user loads the folder with --speculative-config '{"method": "dspark", "model": FOLDER,
+    # vLLM loads the folder by the option --speculative-config '{"method": "dspark", "model": FOLDER,
     # ...}'.
     name="vllm-dspark",
     reader="vLLM",

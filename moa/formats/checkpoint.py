@@ -50,12 +50,13 @@ _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-# Our key in config.json. It holds all sizes of the drafter, because a layout may have no keys for
-# some of them. Other programs ignore this key.
+# The key in config.json under which moa-data records all sizes of the drafter, because a layout may
+# have no keys for some of them. Other programs ignore this key.
 _OWN_KEY = "moa_data"
-# Keys of config.json that call for biases or norms, and that are false if they are absent.
+# Keys of config.json that say whether layers have biases or norms. An absent key means false.
 _FLAGS = ("attention_bias", "qkv_bias", "mlp_bias", "bias", *EAGLE3_FLAGS)
-# Keys of config.json that must have the values that our own key implies.
+# Keys of config.json that moa-data has derived from the sizes under its own key. They must still
+# have these values when a folder is read.
 _IMPLIED_KEYS = {
     "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
@@ -199,9 +200,13 @@ def build_drafter(
     source: str | Path = "weights",
     file_name: Callable[[str], str] = str,
 ) -> Drafter:
-    """Build a drafter with the given weights. Other names or shapes of tensors are refused.
+    """Build a drafter with the given weights.
 
-    Error messages name ``source``, and the tensors as ``file_name`` converts their names.
+    Args:
+        config: the sizes of the drafter.
+        weights: its weights. Wrong names or shapes of tensors are refused.
+        source: where the weights come from, for error messages.
+        file_name: converts the name of a tensor to its name in the file, for error messages.
     """
     build = drafter_class(config.kind)
     with torch.device("meta"):
@@ -221,9 +226,11 @@ def build_drafter(
 
 
 def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
-    """Map each export format for a drafter to the reasons why the format cannot hold the drafter.
+    """Check each export format for a drafter.
 
-    The list of reasons is empty if the reading program runs the drafter as it was trained.
+    Returns:
+        Name of the format -> reasons why the program that reads the format would not run the
+        drafter as it was trained. The list is empty if it would.
     """
     problems: dict[str, list[str]] = {}
     for name, layout in LAYOUTS.items():
@@ -372,9 +379,9 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
 
 
 def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, folder: Path) -> None:
-    """Refuse a config.json with a key that contradicts our own key.
+    """Refuse a config.json in which a key contradicts the sizes that moa-data recorded in it.
 
-    Other programs read the other keys.
+    Other programs read only their own keys, and so would run another drafter.
     """
     # The target's config may be empty, because its keys are not compared.
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
@@ -411,7 +418,8 @@ def _check_ignored(
         if name in tensors or name in needed:
             check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
             values = tensors[name]
-            # Copy only tensors of other dtypes, such as float8. PyTorch finds no extremes of them.
+            # Convert tensors of other dtypes, such as float8, because PyTorch cannot compute their
+            # smallest and largest values.
             checked = values if values.dtype in FLOATS else values.float()
             check_finite({name: checked}, "its file of weights", DrafterError)
 

@@ -59,12 +59,12 @@ def _renumbered(name: str, shift: int) -> str:
 
 
 def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
-    """Multiply the columns of ``fc`` that read the embeddings by a scale.
+    """Multiply those columns of the layer ``fc`` that are applied to embeddings by a scale.
 
     The product is exact if the scale is a power of two.
     """
     fc_weight = weights.get("fc.weight")
-    # `find_problems` refuses a tensor that is missing or does not fit later.
+    # Return a tensor that is missing or does not fit unchanged. `find_problems` refuses it later.
     if fc_weight is None or fc_weight.dim() != 2 or fc_weight.dtype not in FLOATS:
         return weights
     fc_weight = fc_weight.clone()
@@ -75,8 +75,8 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
     """Convert weights for programs whose first layer has no norm before its attention.
 
-    The embedding scale is multiplied into ``fc``. If the drafter's first layer has such a norm, a
-    layer that returns its input unchanged is inserted before it.
+    The scale of the embeddings is multiplied into ``fc``. If the drafter's own first layer has such
+    a norm, it becomes the second layer, after an inserted layer that returns its input unchanged.
     """
     weights = _scaled(weights, sizes, sizes.eagle_embedding_scale)
     packed: Weights = {}
@@ -140,8 +140,8 @@ def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any
 
 def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
     family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
-    # A true ``bias`` would add attention biases. A Qwen2 layer has biases of q, k and v in any
-    # case.
+    # If ``bias`` were true, SGLang would add attention biases. A Qwen2 layer has biases of q, k and
+    # v in any case.
     return _config(
         sizes,
         target_config,
@@ -178,7 +178,7 @@ def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     # In the EAGLE authors' code, the first layer has no norm before its attention. If the file has
     # such a norm, this tensor is refused as unexpected.
     layout.check_bias(config, "bias", weights, "fc.bias")
-    # In SGLang's folders, ``bias`` is about the attention, and fc always has a bias.
+    # In SGLang's folders, ``bias`` says whether the attention has biases, and fc always has a bias.
     is_for_sglang = "CausalLMEagle" in str(config.get("architectures"))
     if config.get("bias") is False and not is_for_sglang and "fc.bias" in weights:
         _check_zero_bias(weights)
@@ -240,9 +240,9 @@ SGLANG_EAGLE = replace(
 
 
 def _moa_own_name(name: str) -> str:
-    """Rename ``spec_model_fc.x`` to ``fc.x``, and ``spec_model.0.x`` to ``layers.0.x``.
+    """Rename a tensor: ``spec_model_fc.x`` to ``fc.x``, and ``spec_model.0.x`` to ``layers.0.x``.
 
-    A file with a single layer has the names ``spec_model.x``, without a number.
+    In a file with a single layer, names have no layer number: ``spec_model.x``.
     """
     if name.startswith("spec_model."):
         rest = name.removeprefix("spec_model.")
@@ -328,7 +328,7 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
     }
     for name in EAGLE3_FLAGS:
-        # The norms of ``fc_norm`` also show in the names of tensors.
+        # ``fc_norm`` is also true if the file has tensors with this name.
         read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
     # TensorRT-LLM reads this key in ``eagle_config``. The other keys are at the top level only.
     read["norm_before_fc"] = bool(eagle_config.get("norm_before_fc", read["norm_before_fc"]))
@@ -338,10 +338,10 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
 
 
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
-    """Return the ``d2t`` and ``t2d`` of a drafter that can draft all tokens.
+    """Return the tensors ``d2t`` and ``t2d`` of a drafter that can draft all tokens.
 
-    Files of such drafters do not contain these tensors, because vLLM refuses the tensors. For a
-    reduced vocabulary, the result is empty.
+    Files of such drafters do not contain the two tensors, because vLLM refuses them. For a drafter
+    with a reduced vocabulary, the result is empty.
     """
     n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
     made = {

@@ -10,5 +10,6 @@ FORMATS: dict[str, dict[str, tuple[str, str]]] = {
     "speculators": {kind: (f"speculators-{kind}", kind) for kind in ("eagle3", "dflash", "dspark")},
 }  # fmt: skip
 """Engine -> kind of drafter -> (format that the engine reads, name of the method in the engine)."""
-# Methods with which engines always draft the whole block.
+
+# Methods with which engines always draft a whole draft block, whatever number of drafts is set.
 WHOLE_BLOCKS = ("dflash",)

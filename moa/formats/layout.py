@@ -35,35 +35,36 @@ def _unchanged(given: Any, sizes: Any = None) -> Any:
 class Layout:
     """How another program stores one kind of drafter.
 
-    In the callables, ``sizes`` are the drafter's sizes, and ``names`` are names of tensors.
+    The functions take ``sizes``, the drafter's sizes, and ``names``, names of tensors.
     """
 
     name: str  # name of the layout on the command line
     # Kind of drafter that this layout stores, see ``registry.DRAFTERS``.
     kind: str
     reader: str  # name of the program that reads the layout, for messages
-    # Parts of the target that are needed for writing: ``config`` for the target's transformers
-    # config, and the names of target tensors that are copied into the file.
+    # What writing a folder needs of the target: ``config`` for its transformers config, and the
+    # names of its tensors that are copied into the file.
     needs: tuple[str, ...] = ()
     # Names of tensors in the file that are not read, because they are copies of target tensors.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
-    # Name of a size -> the values of this size for which the program that reads the layout runs a
-    # drafter as it was trained.
+    # Name of a size -> the allowed values of this size. With other values, the program that reads
+    # the layout would not run the drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Returns further reasons why the program that reads the layout would run the drafter
-    # differently than trained.
+    # Returns further reasons why the program that reads the layout would not run the drafter as it
+    # was trained.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
     # Makes config.json from the sizes and the target's transformers config, which may be None.
     config: Callable[[Any, Any], dict[str, Any]]
-    # Converts a tensor name in the drafter's state dict to the name in the file.
+    # Converts the name of a tensor in the drafter's state dict to its name in the file.
     file_name: Callable[[str], str] = _unchanged
-    # Converts a tensor name in the file, from any version, to the name in the drafter's state dict.
+    # Converts the name of a tensor in the file to its name in the drafter's state dict. It knows the
+    # names of all versions of the other program.
     own_name: Callable[[str], str] = _unchanged
-    # Converts tensors for writing. It is called before the tensors are renamed.
+    # Converts the drafter's tensors to those of the file. The tensors are renamed afterwards.
     pack: Callable[[Weights, Any], Weights] = _unchanged
-    # Reverts ``pack``. It is called after the tensors were renamed.
+    # Converts the tensors of the file back. They have been renamed before.
     unpack: Callable[[Weights, Any], Weights] = _unchanged
     # The next two functions are for folders that this package did not write. ``recognises`` checks
     # whether a folder has this layout, by the tensor names of the file without the prefix
@@ -73,7 +74,7 @@ class Layout:
 
     @property
     def holds_embeddings(self) -> bool:
-        """Whether the folder contains embeddings, which its reader uses instead of the target's."""
+        """Whether the folder contains embeddings that are used in place of the target's."""
         return EMBEDDINGS in self.needs or EMBEDDINGS not in self.ignored
 
     def refusals(self, sizes: Any) -> list[str]:
@@ -133,7 +134,10 @@ def is_rope_scaled(sizes: DrafterSizes) -> bool:
 
 
 def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
-    """Yield a reason against the layout if the head dim is not width / number of heads."""
+    """Yield a reason against the layout if the head dim is not the width / the number of heads.
+
+    Programs with such layouts compute the head dim in this way.
+    """
     if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
         yield (
             f"the head dim is {sizes.head_dim}, but must be the width divided by the number of "
@@ -256,9 +260,10 @@ def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
 
 
 def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
-    """Add ``t2d`` to weights that contain only ``d2t``.
+    """Add the tensor ``t2d`` to weights that contain only ``d2t``.
 
-    ``t2d`` marks which of the target's ``n_tokens`` tokens are draft tokens.
+    ``d2t`` has the distance from the id of each draft token to its id in the target's vocabulary.
+    ``t2d`` says for each of the target's ``n_tokens`` tokens whether it is a draft token.
     """
     if "d2t" in weights:
         check_shape(weights, "d2t", [weights["d2t"].numel()])
@@ -273,7 +278,7 @@ def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
 
 
 def rows(weights: Weights, name: str) -> int:
-    """Return the number of rows of a tensor. Raises an error if the tensor is missing."""
+    """Return the number of rows of a tensor. Raise DrafterError if the tensor is missing."""
     if name not in weights or not weights[name].dim():
         raise DrafterError(f"the weights lack the tensor {name}; restore the file of weights.")
     return int(weights[name].shape[0])
@@ -286,11 +291,11 @@ def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
 
 
 def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
-    """Read ids of target layers, and convert them to layers counted from 0.
+    """Read the ids of the target layers that a drafter reads, and convert them to start from 0.
 
     Args:
-        given: pairs. Each has a list of ids, and the id of the first layer in this list's way of
-            counting (0 or 1). The first list that is not empty is used.
+        given: pairs of a list of ids and the id of the first layer in this list (0 or 1). The first
+            list that is not empty is used.
     """
     for ids, first in given:
         if ids:
@@ -300,7 +305,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     "expected a list of whole numbers; restore the original config.json."
                 )
             return tuple(layer - first for layer in ids)
-    # Don't guess the layers from the target's number of layers.
+    # Refuse the file. Do not guess the layers from the target's number of layers.
     raise DrafterError(
         "config.json does not say which layers of the target the drafter reads; restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."

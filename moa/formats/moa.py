@@ -19,7 +19,7 @@ from ..targets.facts import parse_facts
 from . import layout
 from .layout import Layout, Weights
 
-# Name of a block in the MoA authors' weights and config.json -> its name in our sizes.
+# Name of a decoder block in the MoA authors' weights and config.json -> its name in our sizes.
 _BLOCKS = {
     "self_attention": "self_attention",
     "cross_attention": "cross_attention",

@@ -3,7 +3,7 @@
 The drafters are EAGLE-3, DFlash and DSpark. In config.json, ``transformer_layer_config`` has the
 sizes, and ``speculators_config`` names the target. ``from_pretrained`` of speculators takes the
 embeddings and the LM head from the target, whose name or path is in ``verifier.name_or_path``. The
-id of a layer's output counts the layers up to this output, so it is 1 for the first layer.
+ids of the target layers whose outputs the drafter reads are counted from 1.
 
 Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and ``model.py``. With a
 reduced vocabulary, the LM head of DFlash and DSpark consists of rows of the target's LM head.
@@ -38,8 +38,8 @@ _HEADS = {
     "confidence_head_with_markov": True,
 }  # fmt: skip
 # The keys that are read for each type of drafter, with the values that absent keys have.
-# ``embed_requires_grad`` is not listed, so a true value is refused: the drafter uses the target's
-# embeddings only if the value is false.
+# ``embed_requires_grad`` is not listed, so a drafter with a true value is refused. Such a drafter
+# has embeddings of its own, not the target's.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,

@@ -1,9 +1,9 @@
 """The bundle of a target: its config, its tokenizer, and the frozen weights that training needs.
 
 A bundle is the folder ``target/`` of a store. It has config.json, generation_config.json, tokenizer
-files, and frozen.safetensors. This file has ``embed_tokens.weight``, ``norm.weight``,
-``lm_head.weight`` and ``layers.{i}.*`` in the target's dtype (i is the layer's index in the
-target). This module also computes the hashes that identify a target.
+files, and frozen.safetensors. The latter contains the tensors ``embed_tokens.weight``,
+``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` in the target's dtype, where i is the
+layer's index in the target. This module also computes the hashes that identify a target.
 
 Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N decoder layers
 in the bundle.
@@ -39,16 +39,16 @@ _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f",
 
 _ADVICE = "Run `moa-data verify`, and `moa-data repair` with --model."
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Age in seconds from which on the digest of a file is cached. A younger file could change again
-# within one tick of the file system's clock, and its time stamp would stay the same.
+# The digest of a file is cached only if the file is at least this many seconds old. A younger file
+# could change again within one tick of the file system's clock, and keep its time stamp.
 _SETTLED_S = 2.0
 
 
 def find_eos_token_ids(values: Iterable[Any]) -> frozenset[int]:
-    """Return the token ids that end a generation, from the first value that is not None.
+    """Return the token ids that end a generation.
 
     Args:
-        values: the ``eos_token_id`` of several configs, in the order of their precedence.
+        values: the ``eos_token_id`` of several configs. The first value that is not None is used.
     """
     for eos in values:
         if eos is not None:
@@ -96,7 +96,7 @@ def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, st
         ``weights_sha256``, the hash of the GGUF file.
     """
     folder = Path(folder)
-    # This raises TargetError for a folder that is not a target.
+    # Raise TargetError if the folder is not a target.
     load_facts(folder)
     if folder.parent == cache_folder("gguf"):
         # Use the hash of the GGUF file, because releases of transformers may convert it to
@@ -108,7 +108,7 @@ def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, st
     n_done = 0
     hashing = progress.of("hash weights", "B")
     for number, file in enumerate(weights, start=1):
-        # This raises TargetError for a damaged file.
+        # Raise TargetError if the file is damaged.
         read_header(file, TargetError)
         digest.update(file.name.encode() + bytes.fromhex(file_sha256(file)))
         n_done += file.stat().st_size
@@ -126,8 +126,8 @@ def file_sha256(path: Path) -> str:
     # Every change of a file changes one of these values, because no program can set the status
     # change time (ctime).
     real = path.resolve()
-    # Files in the Hub's cache are links to files that are named by their sha256, so nothing is
-    # hashed.
+    # Files in the cache of the Hugging Face Hub are links to files that are named by their sha256.
+    # So they need not be hashed.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -181,7 +181,7 @@ def save_target_bundle(
         tokenizer: the tokenizer of the target.
         path: the new folder.
         n_layers_kept: the number of decoder layers to save, counted from the last layer.
-        dtype: the dtype of the weights; None for the model's dtype.
+        dtype: the dtype of the written weights. By default the model's dtype.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def save_target_bundle(
 
 
 def held_layers(path: str | Path) -> int:
-    """Count the decoder layers in a bundle. The count is 0 for a folder that is not a bundle."""
+    """Count the decoder layers in a bundle. If the folder is not a bundle, the count is 0."""
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
@@ -265,13 +265,13 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer of a text model; an identity if there is none."""
+    """Return the norm after the last layer of a text model. An identity if it has no such norm."""
     norm: nn.Module | None = first_attribute(body, _FINAL_NORMS)
     return nn.Identity() if norm is None else norm
 
 
 def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:
-    """Return the factors [E] of the norm after the last layer; ones without such a norm."""
+    """Return the factors [E] of the norm after the last layer. Ones if it has no such norm."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
@@ -305,10 +305,12 @@ class FrozenTarget(nn.Module):
         self.facts = facts
         self.n_layers = n_layers
         first = facts.n_layers - n_layers
-        # Attention window of each of the last N layers, in tokens; None for full attention.
+        # The attention window, in tokens, of each of the last N decoder layers. None for layers
+        # with full attention.
         self.windows = facts.layer_windows[first:]
         dtype = weights["lm_head.weight"].dtype
-        # dtype of the results of `embed` and `logits`; None if it is the dtype of the weights.
+        # The dtype of the results of `embed` and `logits`. If it is None, they have the dtype of the
+        # weights.
         self.compute_dtype: torch.dtype | None = None
         self.embed_tokens = nn.Embedding.from_pretrained(
             weights["embed_tokens.weight"], freeze=True
@@ -343,9 +345,9 @@ class FrozenTarget(nn.Module):
         Args:
             path: the folder of the bundle.
             n_layers: the number of decoder layers to load, counted from the last layer.
-            dtype: the dtype of the weights; None for the stored dtype.
-            sizes: the target's sizes (see :attr:`.TargetFacts.sizes`) that the store with this bundle has
-                recorded; None if the bundle is not part of a store.
+            dtype: the dtype of the loaded weights. If it is None, they keep their stored dtype.
+            sizes: the target's sizes (:attr:`.TargetFacts.sizes`) as the store with this bundle has
+                recorded them. None if the bundle is not part of a store.
 
         Raises:
             TargetError: the bundle is incomplete, damaged, or belongs to another target.
@@ -407,20 +409,23 @@ class FrozenTarget(nn.Module):
         """
         self.compute_dtype = dtype
         for module in (self.norm, *self.layers.modules()):
-            # Under autocast (`casts_itself`), PyTorch casts the matrices of the decoder layers
-            # itself.
+            # Under autocast (`casts_itself`), PyTorch itself casts the matrices of the decoder
+            # layers.
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
     def prepare(self) -> None:
-        """Pack the LM head for drafting; the weights must not change afterwards.
+        """Pack the weights of the LM head, so that drafting is faster on a CPU.
 
-        See :func:`..nn.packed.pack`.
+        The weights must not change afterwards. See :func:`..nn.packed.pack`.
         """
         pack(self.lm_head, is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
-        """Return the LM head for tokens [n] only, as a layer. It is packed if the LM head is."""
+        """Return a layer with the rows of the LM head that belong to tokens [n].
+
+        Its weights are packed if those of the LM head are.
+        """
         return rows_of(self.lm_head_weight, tokens, isinstance(self.lm_head, PackedLinear))
 
     def embed(self, tokens: Tensor) -> Tensor:

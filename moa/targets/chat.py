@@ -1,8 +1,8 @@
 """Parses rows of a dataset into chats (messages and tools), or rejects rows with a reason.
 
-This module handles every key of a row, of a message and of a content part. It keeps each piece of
-the chat or rejects the row, so nothing is dropped silently. The module chat_tokens.py then checks
-that the chat template shows each piece.
+This module looks at every key of a row, of a message and of a content part. It either keeps the
+value as a piece of the chat or rejects the row, so no text is dropped silently. The module
+chat_tokens.py then checks that the chat template shows each piece.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
-# A function that parses an item of a list. Its second argument is the item's name in error
-# messages.
+# A function that parses an item of a list. Its second argument is the name of the item in error
+# messages, such as "message 3".
 _Parse = Callable[[Any, str], _T]
 
 ROLES = {
@@ -30,9 +30,10 @@ _MAY_BE_EMPTY = ("system", "developer", "tool")
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
-# Keys that belong to a chat but are not read: earlier turns, template arguments, documents, media,
-# results and schemas of tools, and annotations of an answer such as its reasoning. Few templates
-# render such a key of a message, and no template declares which of these keys it renders.
+# Keys that belong to a chat but that moa-data does not read: earlier turns, template arguments,
+# documents, media, results and schemas of tools, and annotations of an answer such as its
+# reasoning. A row with such content is rejected. Few templates render such a key of a message, and
+# no template declares which of these keys it renders.
 _UNREAD = re.compile(
     r"history|chat_template_kwargs|documents|attachments?"
     r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
@@ -43,8 +44,8 @@ _UNREAD = re.compile(
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
 )
-# More names of such keys, and of system texts. They count only as keys of a row, a message or a
-# tool call, because objects inside these, such as `metadata`, use the same names for other things.
+# More names of such keys, and names of system texts. They count only as keys of a row, a message or
+# a tool call. Objects inside these, such as `metadata`, use the same names for other things.
 _UNREAD_DIRECTLY = re.compile(
     r"observations?"
     r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
@@ -58,12 +59,14 @@ _SWITCHES = {
     "on", "off", "yes", "no", "true", "false", "none", "enabled", "disabled", "adaptive", "auto",
     "minimal", "low", "medium", "high", "xhigh", "max", "summarized", "detailed", "concise",
 }  # fmt: skip
-# Keys of an object that does the same in requests to Anthropic, OpenAI and OpenRouter.
+# In requests to Anthropic, OpenAI and OpenRouter, an object with these keys switches thinking on or
+# off, or limits it. It is ignored, too.
 _THINKING_SETTINGS = {
     "type", "budget_tokens", "display", "effort", "enabled", "exclude", "max_tokens", "summary",
 }  # fmt: skip
-# Keys that mark whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner
-# and others. Training uses a message if its train mark is true, or if its skip mark is false.
+# Keys whose values say whether to train on a message, with names from OpenAI, axolotl, ms-swift,
+# xtuner and others. The first pattern matches keys that are true for messages to train on. The
+# second pattern matches keys that are true for messages to leave out.
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised?|loss|weights?)(?:_.+)?"
     r"|.+_masks?|lossmask|requires_grad",
@@ -76,21 +79,21 @@ _SKIP_MARK = re.compile(
 )
 # Matches the start of a word inside a name such as isTrainable.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
-# Keys of columns that mark a whole row. This pattern is narrower than the pattern for messages,
-# because many columns with other purposes have similar names.
+# Columns that say whether to train on a whole row. This pattern is narrower than those for
+# messages, because many columns with other purposes have similar names.
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trained|trainable|loss|masked)"
     r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)|assistant_masks?|train(?:able|_on)?_turns"
     r"|(?:sample_|turn_|message_)?weights?|ignored?|excluded?|mask"
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
 )
-# Columns in which KTO's and LLaMA-Factory's rows mark an answer that a model should not write. Only
-# false marks such an answer, because the number 0 may also be the name of a class.
+# In datasets for KTO and LLaMA-Factory, the value false in these columns marks an answer that a
+# model should not write. The number 0 does not count as false, because it may also name a class.
 _DESIRABLE_COLUMNS = ("label", "kto_tag")
 # Columns that hold the last answer if the messages end before this answer.
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
-# Whether a value of a mark means yes or no. Besides these words, numbers above 0 mean yes, and other
-# numbers mean no. In NeMo's chats the value of `mask` is a role.
+# What the value of such a key means: true for yes, false for no. Numbers above 0 also mean yes, and
+# other numbers mean no. In NeMo's chats the value of `mask` is a role.
 _MEANINGS = {
     "false": False, "no": False, "n": False, "off": False,
     "true": True, "yes": True, "y": True, "on": True, "assistant": True,
@@ -98,8 +101,8 @@ _MEANINGS = {
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
-# Keys of messages that are not listed as additional. Names of speakers are listed, because few
-# templates show them.
+# Keys of messages that :func:`additional_keys` does not list. It lists the key ``name``, the name
+# of a speaker, because few templates show it.
 _USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
@@ -122,8 +125,9 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google, Ollama and llama.cpp,
-# and their values. The first values say that the answer was cut off, mostly at a token limit.
+# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google, Ollama and llama.cpp.
+# Then their values: the first ones say that the answer was cut off, mostly at a token limit, the
+# second ones that it is complete.
 _FINISH_KEYS = (
     "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
     "incomplete_details",
@@ -136,7 +140,7 @@ _END_REASONS = (
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
     "function_call", "word",
 )  # fmt: skip
-# Keys that say whether an answer was cut off, and the reasons for which their values stand.
+# Keys that say whether an answer was cut off. Their values true and false stand for these reasons.
 _CUT_FLAGS = ("truncated", "is_truncated")
 _FLAG_REASONS = {"true": "length", "false": "stop"}
 # Keys under which some datasets store the arguments of a tool call.
@@ -183,8 +187,9 @@ class Rejection(Exception):
     """A rejected row. The reason is counted, and the detail is shown with an example.
 
     The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
-    :func:`.chat_tokens.tokenize_chat` return a copy, because an error that was raised keeps the
-    variables of the functions that raised it, and so the texts of the chat.
+    :func:`.chat_tokens.tokenize_chat` return a copy that was not raised. An error that was raised
+    refers to the variables of the functions that raised it, and so would keep the texts of the chat
+    in memory.
     """
 
     reason: RejectReason
@@ -197,16 +202,15 @@ class Chat:
 
     A message has a role (system, developer, user, assistant or tool) and a content. The content is
     either the unchanged text, or a list of text parts. A message that calls tools may have no
-    content. If the message in the row has tool calls, ``tool_calls`` lists them. The arguments of
-    each call are an object or the JSON of an object. A message also keeps its other keys of the
-    row.
+    content. ``tool_calls`` lists its tool calls. The arguments of each tool call are an object, or
+    an object encoded as JSON. A message also keeps all other keys that it has in the row.
     """
 
     messages: list[Message]
-    # JSON schemas of the tools that the assistant may call; None without tools. Some templates
-    # distinguish an empty list from None.
+    # JSON schemas of the tools that the assistant may call. None if the row names no tools; some
+    # templates distinguish this from an empty list.
     tools: list[dict[str, Any]] | None = None
-    # Whether each message is answered before the next message is sent.
+    # Whether each message is a question that is answered before the next one is asked.
     asks_each: bool = False
 
 
@@ -219,8 +223,8 @@ def parse_chat(row: Any) -> Chat | Rejection:
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}],
             ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be
-            lists, or lists encoded as JSON. Or the rejection of a row that cannot be read, which
-            is returned.
+            lists, or lists encoded as JSON. If the row is a Rejection, because it could not be
+            read, the Rejection is returned.
     """
     try:
         chat = _parse(row)
@@ -255,17 +259,19 @@ def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
 
 
 def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
-    """Return the ``finish_reason`` of a row or message that says that an answer was cut off.
+    """Search a row or message for a key such as ``finish_reason`` that says an answer was cut off.
 
-    The return value is the key with its value; empty if there is none. A list has one reason for
-    each answer. The reason may be at any depth, such as in the single choice of a response of
-    OpenAI. Lists of several objects are not searched, because the objects may belong to other
-    answers. A flag such as ``truncated`` counts only as a key of the item itself, because objects
-    inside the item use the same names for other things.
+    If the value is a list, it has one reason for each answer. The key may be at any depth, such as
+    in the single choice of a response of OpenAI. Lists of several objects are not searched, because
+    the objects may belong to different answers. A flag such as ``truncated`` counts only as a key
+    of the item itself, because objects inside the item use the same names for other things.
 
     Args:
         item: the row or message.
         is_last: True to look at its last answer, False to look at the answers before.
+
+    Returns:
+        The key with its value. Empty if nothing says that an answer was cut off.
     """
     pending = [item]
     for inner in pending:
@@ -285,7 +291,10 @@ def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
 
 
 def _reasons(key: str, value: Any) -> Iterator[str]:
-    """Yield the reasons in a value. A text such as ``FinishReason.STOP`` comes from an enum."""
+    """Yield the reasons in the value of a key, in lower case.
+
+    A text such as ``FinishReason.STOP``, which Python writes for an enum, gives ``stop``.
+    """
     for word in _words(value):
         reason = word.rpartition(".")[2]
         is_flag = _snake_case(key) in _CUT_FLAGS
@@ -293,12 +302,12 @@ def _reasons(key: str, value: Any) -> Iterator[str]:
 
 
 def _is_finish_key(key: Any) -> bool:
-    """Whether a key says how an answer ended. The key may have another spelling."""
+    """Whether a key, in any spelling such as ``finishReason``, says how an answer ended."""
     return _snake_case(key) in (*_FINISH_KEYS, *_CUT_FLAGS)
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a value is a text or a message, or a list of these."""
+    """Whether a value contains an answer: a text, a message, or a list of these."""
     if isinstance(value, Mapping):
         return any(_values(value, ("role", "from")))
     if isinstance(value, (list, tuple)):
@@ -352,7 +361,7 @@ def content_texts(message: Message) -> list[str]:
 
 
 def content_text(message: Message) -> str:
-    """Return a message's content as one text, as vLLM and llama.cpp join the texts of parts."""
+    """Return a message's content as one text. Texts of parts are joined as in vLLM and llama.cpp."""
     return "\n".join(filter(None, content_texts(message)))
 
 
@@ -391,7 +400,7 @@ def _parse(row: Any) -> Chat:
 
 
 def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the values of an item under several alternative names of the same key.
+    """Return the values of a row, message or tool call under alternative names of one key.
 
     Empty values are left out. If all values are empty, only the first value is returned.
     """
@@ -408,7 +417,7 @@ def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
 
 
 def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the filled lists that a row has under alternative names of the same column."""
+    """Return the lists that a row has under alternative names of one column, if they are not empty."""
     lists = map(unpacked, _values(row, names))
     return [items for items in lists if items not in (None, "", {})]
 
@@ -416,7 +425,7 @@ def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 def _parse_lists(
     lists: Sequence[Any], columns: Sequence[str], parse: _Parse[_T], malformed: RejectReason
 ) -> list[_T] | None:
-    """Parse lists that must have the same items, and return one of them; None without a list."""
+    """Parse lists that must have the same items, and return one of them. None if none are given."""
     item_name = columns[0].removesuffix("s")
     parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
@@ -456,7 +465,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
 
 
 def _parse_message(item: Any, where: str) -> Message:
-    """Parse a message with all of its keys into a message of a chat."""
+    """Parse a message of a row, with all of its keys, into a message of a chat."""
     if not isinstance(item, Mapping):
         raise Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
     names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
@@ -518,7 +527,10 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether a value has content. Null has none, and neither has an object of null values."""
+    """Whether a value has content.
+
+    Null has no content, and neither has an empty text or an object whose values are all null.
+    """
     values = value.values() if isinstance(value, Mapping) else [value]
     return any(isinstance(item, (bool, int, float)) or bool(item) for item in values)
 
@@ -538,7 +550,10 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _find_unread(item: Mapping[Any, Any]) -> str:
-    """Return the first key of a row or message with unread content; empty if there is none."""
+    """Return the first key of a row or message whose content moa-data does not read.
+
+    The result is empty if none exists.
+    """
     calls = {key: item[key] for key in ("tool_calls", "function_call") if key in item}
     keys_of_item = chain(item.items(), _fields(calls))
     for pattern, fields in ((_UNREAD, _fields(item)), (_UNREAD_DIRECTLY, keys_of_item)):
@@ -562,9 +577,9 @@ def _is_switch(value: Any) -> bool:
 
 
 def _find_channel(message: Mapping[Any, Any]) -> str:
-    """Return the key of a message whose content is not the answer itself; empty if there is none.
+    """Return the key that shows that a message's content is not the answer itself; empty if none.
 
-    In Harmony, reasoning and tool calls are written to channels other than ``final``.
+    In the Harmony format, reasoning and tool calls have other channels than ``final``.
     """
     if message.get("channel") not in (None, "", "final"):
         return f"channel {message['channel']!r:.40}"
@@ -572,9 +587,15 @@ def _find_channel(message: Mapping[Any, Any]) -> str:
 
 
 def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collection[str] = ()) -> str:
-    """Return the first filled key of an item that is a name in any spelling, or an empty text.
+    """Return the first key with content that is one of some names, in any spelling.
 
-    Another spelling is, for example, ``systemPrompt``. The keys in ``ignored`` do not count.
+    For example, ``systemPrompt`` is another spelling of ``system_prompt``. The result is empty if
+    none of them has content.
+
+    Args:
+        item: the row or message.
+        names: the names, in snake case.
+        ignored: keys of the item that do not count.
     """
     for key, value in item.items():
         if _snake_case(key) in names and key not in ignored and _is_filled(value):
@@ -583,15 +604,15 @@ def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collectio
 
 
 def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool) -> list[str]:
-    """List the columns of a row and the keys of its messages that are not part of the tokens.
+    """List the columns of a row, and the keys of its messages, that do not affect the tokens.
 
-    The keys of tool calls are listed too. Empty values do not count.
+    Keys of tool calls are listed too. Columns and keys without content are left out.
 
     Args:
-        row: what :func:`parse_chat` has parsed.
-        shown_keys: names of :func:`additional_keys` that the chat template shows.
-        ends_in_call: whether the last message calls a tool. Its turn then has an end even if the
-            row says that it was cut off, so such a column is listed.
+        row: the row, as given to :func:`parse_chat`.
+        shown_keys: those names of :func:`additional_keys` that the chat template shows.
+        ends_in_call: whether the last message calls a tool. The end-of-turn token is then kept even
+            if a column says that the answer was cut off. So such a column is listed.
     """
     names: list[str] = []
     reasons = {*_END_REASONS} if ends_in_call else {*_CUT_REASONS, *_END_REASONS}
@@ -606,9 +627,10 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
 
 
 def additional_keys(message: Mapping[Any, Any]) -> list[str]:
-    """List the filled keys of a message and of its tool calls that only some templates show.
+    """List the keys of a message and of its tool calls that only some templates show.
 
-    Each name in the list says whether the key belongs to the message or to a tool call.
+    Keys without content are left out. Each name in the list says whether the key belongs to the
+    message or to a tool call.
     """
     names = [f"{_MESSAGE_KEY} {key}" for key in _additional(message, _USUAL_KEYS)]
     old_call = unpacked(message.get("function_call")) or {}
@@ -623,7 +645,7 @@ def additional_keys(message: Mapping[Any, Any]) -> list[str]:
 
 
 def without_keys(message: Message, names: Collection[str]) -> Message:
-    """Return a copy of a message of a chat without keys that :func:`additional_keys` lists."""
+    """Return a copy of a message of a chat without some of the keys of :func:`additional_keys`."""
 
     def strip(item: dict[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
         keys = [key for key in _additional(item, known) if f"{kind} {key}" in names]
@@ -638,18 +660,22 @@ def without_keys(message: Message, names: Collection[str]) -> Message:
 
 
 def _additional(item: Mapping[Any, Any], known: Collection[str]) -> list[str]:
-    """List the filled keys of an item that are not known."""
+    """List the keys of an item that have content and are not in ``known``."""
     return [key for key, value in item.items() if key not in known and _is_filled(value)]
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
-    """Return the mark that excludes a message or row from training; empty if there is none."""
+    """Return the key, with its value, that excludes a message or row from training.
+
+    The result is empty if no key does so.
+    """
     for key in _DESIRABLE_COLUMNS:
         if is_row and str(item.get(key)).strip().lower() == "false":
             return f"{key} {item[key]!r:.40}"
     for key, value in _fields(item):
         name = _snake_case(key)
-        # A float column named "loss" is not a mark: it is the loss of some model on this row.
+        # Skip a column "loss" of floats. It does not say whether to train on the row: it is the
+        # loss of some model on this row.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
         if is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
@@ -665,7 +691,7 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield the values in a mark, at every depth, as lower-case texts."""
+    """Yield the values inside a value, at every depth, as lower-case texts."""
     pending = [unpacked(value)]
     while pending:
         element = pending.pop()
@@ -683,7 +709,7 @@ def _snake_case(key: Any) -> str:
 
 
 def _meaning(word: str) -> bool | None:
-    """Return whether the value of a mark, as a lower-case text, means yes. None for other words."""
+    """Return whether a value, as a lower-case text, means yes or no. None if it means neither."""
     try:
         return float(word) > 0  # NaN means no.
     except ValueError:
@@ -740,9 +766,9 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def tool_name(value: Mapping[str, Any]) -> str:
-    """Return the name of a tool or of a call, with or without a `function` around it.
+    """Return the name of a tool or of a tool call. Empty if it has no name.
 
-    The result is an empty text if the tool or call has no name.
+    The name is in the object itself, or in its object `function`.
     """
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -760,7 +786,7 @@ def unpacked(value: Any) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object.
+    """Make a JSON object from its keys and values, for ``json.loads``.
 
     A repeated key raises ValueError, because one of its values would be lost.
     """
@@ -771,9 +797,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries that are not null as JSON values. Dates and decimals become texts.
+    """Convert the values of a mapping to JSON values. Dates and decimals become texts.
 
-    Entries with other keys than texts, or that are nested too deeply, are left out.
+    Null values are left out, and also values that JSON cannot represent or that are nested too
+    deeply.
     """
     found = {}
     for key, value in values.items():
@@ -784,7 +811,10 @@ def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a value can be encoded as JSON: no NaN, bytes or dates, and no deep nesting."""
+    """Whether a value can be encoded as JSON.
+
+    NaN, bytes, dates and very deep nesting cannot be encoded.
+    """
     try:
         json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):

@@ -1,6 +1,6 @@
 """Turns chats into token ids and response masks.
 
-A chat is rendered ONCE and encoded ONCE, because encoding its parts separately would move token
+A chat is rendered once and encoded once, because encoding its messages separately would move token
 borders. The assistant's responses are located in the rendered text as spans of characters. The
 tokenizer's offsets map these spans to tokens. There are two ways to locate a response:
 
@@ -47,8 +47,8 @@ from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# Matches the placeholder of a number (7300001), or the end of the placeholder of a text (73 and all
-# after it in moaPiece7300001end). Both start with the same digits, which makes the search fast.
+# Matches the placeholder of a number, such as 7300001, or the end of the placeholder of a text, such
+# as 7300001end in moaPiece7300001end. Both start with the same digits, which makes the search fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )
@@ -63,21 +63,23 @@ class TokenizedChat:
     response_mask: np.ndarray
     # Whether tokens beyond max_length were cut off.
     truncated: bool
-    # Columns of the row, and keys of its messages, that are not part of the tokens.
+    # Columns of the row, and keys of its messages, that do not affect the tokens.
     beside: tuple[str, ...] = ()
-    # Names of :func:`.chat.additional_keys` that the template shows in each message with this key.
+    # Those names of :func:`.chat.additional_keys` that the template shows in every message that has
+    # the key.
     shown_keys: tuple[str, ...] = ()
 
 
 class _Piece(NamedTuple):
     """A text, number or key of a chat. The rendering must show each piece."""
 
-    # Index of the message with this piece; -1 for a piece of a tool.
+    # Index of the message with this piece. -1 if the piece belongs to a tool.
     message: int
-    # A role, a part of a tool call, or the name of a tool.
+    # Where the piece comes from, for error messages: a role, "a tool call", or a tool with its
+    # name.
     kind: str
     # All spellings that a template may use for this piece. They have no white space at the ends,
-    # because templates may strip white space.
+    # because templates may strip it.
     forms: Collection[str]
     is_number: bool
 
@@ -90,7 +92,7 @@ class _MarkedChat:
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        # Part of a placeholder that _PLACEHOLDER matches -> the piece that the placeholder
+        # Maps what _PLACEHOLDER matches in a placeholder to the piece that the placeholder
         # replaces.
         self.pieces: dict[str, _Piece] = {}
         self.messages = [
@@ -120,9 +122,10 @@ class _MarkedChat:
 
         Args:
             value: a JSON value.
-            message: index of the value's message; -1 for a value of a tool.
+            message: index of the value's message. -1 if the value belongs to a tool.
             kind: kind of the pieces in this value.
-            key: key of the value. None inside the arguments of a tool call, where each key and each
+            key: the key under which the value stands. It decides whether the value is a piece.
+                Inside the arguments of a tool call it is None, because there each key and each
                 value is a piece.
         """
         if isinstance(value, (list, tuple)):
@@ -188,9 +191,9 @@ def tokenize_chat(
         tools: JSON schemas of the tools.
         is_cut: True if the last response was cut off before its end. If this response has no tool
             calls, the text then ends with the response, without an end-of-turn token.
-        is_generated: True if the target has written the last response after the generation prompt.
-            If not, a cut response is rejected if the rendering of the whole chat has other text
-            before the response than a prompt has, because the response may follow either text.
+        is_generated: True if the target has written the last response, after the generation prompt.
+            Otherwise the text before a cut response is not certain: some templates write other text
+            before it in a prompt than in a whole chat. Such a chat is rejected.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -237,9 +240,10 @@ def _cut_response(
     spans: list[Span],
     is_generated: bool,
 ) -> tuple[str, Span]:
-    """Return the text of a prompt with a cut response after it, and the span of this response.
+    """Return the text of a prompt that a cut response follows, and the span of this response.
 
-    The template might add text to a complete response.
+    The rendering of the whole chat cannot be used, because it has an end-of-turn token, and maybe
+    more text, after the response.
 
     Args:
         template: the chat template.
@@ -271,7 +275,9 @@ def _cut_response(
 def _find_shown_keys(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str
 ) -> dict[str, bool]:
-    """Find the additional keys of messages without which the rendering of the chat changes.
+    """Find the keys of :func:`.chat.additional_keys` that the chat template shows.
+
+    A key is shown if the rendering of the chat changes when the key is removed.
 
     Args:
         template: the chat template.
@@ -293,7 +299,7 @@ def _find_shown_keys(
             return True  # The template needs the key.
 
     shown_keys: dict[str, bool] = {}
-    # Usually no key is shown. Then the rendering without all of them is enough.
+    # Usually the template shows none of the keys. One rendering without all of them proves that.
     if not names or not is_shown(names):
         return shown_keys
     # Keys that are not shown stay removed, because a template may show one key in place of another.
@@ -314,10 +320,10 @@ def _find_foreign_key(
     shown_keys: Collection[str],
     responses: list[str],
 ) -> str:
-    """Return a key that changes a response, although its text was not written by the model.
+    """Return a key of a message that changes a response, but whose text the model has not written.
 
-    An example is the result of a tool in the message that calls the tool. A key without which the
-    template fails is returned, too. The return value is an empty text if no key changes a response.
+    An example is the result of a tool, if it is in the message that calls the tool. A key is also
+    returned if the template fails without it. The result is empty if none exists.
     """
     for name in shown_keys:
         stripped = [
@@ -339,7 +345,7 @@ def _find_foreign_key(
 def prompt_tokens(
     template: ChatTemplate, messages: list[Message], tools: Tools = None, is_open: bool = True
 ) -> list[int]:
-    """Encode a chat as `tokenize_chat` does, by default with a generation prompt at its end.
+    """Encode a chat as a prompt, with the same checks as in :func:`tokenize_chat`.
 
     Args:
         template: the chat template with its tokenizer.
@@ -381,8 +387,8 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
     The chat is rendered once more with placeholders. This shows how often and in which order the
     template writes the pieces. Then each piece is searched for in the rendering ``text``, after the
     previous piece. Pieces of tools may be anywhere, any number of times, because some templates
-    describe a tool both in words and by its schema. A hidden response is the reason only if no
-    other piece is hidden.
+    describe a tool both in words and by its schema. If a response and another piece are missing,
+    the other piece is reported.
     """
     try:
         shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
@@ -401,8 +407,8 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         if piece.message < 0:
             n_shown = min(n_shown, 1)
             piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
-        # Some templates repeat the name of a call next to the result of the call. So count the name
-        # only up to the message with the call.
+        # Some templates repeat the name of a tool call next to the result of the tool. So count the
+        # name only up to the message with the tool call.
         elif piece.kind == _CALL_NAME and n_shown > 1:
             n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(
                 placeholder
@@ -424,7 +430,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
 
 
 def _find(text: str, piece: _Piece, start: int) -> int:
-    """Find a piece in a rendering. Returns the index of its end, or -1 if the piece is missing."""
+    """Find a piece in a rendering. Return the index of its end, or -1 if the piece is missing."""
     if piece.is_number:
         for number in _NUMBER.finditer(text, start):
             if number.group() in piece.forms:
@@ -465,9 +471,10 @@ def _response_spans(
 
 
 def _with_opening(text: str, span: Span, pieces: list[_Piece]) -> Span:
-    """Extend a span to the beginning of its first piece, if the piece begins before the span.
+    """Extend the span of a response to the beginning of its first piece.
 
-    Some generation prompts end with the first words of the response, such as ``<think>``.
+    Some generation prompts already end with the first words of the response, such as ``<think>``.
+    Then these words are before the span.
     """
     start, end = span
     if not pieces or _find(text[start:end], pieces[0], 0) >= 0:
@@ -487,9 +494,9 @@ def _prefix_span(
     text: str,
     is_open: bool = True,
 ) -> Span | None:
-    """Locate a response by rendering the chat before the response and the chat up to the response.
+    """Locate a response by two renderings: of the chat before it, and of the chat up to its end.
 
-    Returns None if one of these two renderings is not a prefix of the text.
+    The result is None if one of them is not a prefix of the rendering of the whole chat.
 
     Args:
         template: the chat template.
@@ -497,9 +504,9 @@ def _prefix_span(
         tools: JSON schemas of the tools.
         index: index of the response.
         text: the rendering of the chat.
-        is_open: whether the first rendering has a generation prompt. Without it, the header of the
-            response must follow. Gemma 4 writes an empty thought into a generation prompt that it
-            does not write into a chat.
+        is_open: whether the first rendering has a generation prompt. If not, the header of the
+            response must follow it in the text. This is for templates such as Gemma 4's, which
+            writes an empty thought into a generation prompt but not into a chat.
     """
     before = messages[:index]
     if not before:
@@ -519,8 +526,8 @@ def _prefix_span(
     end = len(turn)
     if template.text_after_last and turn.endswith(template.text_after_last):
         end += len(template.end_of_turn) - len(template.text_after_last)
-    # Harmony ends the last response with <|return|>, but any earlier response with <|end|>. So
-    # compare again without the end-of-turn token.
+    # In the Harmony format, the last response ends with <|return|>, but earlier responses end with
+    # <|end|>. So compare again without the end-of-turn token.
     if not text.startswith(turn):
         turn = turn.removesuffix(template.text_after_last or template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))
@@ -553,10 +560,12 @@ def _located_span(
     text: str,
     marked: _MarkedChat,
 ) -> Span | None:
-    """Locate a response by the text before and after its placeholder; None if this is ambiguous.
+    """Locate a response by a rendering in which a placeholder replaces it.
 
-    The placeholder has no tool calls, and some templates show no results without their calls. So
-    each piece of the messages that follow must be in the text after the placeholder.
+    The response is between the text before and the text after the placeholder. The result is None
+    if this is ambiguous. The placeholder has no tool calls, and some templates do not show the
+    result of a tool without its tool call. So the text after the placeholder must contain each
+    piece of the messages that follow.
     """
     message = messages[index]
     other = [
@@ -604,9 +613,9 @@ def _encode(
     shown_keys: tuple[str, ...],
 ) -> TokenizedChat | Rejection:
     """Encode a rendered chat, and mark the tokens that belong to the spans."""
-    # Byte-level tokenizers report offsets that exclude white space, or that are empty. So each
-    # token is assumed to begin where the previous token ends. A token that begins before a span
-    # counts as response if it contains only white space before the span.
+    # The offsets of byte-level tokenizers may be empty, or exclude white space. So assume that each
+    # token begins where the previous token ends. If a token begins before a span, it belongs to the
+    # response only if it contains nothing but white space before the span.
     encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)

@@ -34,7 +34,8 @@ _LARGEST = {
     "head_dim": 1 << 12, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
     "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26, "sliding_window": 1 << 26,
 }  # fmt: skip
-# Names of the soft cap of the logits. RecurrentGemma uses the second of these names, xLSTM the third.
+# Names of the soft cap of the logits in configs. RecurrentGemma uses the second name, xLSTM the
+# third.
 _CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Maximum number of positions of a target if the config does not state it.
 _MANY_POSITIONS = 1 << 20
@@ -56,10 +57,10 @@ class KVShape(NamedTuple):
 
 
 class KVGroup(NamedTuple):
-    """Layers whose KV has the same shape. A store has one field for the KV of these layers."""
+    """Layers whose keys and values have the same shape. A store keeps their KV in one field."""
 
-    # Name of the field: "kv" if the group holds all layers of the target, else e.g.
-    # "kv/full_attention".
+    # Name of the field: "kv" if the group contains all layers of the target, otherwise with the
+    # kind of attention, such as "kv/full_attention".
     field: str
     layers: tuple[int, ...]  # Layer indices of the target, ascending.
     shape: KVShape
@@ -83,23 +84,24 @@ class TargetFacts:
     vocab_size: int  # V
     # Sequence length up to which cached keys stay valid when the sequence grows.
     max_position_embeddings: int
-    # Width of the dense MLPs, by default four times the hidden size. If layers have different
-    # widths, the largest width.
+    # Width of the dense MLPs. If layers have different widths, it is the largest. If the config
+    # does not state it, it is four times the hidden size.
     mlp_width: int
     norm_eps: float  # epsilon of the norms
-    # RoPE parameters of drafters; see :func:`rope_parameters`.
+    # RoPE parameters for drafters of this target; see :func:`rope_parameters`.
     rope_parameters: dict[str, Any]
     logit_scale: float  # factor that the target applies to the outputs of its LM head
-    # Soft cap of the logits, which a tanh applies; None without a cap.
+    # Soft cap of the logits, which is applied by a tanh. None if the target has no cap.
     logit_cap: float | None
     # Kind of attention of each layer, with the names of transformers.
     layer_kinds: tuple[str, ...]
-    # Attention window of each layer; None for full attention. A window is a number of tokens and
-    # includes the query's own token.
+    # Attention window of each layer, a number of tokens that includes the query's own token. None
+    # for layers with full attention.
     layer_windows: tuple[int | None, ...]
-    # KV shape of each layer; None for a layer that carries a state instead of KV.
+    # KV shape of each layer. None for a layer that has a recurrent state instead of KV.
     kv_shapes: tuple[KVShape | None, ...]
-    # Layers with a KV cache of their own, by kind and shape, ordered by first layer.
+    # The layers that have a KV cache of their own, grouped by kind of attention and by KV shape.
+    # The groups are in the order of their first layers.
     kv_groups: tuple[KVGroup, ...]
 
     @classmethod
@@ -165,7 +167,7 @@ class TargetFacts:
 
     @property
     def has_uniform_kv(self) -> bool:
-        """Whether the KV of all layers has the same shape, with keys as wide as values."""
+        """Whether the KV of all layers has the same shape, and keys are as wide as values."""
         return len(self.kv_groups) == 1 and self.kv_groups[0].field == "kv"
 
     @property
@@ -192,7 +194,7 @@ class TargetFacts:
 
     @property
     def rotates_as_llama(self) -> bool:
-        """Whether all layers have keys of the same shape, rotated as in drafters."""
+        """Whether all layers have keys of the same shape, rotated by RoPE as in drafters."""
         rope = dict(getattr(self.config, "rope_parameters", None) or {})
         is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
         is_supported = rope.get("rope_type", "default") in ROPE_TYPES
@@ -208,9 +210,10 @@ class TargetFacts:
 
     @property
     def attention_sizes(self) -> dict[str, int]:
-        """The largest number of KV heads and the largest head dim that attention computes with.
+        """The largest number of KV heads, and the largest head dim, in the attention of any layer.
 
-        For latents, these are the sizes of the keys and values to which a latent is expanded.
+        In multi-head latent attention, these are the sizes of the keys and values to which a latent
+        is expanded.
         """
         config = self.config
         if getattr(config, "kv_lora_rank", None) is not None:
@@ -262,10 +265,10 @@ class TargetFacts:
             )
 
     def layer_sizes(self) -> DecoderBlockSizes:
-        """Return the sizes of the target's decoder layers as block sizes.
+        """Return the sizes with which drafters can rebuild the target's decoder layers.
 
         Raises:
-            TargetError: the drafter cannot run these layers on its features.
+            TargetError: drafters cannot run these layers on their own features.
         """
         config = self.config
         if not self.family.has_llama_layers:
@@ -301,8 +304,8 @@ def _layer_configs(config: Any) -> Any:
 def _n_positions(config: Any) -> int:
     n_positions: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    # For sequences beyond the original length, longrope uses another rotation, which changes cached
-    # keys.
+    # RoPE of the type longrope rotates keys differently once a sequence exceeds the original
+    # length. Then the cached keys would be wrong, so this length is the limit.
     if rope.get("rope_type") == "longrope":
         n_positions = int(rope.get("original_max_position_embeddings") or n_positions)
     return n_positions
@@ -322,7 +325,7 @@ def _norm_eps(config: Any) -> float:
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """Return the RoPE parameters of a target's drafters: ``rope_theta``, ``rope_type`` and others.
+    """Return RoPE parameters for drafters of a target: ``rope_theta``, ``rope_type`` and others.
 
     They are the parameters of the target's layers with full attention. If drafters do not support
     this type of rotation, they use the default rotation with the target's ``rope_theta``.
@@ -374,7 +377,8 @@ def _kv_shapes(config: Any, layer_kinds: Sequence[str]) -> tuple[KVShape | None,
             or (n_heads := getattr(layer_config, "num_attention_heads", None)) is None
         ):
             shapes.append(None)
-        # Multi-head latent attention caches a latent, and one rotated key for all heads.
+        # Multi-head latent attention caches a latent (compressed keys and values), and one rotated
+        # key for all heads.
         elif (rank := getattr(layer_config, "kv_lora_rank", None)) is not None:
             shapes.append(KVShape(1, rank, layer_config.qk_rope_head_dim))
         else:
@@ -431,7 +435,7 @@ def parse_facts(
     Args:
         values: the content of config.json.
         source: name of the config file in error messages.
-        folder: the folder that holds the config file; None without a folder.
+        folder: the folder that holds the config file. None if there is only the content.
         with_weights: whether the weights will be used. If true, quantised weights raise
             TargetError.
 
@@ -465,7 +469,7 @@ def parse_facts(
 
 
 def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Return why quantised weights cannot be used; empty if the weights are not quantised."""
+    """Return why weights cannot be used if they are quantised. Empty if they are not quantised."""
     method = quantised_by(values, folder)
     return method and (
         f"the weights are quantised by {method!r}. Give the folder of the weights before "

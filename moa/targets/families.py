@@ -5,7 +5,7 @@ states are enough for most drafters. :data:`FAMILIES` lists further properties o
 data. These entries, and the assumptions about families without an entry, are checked on the loaded
 model before they are used (:mod:`.proof`).
 
-| level | features | targets |
+| what is needed | for | which targets have it |
 |---|---|---|
 | hidden states | stores of hidden states, drafters without KV | causal LMs, LM head without bias |
 | keys and values | stores of KV, drafters that read it | :data:`FAMILIES` |
@@ -38,23 +38,26 @@ from .model_files import read_config
 class Family:
     """Properties of a model type that its config does not state."""
 
-    # Whether the config determines the KV shape of each layer.
+    # Whether the KV shape of each layer is known from the config, so that KV can be stored.
     keeps_kv: bool = True
-    # Whether the model reads ``layer_types`` of the config. If not, all layers use the window of
-    # the config.
+    # Whether layers may have different kinds of attention, which ``layer_types`` in the config
+    # states. If not, all layers have the sliding window of the config.
     mixes_layers: bool = False
-    # Whether all keys are rotated as in drafters, that is in pairs of dimensions (i, i + d / 2).
+    # Whether all keys are rotated by RoPE as in drafters: with head dim d, in pairs of dimensions
+    # (i, i + d / 2).
     rotates_halves: bool = True
-    # Whether keys are rotated in all layers that have keys.
+    # Whether keys are rotated in all layers that have keys. Some families leave out RoPE in some
+    # layers.
     rotates_all: bool = True
     # Whether some layers carry a recurrent state instead of KV.
     carries_state: bool = False
-    # Whether the layers of this family compute the same as ``layers.DecoderBlock``.
+    # Whether the layers of this family compute the same as ``layers.DecoderBlock``, our
+    # implementation of Llama's decoder layer.
     has_llama_layers: bool = False
     # Name of the attention implementation in transformers that supports all features of this
     # family.
     attention: str = "sdpa"
-    # The constant that norms add to their weights.
+    # The constant that norms add to their weights before they multiply with them.
     norm_offset: float = 0.0
 
 
@@ -89,6 +92,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(rotates_halves=False),
 }
 """Model type of the text model -> the properties of its family."""
+
 # Assumed properties of model types that have no entry in FAMILIES.
 OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
 
@@ -96,8 +100,9 @@ OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
 def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
     """Make the transformers config from the values of a config.json.
 
-    If there is a folder, transformers reads the file itself. But it does not understand dtypes such
-    as ``torch.bfloat16`` and ``auto``. If the file has them, the config is made from ``values``.
+    If the folder is given, transformers reads the file itself. But it does not understand the
+    dtypes ``torch.bfloat16`` and ``auto``. If the file has such a dtype, the config is made from
+    ``values``.
 
     Args:
         values: the content of config.json.
@@ -133,7 +138,7 @@ def model_loader(folder: Path) -> Any:
 
 
 def first_attribute(item: Any, names: Sequence[str]) -> Any:
-    """Return the first attribute that is not None; None if the item has none of these names."""
+    """Return the first attribute of an item that is not None. None if all are missing or None."""
     for name in names:
         value = getattr(item, name, None)
         if value is not None:

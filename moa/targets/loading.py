@@ -46,8 +46,8 @@ _DRAFTING_PARTS = (
     "hnorm",
     "shared_head",
 )
-# Names without `_PREFIXES` of tensors with one row per token of the vocabulary, in the families with
-# most models.
+# Names of tensors with one row per token of the vocabulary, without `_PREFIXES`. These are the names
+# in the most common model families.
 _VOCABULARY_TENSORS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -76,9 +76,9 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def check_weights(folder: Path, dtype: torch.dtype) -> None:
-    """Refuse a target that :func:`load_target_model` would refuse, without loading it.
+    """Refuse a target that :func:`load_target_model` would refuse, without loading all of it.
 
-    This takes the memory of a few tensors.
+    Only a few tensors are in memory at a time.
 
     Raises:
         TargetError: the weights do not fit config.json, or are not finite.
@@ -126,8 +126,8 @@ def _load_fitting(
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
-            # transformers stacks the experts' weights, and does not report which weights could not
-            # be stacked.
+            # transformers stacks the weights of all experts of a layer. If this fails, it does not
+            # report which weights are wrong.
             if not (problem := _find_expert_problem(headers)):
                 raise
             raise _misfit(folder, facts.config, problem) from error
@@ -137,16 +137,16 @@ def _load_fitting(
 
 
 def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
-    """Describe the first tensor of an expert that is missing or has another shape than most.
+    """Describe the first tensor of an expert that is missing, or whose shape differs from most.
 
     All layers with experts must have the same number of experts. The result is empty if all tensors
     fit.
     """
-    # Parts of a name between its numbers -> shapes of the tensors with such names, by their numbers
-    # (of the layer and of the expert).
+    # Names of tensors are split at their numbers, which are those of the layer and of the expert.
+    # This maps the texts between the numbers to {numbers: shape} of all tensors with such names.
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
-    # Parts of a name without the last part, which says which matrix of the expert it is -> the
-    # numbers (of layer and expert) of all experts with at least one matrix in the files.
+    # The last of these texts names the matrix of the expert. This maps the other texts to the
+    # numbers of all experts that have at least one matrix in the files.
     experts: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, header in headers.items():
         if ".experts." in name:
@@ -169,9 +169,10 @@ def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
 
 
 def check_vocabulary(folder: Path) -> None:
-    """Refuse embeddings or an LM head that do not have vocab_size rows, by the weight headers.
+    """Refuse embeddings or an LM head that do not have vocab_size rows.
 
-    Tokenised chats are compared with vocab_size before the target is loaded.
+    Only the headers of the weight files are read. Token ids are compared with vocab_size before the
+    target is loaded, so vocab_size must be right.
     """
     facts = load_facts(folder)
     headers = _read_headers(folder, facts.config)
@@ -183,7 +184,7 @@ def check_vocabulary(folder: Path) -> None:
 
 
 def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
-    """Read the shapes of all weights. Refuses damaged files, and references to files elsewhere."""
+    """Read the shapes of all weights. Refuse damaged files, and references to other folders."""
     weights = bundle.weight_files(folder)
     headers: dict[str, TensorHeader] = {}
     # Name without prefixes -> description of the tensor with this name.
@@ -267,7 +268,7 @@ def _check_fit(
     expected = model.state_dict()
     problem = find_problems(_stored_headers(headers, config, expected, info), expected)
     if ".experts." in problem and not problem.startswith("unexpected"):
-        # transformers names only the stacked weights of the experts.
+        # transformers names only the stacked weights of all experts, so find the wrong one.
         problem = _find_expert_problem(headers) or problem
     problem = problem or _find_cast_tensor(headers, model, info)
     head = model.get_output_embeddings().weight
@@ -288,10 +289,11 @@ def _find_cast_tensor(
 ) -> str:
     """Describe the first tensor that is not floating-point and that transformers renames or stacks.
 
-    transformers casts it without a word, and the model's names do not tell which tensor it is.
+    transformers casts such a tensor silently, and reports it only under the model's own names. So
+    search the files for it.
     """
     skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
-    # transformers ignores numbers of positions in old files of all models.
+    # Old files of many models contain a tensor of position numbers, which transformers ignores.
     patterns = {r"position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
     cast: dict[str, TensorHeader] = {}
     for name, header in headers.items():
@@ -327,13 +329,18 @@ def _stored_headers(
     expected: Mapping[str, Tensor],
     info: Mapping[str, Any],
 ) -> dict[str, TensorHeader]:
-    """Return the headers of the stored weights, under the names that the model uses.
+    """Return the shapes and dtypes of the weights in the files, under the names of the model.
 
-    The arguments ``expected`` and ``info`` are the model's state dict and its loading info. Layers
-    for drafting are left out.
+    Layers for multi-token prediction are left out.
+
+    Args:
+        headers: the headers of the weight files.
+        config: the target's transformers config.
+        expected: the model's state dict.
+        info: the loading info that transformers returns.
     """
     # Take the dtypes from the headers of the files, because transformers has cast the loaded
-    # weights. It may also have changed the prefixes of their names.
+    # weights. Look them up by names without prefixes, because it may have changed the prefixes.
     dtypes: dict[str, Any] = {}
     for name, header in headers.items():
         dtypes[_PREFIXES.sub("", name)] = header.dtype

@@ -16,9 +16,10 @@ from ..nn.losses import capped, logits_of
 from .bundle import final_norm, scaled_head
 from .families import layer_outputs
 
-# Runs the next tokens of a sequence, of which the last ones are drafts. The second argument has the
-# parent of each draft, -1 for the token before the drafts. It returns the hidden states [n, E] of
-# the tokens, and rolls back the drafts.
+# Runs the target over the next n tokens of a sequence (first argument), of which the last ones are
+# drafts. The second argument has the index of each draft's parent among the drafts; -1 stands for
+# the token before the drafts. The result is the hidden states [n, E] of the tokens. The drafts are
+# rolled back.
 Call = Callable[[list[int], tuple[int, ...]], Tensor]
 # A :class:`.live.Target`. The class cannot be imported here, because its module imports this one.
 Target = Any
@@ -37,9 +38,9 @@ def prove_logits(target: Target) -> None:
     """
     model: Any = target.model
     states = list[Tensor]()
-    # A soft cap has no visible effect on small logits, and all large logits equal the cap. So the
-    # hidden states of some tokens are scaled up, those of other tokens are not. In float16 no
-    # states are scaled, because the largest float16 number is 65,504.
+    # Models may limit their logits by a soft cap. It has no visible effect on small logits, and all
+    # large logits equal the cap. So scale up the hidden states of some tokens, and not those of
+    # others. In float16 no states are scaled, because the largest float16 number is 65,504.
     n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype
@@ -54,7 +55,8 @@ def prove_logits(target: Target) -> None:
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         half = _N_TOKENS // 2
-        # Both sequences have the same length, so that they have the same rounding errors.
+        # Run a sequence with the same first half and another second half. It has the same length,
+        # so that the rounding errors are the same.
         others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)
         before = target.body(input_ids=others, use_cache=False).last_hidden_state[:, :half]
         handle = target.body.register_forward_hook(enlarged)
@@ -63,8 +65,8 @@ def prove_logits(target: Target) -> None:
         finally:
             handle.remove()
     if not known.isfinite().all():
-        # Skip the comparison. Invalid weights are reported later, when the target runs its first
-        # sequence.
+        # Skip the comparison if the weights give NaN or infinity. This is reported later, when the
+        # target runs its first sequence.
         return
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
@@ -111,10 +113,10 @@ def prove_norm(target: Target) -> nn.Module:
 
 @torch.inference_mode()
 def decoding_problem(target: Target) -> str:
-    """Return the reason why drafts cannot be verified; empty if they can be verified.
+    """Return the reason why the target cannot verify drafts. Empty if it can.
 
-    Drafts can be verified if several calls with a KV cache give the same hidden states as one call
-    without a cache.
+    The target can verify drafts if several calls with a KV cache give the same hidden states as one
+    call without a cache.
     """
     cache = target.make_cache()
 
@@ -136,11 +138,11 @@ def decoding_problem(target: Target) -> str:
 
 @torch.inference_mode()
 def serving_problem(target: Target, call: Call) -> str:
-    """Return the reason why an engine cannot serve the target; empty if it can.
+    """Return the reason why an engine cannot serve the target. Empty if it can.
 
     Args:
         target: the loaded target.
-        call: the engine's call.
+        call: runs the target as the engine does.
     """
     # Engines may treat calls of one token as a special case, so the last call has only one token.
     why = _problem_of_calls(target, call, takes_trees=True, ends=(-1, None))
@@ -150,13 +152,16 @@ def serving_problem(target: Target, call: Call) -> str:
 def _problem_of_calls(
     target: Target, call: Call, takes_trees: bool, ends: tuple[int | None, ...]
 ) -> str:
-    """Return why calls over parts of the sample differ from one call over all of it, or "".
+    """Run the sample tokens in several calls, and compare the results with those of one call.
 
     Args:
         target: the loaded target.
-        call: runs a part of a sequence.
-        takes_trees: whether a call may verify several drafts of the same token.
-        ends: the ends of the last parts in the sample.
+        call: runs the target over the next tokens of a sequence.
+        takes_trees: whether a call may verify several drafts that follow the same token.
+        ends: for each of the last calls, the index in the sample at which its tokens end.
+
+    Returns:
+        Why the results differ, or the error of a call. Empty if the results agree.
     """
     start = _N_TOKENS // 2
     try:
@@ -187,8 +192,8 @@ def _sample(target: Target) -> tuple[Tensor, Tensor]:
 
 def _agrees(found: Tensor, known: Tensor) -> bool:
     """Whether the values [..., m] of most tokens are equal, except for rounding errors."""
-    # The median ignores single tokens. If two experts have nearly equal scores, a rounding error
-    # may route a token to another expert.
+    # Compare by the median, which ignores single tokens. If two experts have nearly equal scores, a
+    # rounding error may route a token to another expert.
     error = (found.float() - known.float()).abs().amax(dim=-1).median()
     return bool(
         error <= (1e-3 if known.dtype == torch.float32 else 0.06) * known.float().abs().max()

@@ -51,9 +51,9 @@ _ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # moa-data puts this comment before a template that it renders with the fixed time. transformers
-# caches compiled templates by their text. So other users of transformers, who need the real time,
-# get another compiled template. Jinja drops the line break after the comment, so the template still
-# begins at the start of a line.
+# caches compiled templates by their text. The comment makes the text different, so other code that
+# uses transformers, and needs the real time, gets another compiled template. Jinja drops the line
+# break after the comment, so the template still begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -64,12 +64,12 @@ _TAKEN = {
 
 
 class ControlTokens(NamedTuple):
-    """Patterns of control tokens: tokens with a meaning beyond their text."""
+    """Patterns of control tokens: tokens with a meaning beyond their text, such as end of turn."""
 
-    # Matches the tokens that no text may contain.
+    # Matches the tokens that no text of a chat may contain.
     everywhere: re.Pattern[str]
-    # Matches the tokens of ``everywhere``, and the tokens that templates write around tools, calls
-    # and results. A text between such tokens must not contain any of them.
+    # Matches the same tokens, and also tokens that templates write around tools, tool calls and
+    # results of tools. A text that a template writes between such tokens must not contain them.
     framed: re.Pattern[str]
 
 
@@ -130,8 +130,8 @@ class ChatTemplate:
         self._asked_the_time = False
         self._text_roles: set[str] = set()  # Roles whose contents may be texts.
         self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
-        # Whether the template shows the arguments of tool calls if they are objects, and whether it
-        # shows them in the same form if they are JSON texts.
+        # Whether the template shows the arguments of tool calls if they are objects. Then whether
+        # it shows them correctly if they are texts with JSON.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -175,19 +175,25 @@ class ChatTemplate:
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after(self, messages: list[Message]) -> str:
-        """Return the text after the placeholder in a chat; empty if the template refuses it."""
+        """Render a chat that contains the placeholder, and return the text after the placeholder.
+
+        The result is empty if the template refuses the chat.
+        """
         return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
         """Return the text that ends a response.
 
-        These are the control tokens that the template writes after the last response, without those
-        that end the whole chat or begin the next turn: a second token must also stand between a
-        response and the next turn, must not be among the first tokens of a chat, and must not have
-        text after it. If the text after the last response does not begin with a control token, it
-        is the end of turn as a whole, or nothing if other text follows an earlier response. If the
-        template writes no text after the last response, the end of turn is the first control token
-        between a response and the next turn, unless this token starts turns.
+        Usually it is the first control token that the template writes after the last response. A
+        further control token there belongs to it only if the template also writes this token
+        between a response and the next turn, if it is not among the first tokens of a chat, and if
+        no text follows it. Otherwise it ends the whole chat, or begins the next turn.
+
+        If the text after the last response does not begin with a control token, all of this text is
+        the end of turn. It is empty if other text follows an earlier response.
+
+        If the template writes nothing after the last response, the end of turn is the first control
+        token between a response and the next turn, unless this token starts turns.
 
         Args:
             header: rendering of a chat with one user message.
@@ -243,7 +249,10 @@ class ChatTemplate:
         return header.strip().removeprefix(self.end_of_turn.strip()).strip()
 
     def _control_token_end(self, text: str, start: int) -> int:
-        """Return where the control token ends that follows ``start`` and white space; 0 if none."""
+        """Return the index after the control token that begins at ``start``, after white space.
+
+        The result is 0 if the text does not have a control token there.
+        """
         rest = text[start:].lstrip()
         token = self.control_tokens.everywhere.match(text, len(text) - len(rest))
         return token.end() if token else 0
@@ -261,8 +270,8 @@ class ChatTemplate:
             messages: the messages of the chat.
             tools: JSON schemas of the tools.
             add_generation_prompt: whether to add the header of the next response at the end.
-            is_shaped: whether the messages already have the form that the template shows; if not,
-                :meth:`shape` converts them.
+            is_shaped: whether the messages already have the form that the template can show. If
+                not, :meth:`shape` converts them.
 
         Raises:
             One of RENDER_ERRORS: the template refuses the chat or fails.
@@ -287,11 +296,11 @@ class ChatTemplate:
         return TEMPLATE_TIME.strftime(form)
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert contents and call arguments of messages to the form that the template shows."""
+        """Convert contents and arguments of tool calls to the form that the template can show."""
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Message) -> Message:
-        """Convert content and call arguments of a message to the form that the template shows.
+        """Convert content and arguments of tool calls to the form that the template can show.
 
         Inference engines convert messages in the same way.
         """
@@ -313,7 +322,7 @@ class ChatTemplate:
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def open_user_turn(self) -> tuple[list[int], int]:
-        """Return the tokens before the text of the first user message, and the token that ends it.
+        """Return the tokens before the first user's text, and the token that ends this message.
 
         Raises:
             TemplateError: the tokens cannot be found.
@@ -378,7 +387,7 @@ class ChatTemplate:
             pass
 
     def _find_forms(self) -> None:
-        """Detect the forms of contents and call arguments that the template shows."""
+        """Detect which forms of contents, and of arguments of tool calls, the template can show."""
         for role in _ROLES:
             if self._shows_content(role, PLACEHOLDER):
                 self._text_roles.add(role)
@@ -389,8 +398,8 @@ class ChatTemplate:
         as_object = self._try_render([user, _call(arguments)], is_shaped=True)
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
-        # Inference engines turn JSON texts into objects. So a template that writes objects in
-        # another form than texts must get an object.
+        # Inference engines turn arguments that are texts with JSON into objects. So if a template
+        # writes an object in another form than such a text, it must get an object here, too.
         differs = self._shows_objects and as_object != as_text
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
@@ -398,7 +407,7 @@ class ChatTemplate:
         self._takes_no_content = bool(self._try_render([user, call]))
 
     def _shows_content(self, role: str, content: Any) -> bool:
-        """Whether the template shows the text of this content, and not the JSON of its parts."""
+        """Whether the template shows the text of this content. The JSON of its parts is not enough."""
         beginnings: dict[str, list[Message]] = {
             "assistant": [_message("user")],
             "tool": [_message("user"), _call({})],
@@ -420,8 +429,8 @@ class ChatTemplate:
     def control_tokens(self) -> ControlTokens:
         """The control tokens: all special tokens, and the added tokens that the template writes."""
         # Paired tags such as ``<think>`` and ``</think>`` do not start a turn, and answers and
-        # prompts often contain them. So these tags are refused only in texts that the template puts
-        # between tags.
+        # prompts often contain them. So refuse these tags only in texts that the template itself
+        # puts between tags, such as the arguments of tool calls.
         tokenizer = self.tokenizer
         added = {
             str(token.content): bool(token.special)
@@ -450,9 +459,9 @@ class ChatTemplate:
         """Reject a chat with control tokens, unpaired surrogates, or too many characters."""
         control = self.control_tokens
         n_chars = 0
-        # Tuples of a name for error messages, a value, and a pattern that the texts in the value
-        # must not match. For example, a text inside a tool call must not contain the token that
-        # ends the tool call.
+        # Each tuple has a name for error messages, a value, and a pattern that must not occur in the
+        # texts of this value. For example, a text inside a tool call must not contain the token
+        # that ends the tool call.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
             for key, value in message.items():
@@ -508,7 +517,7 @@ def _message(role: str) -> Message:
 
 
 def _call(arguments: Any) -> Message:
-    """Make a message that calls a tool and has no content."""
+    """Make a message that calls a tool and has an empty content."""
     call = {
         "id": "000000001",
         "type": "function",

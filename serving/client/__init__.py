@@ -1,4 +1,5 @@
-"""The client: drafts locally, lets a server verify, writes offline, rolls back wrong drafts.
+"""The client: drafts locally, and lets a server verify the drafts.
 
-It never loads the target and never imports the engine.
+Without a network it continues to write, and later rolls back wrong drafts. It never loads the
+target and never imports the engine.
 """

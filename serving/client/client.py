@@ -6,8 +6,9 @@
         answer = client.chat([{"role": "user", "content": "Why is the sky blue?"}])
     print(answer.text)
 
-One thread makes the whole answer (:class:`_Turn`) in small steps. It handles arrived messages
-between two drafted tokens, so a message of the server waits for half a draft on average.
+One thread makes the whole answer (:class:`_Turn`) in small steps. After each drafted token, it
+handles the messages that have arrived. So a message of the server waits, on average, for half the
+time of a draft.
 """
 
 import time
@@ -46,19 +47,20 @@ from .session import (
 MODES: tuple[str, ...] = get_args(ChosenMode)
 _SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
-# Longest wait for a message before the timeouts are checked again.
+# Longest wait in seconds for a message, before the timeouts are checked again.
 _LOOK_EVERY_S = 0.1
 _STATS_EVERY_S = 0.25
-# While the server streams, contexts are put into the drafter's caches in batches of at least this
-# size. Fewer contexts can wait until a draft is needed, because adding many contexts takes little
-# longer than adding a few.
+# A context is what the drafter reads about one position that the target has processed. While the
+# server streams, contexts are put into the drafter's caches as soon as this many have arrived.
+# Fewer contexts wait until a draft is needed, because adding many takes little longer than adding a
+# few.
 _WARM_EVERY = 256
-# If the contexts of more tokens than this have not arrived, the client makes no drafts as long as
-# the server is reachable.
+# If the contexts of more tokens than this have not arrived, the client waits for them before it
+# drafts, unless the server cannot be reached.
 _FAR = 32
 _OVERLOADED_WAIT_S = 1.0
-# Largest number of invalid messages from the server without a new token in between. Each invalid
-# message ends its connection.
+# After more invalid messages than this without a new token in between, the client gives up. After
+# each of them it connects again.
 _MAX_SENSELESS = 8
 
 
@@ -68,9 +70,10 @@ class Timeouts:
 
     # The answer fails if no server has opened the session within this time.
     connect_s: float = 10.0
-    # The client writes offline after two round trips and this time without a message of the server.
+    # If no message of the server arrives for two round trips and this time, the client goes
+    # offline.
     silence_s: float = 0.5
-    # The client reconnects after this time without a message of the server.
+    # If no message of the server arrives for this time, the client connects again.
     dead_s: float = 5.0
 
 
@@ -87,27 +90,29 @@ class Answer:
 class DraftingClient:
     """Answers prompts with a server, one at a time.
 
-    It has a drafter and a few frozen weights of the target, such as its LM head, but never the
-    whole target. Every answer is the same, token for token, as with plain decoding on the server,
-    whatever the network does meanwhile.
+    The client has a drafter and a few frozen weights of the target, such as its LM head, but never
+    the whole target. Every answer is the same, token for token, as with plain decoding on the
+    server, whatever the network does meanwhile.
 
     Args:
         server: ``HOST:PORT`` of the server's gRPC port, or ``https://HOST:PORT`` for TLS.
         drafter: a run of ``moa-data train``, the folder of a drafter, or a loaded drafter, which
             several clients may share.
-        bundle: a store or its folder target/; None for the store that the run was trained from.
-        token: the server's bearer token; empty for none.
-        ca: the file of a certificate authority, for TLS; None for the system's authorities.
+        bundle: a store or its folder target/, which has the frozen weights. By default the store
+            that the run was trained from.
+        token: the server's bearer token. Empty if the server needs none.
+        ca: the file of a certificate authority, for TLS. By default the system's authorities are
+            used.
         mode: ``server``: the server drafts and streams. ``client``: the client drafts ahead of the
             server's answers.
-        codec: the codec of the drafter's contexts on the wire: bf16, int8 or int4. It changes how
+        codec: how the server encodes the data for the drafter: bf16, int8 or int4. It changes how
             many drafts are accepted, never the text.
-        max_offline: the largest number of tokens that are shown without a server.
+        max_offline: the largest number of unverified tokens that are shown without a server.
         offline_below: without a server, drafting stops when the estimated probability that all
             drafts are right falls below this limit.
-        timeouts: timeouts of the network; None for the defaults.
-        session_file: a file that is kept up to date with the current answer, for :meth:`resume`;
-            None for no file.
+        timeouts: timeouts of the network. If it is None, the defaults of :class:`Timeouts` apply.
+        session_file: a file that is kept up to date with the current answer, so that
+            :meth:`resume` can continue it. If it is None, no file is written.
     """
 
     def __init__(
@@ -211,7 +216,7 @@ class DraftingClient:
         return self.resume(saved, on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
-        """Continue a saved answer. The first event has the tokens that the answer has so far."""
+        """Continue a saved answer. The first event contains the tokens that it already has."""
         if not -(2**63) <= saved.seed < 2**63:
             raise DrafterError(f"seed is {saved.seed}; give a number from -2^63 to 2^63 - 1.")
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
@@ -234,11 +239,14 @@ class DraftingClient:
         return str(self.model.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def cut(self) -> None:
-        """Disconnect until :meth:`restore`, as if without a network. Any thread may call it."""
+        """Disconnect until :meth:`restore`, as if there were no network.
+
+        Any thread may call this method.
+        """
         self.link.cut()
 
     def restore(self) -> None:
-        """Connect again after :meth:`cut`. Any thread may call it."""
+        """Connect again after :meth:`cut`. Any thread may call this method."""
         self.link.restore()
 
     def close(self) -> None:
@@ -259,7 +267,7 @@ class _Turn:
         self._on_event = on_event or (lambda event: None)
         self._file = client.session_file
         self._bytes_before = (self._link.bytes_up, self._link.bytes_down)
-        self._stream = 0  # The number of the link's stream; 0 for none.
+        self._stream = 0  # The number of the link's current stream; 0 if there is none.
         self._pings: dict[int, float] = {}
         self._n_pings = self._n_senseless = 0
         self._heard_s = self._pinged_s = self._told_s = self._saved_s = 0.0
@@ -369,8 +377,8 @@ class _Turn:
             self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # The contexts of these tokens arrive soon after them. Waiting for the contexts is faster
-        # than feeding the tokens to the drafter level by level.
+        # The contexts of these tokens arrive soon after the tokens. Waiting for the contexts is
+        # faster than letting the drafter process the tokens one by one without them.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -409,7 +417,7 @@ class _Turn:
 
     @property
     def _n_lacking(self) -> int:
-        """How many committed tokens, without the last one, have no context yet."""
+        """The number of committed tokens whose context is still missing, except the last token."""
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:
@@ -423,7 +431,7 @@ class _Turn:
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
             # The contexts of a long prompt are on their way. Waiting for them is faster than
-            # feeding the tokens of the prompt to the drafter level by level.
+            # letting the drafter process the tokens of the prompt one by one without them.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()
@@ -436,7 +444,7 @@ class _Turn:
         elif not session.wants_draft and drafter.n_pending >= _WARM_EVERY and not session.drafts:
             drafter.warm(session.tokens)
 
-    # Methods that send messages to the server, and events to the caller
+    # Messages to the server, and events for the caller
 
     def _flush(self) -> None:
         if messages := self._session.take_messages():

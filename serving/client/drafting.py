@@ -1,18 +1,22 @@
-"""Drafts on a machine without the target, with a bundle of the target and a server's contexts.
+"""Drafts on a machine without the target.
+
+The client has a bundle, which contains a few frozen weights of the target. A server sends it
+contexts. A *context* is what the drafter reads about one position that the target has processed.
 
 Shapes: n positions, W numbers in a context, V vocabulary.
 
-Contexts may arrive late. A round of drafting begins at position ``n_context``, the first position
-without a context. Its token is the root. The known tokens after the root are fed to the drafter, as
-the first levels of a chain. Drafts are the levels after them::
+Contexts may arrive later than the tokens. A round of drafting begins at the first position without
+a context, ``n_context``. The token at this position is the root of the round. If more committed
+tokens follow the root, they are fed to the drafter as the first levels of a chain. The levels after
+them are drafts::
 
     context        The  cat  sat                         n_context 3
-    committed      The  cat  sat  on  the                "on" is the root, "the" is a level that
-    drafts                                 mat  .        is fed, not drafted
+    committed      The  cat  sat  on  the                "on" is the root, "the" is fed to the
+    drafts                                 mat  .        drafter, "mat" and "." are drafted
 
 Without a network the chain keeps growing. If the server disagrees with a draft, the chain rolls
-back to the last correct level. A new round, with all contexts that have arrived, begins when there
-are no drafts, when a draft was wrong, or when the chain has become long.
+back to the last correct level. A new round uses all contexts that have arrived. It begins when
+there are no drafts, when a draft was wrong, or when the chain has become long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,12 +40,12 @@ from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common
 from .session import Draft
 
-# The file of a training run that names the run's store, and the folder of a store that has the
+# The file of a training run that names the store, and the folder of a store that contains the
 # bundle.
 _RUN_FILE = "run.yaml"
 _BUNDLE = "target"
-# Maximum number of known tokens that one call of ``SequenceDrafter.next`` feeds to the drafter.
-# Between calls the caller polls the network.
+# Maximum number of committed tokens and earlier drafts that one call of ``SequenceDrafter.next``
+# feeds to the drafter. After each call, the caller handles messages of the server.
 _MAX_FED = 16
 # If a chain has this many levels and newer contexts have arrived, a new chain begins. Drafts far
 # from the last context agree less often with the target.
@@ -54,12 +58,12 @@ class DraftingModel:
 
     drafter: Drafter
     frozen: FrozenTarget
-    template: ChatTemplate | None  # None for a client that works with token ids only.
+    template: ChatTemplate | None  # None if the client works only with token ids.
     eos_token_ids: frozenset[int]
 
     @property
     def tokenizer(self) -> Any:
-        """The target's tokenizer; None without a chat template."""
+        """The target's tokenizer. None if the model has no chat template."""
         return self.template and self.template.tokenizer
 
     @classmethod
@@ -75,7 +79,8 @@ class DraftingModel:
 
         Args:
             folder: a training run, or the folder of a drafter.
-            bundle: a store or its folder target/; None for the store that the run was trained from.
+            bundle: a store or its folder target/. By default the store that the run was trained
+                from.
             dtype: the dtype of all weights.
             device: the device of all weights.
             template_arguments: ``name=value`` texts for the chat template; by default the arguments
@@ -102,7 +107,7 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
 
     Args:
         folder: a run of ``moa-data train``, its folder drafter/, or any other folder of a drafter.
-        bundle: a store or its folder target/; None for the store that the run was trained from.
+        bundle: a store or its folder target/. By default the store that the run was trained from.
 
     Raises:
         RequestInvalid: no bundle was found.
@@ -136,10 +141,10 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
 
 
 class SequenceDrafter:
-    """Drafts the next tokens of a sequence. It can serve several sequences, one after the other."""
+    """Drafts the next tokens of a sequence. It can be used for one sequence after another."""
 
     def __init__(self, model: DraftingModel) -> None:
-        # ``width`` is W, the width of a context; 0 for a drafter that needs no contexts.
+        # ``width`` is W, the number of numbers in a context. It is 0 if the drafter needs none.
         self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
         self._tokens: list[int] = []
@@ -147,9 +152,9 @@ class SequenceDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start a sequence, and return how many of its contexts are in the drafter's caches.
+        """Start a sequence, and return the number of its contexts that the drafter already has.
 
-        If the sequence begins like the previous one, the contexts in the caches are kept.
+        If the sequence begins like the previous one, the contexts in the drafter's caches are kept.
         """
         self._sampling = sampling
         self._seed = seed
@@ -177,8 +182,9 @@ class SequenceDrafter:
     def next(self, tokens: Sequence[int], drafts: Sequence[int]) -> Draft | None:
         """Draft one token after the prompt, the committed tokens and the earlier drafts.
 
-        Returns None if contexts are missing, if the drafter has reached its maximum depth, or if
-        more known tokens must be fed first. In the last case ``is_catching_up`` is true.
+        The result is None if contexts are missing, if the drafter has reached its maximum depth, or
+        if the drafter must process more of the given tokens first. In the last case
+        ``is_catching_up`` is true.
 
         Args:
             tokens: the prompt and the committed tokens.
@@ -200,7 +206,7 @@ class SequenceDrafter:
             chain = self._chain
             max_depth = self._model.drafter.config.max_depth
             assert chain is not None
-            # The maximum depth is reached. Further drafts need a new chain, which begins when newer
+            # If the maximum depth is reached, further drafts need a new chain. It begins when newer
             # contexts have arrived.
             if max_depth is not None and len(known) >= max_depth:
                 self.is_catching_up = False
@@ -227,23 +233,25 @@ class SequenceDrafter:
         self._cache = drafter.new_context_cache()
         self._pending: list[Tensor] = []
         self._fed: list[int] = []
-        # The position of the round's root (-1 for none), the number of contexts in the drafter's
-        # caches, and the number of contexts that have arrived.
+        # The position of the round's root (-1 if there is no round), the number of contexts in the
+        # drafter's caches, and the number of contexts that have arrived.
         self._root, self._n_taken, self.n_context = -1, 0, 0
         self._end_round()
 
     def _end_round(self) -> None:
         self._chain = None
-        # Whether the last call of `next` only fed known tokens, and should be repeated.
+        # Whether the last call of `next` only fed tokens to the drafter, so that `next` should be
+        # called again.
         self.is_catching_up = False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
-        """Return the newest position at which a round can begin, or the root of the current round.
+        """Return the last position at which a round can begin.
 
-        None if no round can begin.
+        If no new round can begin, return the root of the current round, or None without a round.
         """
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        # Contexts in the caches cannot be removed, so a round cannot begin at an earlier position.
+        # A round begins after the contexts in the drafter's caches. They cannot be removed, so it
+        # cannot begin earlier.
         if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest
@@ -274,8 +282,8 @@ class SequenceDrafter:
         token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))
         scores = penalised(logits, previous, sampling.repetition_penalty)
         if sampling.temperature:
-            # The probability of the most likely token is a cautious estimate. With the same random
-            # numbers, drafter and target agree more often than that.
+            # Estimate the probability that the draft is right by that of the most likely token. This
+            # is cautious: with the same random numbers, drafter and target agree more often.
             return Draft(
                 token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax())
             )

@@ -1,7 +1,7 @@
 """The connection to a server: one gRPC stream at a time, with reconnects, in its own thread.
 
-The user takes events from a queue, in order. Streams are numbered, so that a message for one stream
-is never sent on the next stream.
+The code that uses a link takes events from a queue, in order. Streams (gRPC calls) are numbered, so
+that a message for one stream is never sent on the next stream.
 """
 
 # This module uses gRPC's blocking interface. The asynchronous interface fails in a process with
@@ -27,24 +27,24 @@ from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 # The first and the longest wait between two attempts to connect. Each wait is twice as long as the
 # previous one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-# Timeout of an attempt to connect, because a packet of the handshake may be lost, or no server may
-# exist.
+# Timeout in seconds of an attempt to connect. A packet of the handshake may be lost, or there may be
+# no server.
 _CONNECT_S = 5.0
-# Delay before a channel is closed. gRPC watches each channel in a thread. This thread prints a
-# traceback if the channel is closed before the thread has noticed that nobody is subscribed.
+# Seconds after which an unused channel is closed. gRPC watches each channel in a thread, which
+# prints a traceback if the channel is closed before it has noticed that nobody watches any more.
 _CLOSED_AFTER_S = 2.0
 _SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5  # The size of gRPC's header before each message.
 _OPTIONS = (
     *CLIENT_OPTIONS,
-    # Without this option a new channel would wait as long as an old failed channel to the same
-    # server (backoff).
+    # Without this option, a new channel would share the growing delay (backoff) of an old channel
+    # to the same server that has failed.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
 )
-# gRPC status -> error class. After any other status a new attempt may help.
+# gRPC status of a stream that ended -> error class. After any other status, a new attempt may help.
 _ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed
 }
@@ -56,9 +56,9 @@ _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LinkEvent:
     """An event of the connection.
 
-    An event with neither a message nor an error: the stream has started. An event with a message:
-    the stream has received this message. An event with an error: the stream has ended, or, if
-    ``stream`` is 0, no stream could be made.
+    There are three kinds. If the event has a message, the stream has received it. If it has an
+    error, the stream has ended, or no stream could be started (``stream`` is 0). If it has neither,
+    the stream has started.
     """
 
     stream: int
@@ -85,19 +85,20 @@ class Link:
         uses_tls = ca is not None or match["scheme"] == "https"
         self._credentials = _credentials(ca) if uses_tls else None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        # Bytes of all messages sent and of all messages received.
+        # The number of bytes of all messages sent, and of all messages received.
         self.bytes_up = self.bytes_down = 0
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
-        # Guards the attributes below, which the user's threads and the link's own thread change.
+        # Guards the attributes below. The caller's threads and the link's own thread change them.
         self._changed = threading.Condition()
         self._is_wanted = self._is_cut = self._is_closed = False
         self._channel: grpc.Channel | None = None
         self._call: Any = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # The number of the current stream (0 for none), and how many streams there have been.
+        # The number of the current stream (0 if there is none), and how many streams there have
+        # been.
         self._stream = self._n_streams = 0
         self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
-        self._reason = ""  # Why the client ended the stream itself.
+        self._reason = ""  # Why the client itself ended the stream; empty if it did not.
         self._wait_s = _FIRST_WAIT_S
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
@@ -106,7 +107,7 @@ class Link:
         """Start connecting, with an empty queue of events."""
         self.end()
         with self._changed:
-            # The old stream ends at once, because `end` has cancelled it.
+            # Wait for the old stream to end. This is soon, because `end` cancels it.
             self._changed.wait_for(lambda: self._call is None)
             self._events = queue.SimpleQueue()
             self._is_wanted = True
@@ -114,7 +115,7 @@ class Link:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """End the stream. Messages that were already sent have a moment to be delivered."""
+        """End the stream a moment later, so that messages that were sent can still arrive."""
         with self._changed:
             self._is_wanted = False
             self._outbox.put(None)
@@ -125,7 +126,7 @@ class Link:
             _later(0.2, call.cancel)
 
     def send(self, stream: int, messages: Sequence[pb.ClientMessage]) -> None:
-        """Send messages on a stream; if the stream has ended, they are dropped."""
+        """Send messages on a stream. If the stream has ended, drop them."""
         with self._changed:
             if stream != self._stream:
                 return
@@ -135,7 +136,7 @@ class Link:
                 self._outbox.put(data)
 
     def take(self, timeout_s: float) -> list[LinkEvent]:
-        """Return the events so far, in order; wait for the first one until the timeout."""
+        """Return the new events, in order. If there are none, wait for one until the timeout."""
         events: list[LinkEvent] = []
         with contextlib.suppress(queue.Empty):
             events.append(self._events.get(timeout_s > 0, timeout_s))
@@ -144,7 +145,7 @@ class Link:
         return events
 
     def reconnect(self, reason: str, wait_s: float = 0.0) -> None:
-        """End the stream; connect again after ``wait_s`` seconds or more, and start another."""
+        """End the stream, wait at least ``wait_s`` seconds, connect again and start a new stream."""
         with self._changed:
             self._reason, self._wait_s = reason, max(self._wait_s, wait_s)
             self._drop()
@@ -193,7 +194,7 @@ class Link:
                 self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
     def _connect(self) -> grpc.Channel:
-        """Return a connected channel: that of the previous stream if it is still open."""
+        """Return a connected channel. If the channel of the last stream is still open, return it."""
         with self._changed:
             if self._channel is not None:
                 return self._channel

@@ -1,8 +1,9 @@
 """The state machine of one answer: committed tokens, drafts, and requests to the server.
 
-The state machine has no I/O and no clock; only :class:`SavedAnswer` reads and writes a file. The
-inputs are messages of the server, drafts, and changes of the link. The outputs are messages to send
-and events. So tests can try every order of them. Positions count from 0 over prompt and answer::
+The state machine has no I/O and no clock; only :class:`SavedAnswer` reads and writes a file. Its
+inputs are messages of the server, drafts, and changes of the link (the connection to the server).
+Its outputs are messages to send, and events. So tests can try inputs in any order. Positions count
+from 0 over prompt and answer. In this example, a bar separates committed tokens from drafts::
 
     prompt    committed answer     drafts
     The cat | sat on             | the  mat    .    It     link up, mode client: the first two are
@@ -18,9 +19,10 @@ and events. So tests can try every order of them. Positions count from 0 over pr
                                                            taken back (RolledBack), "rug" comes from
                                                            the server (Tokens)
 
-Whatever the network does, each token is committed once: a message states the position of its first
-token, and tokens that are already known are skipped. A connection begins by sending all committed
-tokens. When it ends, its open requests are dropped.
+Whatever the network does, each token is committed once. This works because each message of the
+server states the position of its first token, so the client can skip tokens that it already has.
+On a new connection, the client first sends all committed tokens. When a connection ends, its
+unanswered requests are dropped.
 """
 
 import math
@@ -52,13 +54,14 @@ ChosenMode = Literal["server", "client"]
 ``server``: the server drafts, verifies and streams. ``client``: the client drafts ahead while the
 server verifies."""
 Mode = Literal["server", "client", "offline"]
-"""How tokens are made: in the chosen mode, or ``offline``, by the client's drafter alone."""
+"""How tokens are made: in the chosen mode, or ``offline`` by the client's drafter alone."""
+
 Kind = Literal["streamed", "accepted", "bonus", "unverified"]
 """The origin of a token.
 
-``streamed``: a run of the server. ``accepted``: a draft of the client that the target agreed with.
-``bonus``: the target's own token after the accepted ones. ``unverified``: a draft of the client
-that is not verified yet."""
+``streamed``: the server decoded it by itself. ``accepted``: the client drafted it, and the target
+agreed. ``bonus``: the target added it after the accepted drafts. ``unverified``: the client drafted
+it, and it is not verified yet."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Verified:
-    """Unverified tokens before index ``stop`` agree with the target."""
+    """The unverified tokens before index ``stop`` of the answer turned out to be right."""
 
     stop: int
 
 
 @dataclass(frozen=True)
 class RolledBack:
-    """Tokens from index ``stop`` on are taken back: the target disagrees with the first of them."""
+    """The tokens from index ``stop`` on are taken back, because the target disagrees with them."""
 
     stop: int
 
@@ -98,7 +101,7 @@ class LinkChanged:
 
 @dataclass(frozen=True)
 class ModeChanged:
-    """The mode in which the following tokens are made."""
+    """The mode has changed. The following tokens are made in the new mode."""
 
     mode: Mode
     reason: str
@@ -106,7 +109,10 @@ class ModeChanged:
 
 @dataclass(frozen=True)
 class Stats:
-    """Measurements of the answer so far. Times are in ms, and None before the first measurement."""
+    """Measurements of the answer so far.
+
+    Times are in milliseconds. A time is None before its first measurement.
+    """
 
     n_tokens: int
     n_target_calls: int
@@ -146,7 +152,7 @@ GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 class SavedAnswer:
     """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
 
-    session: str  # The id that the server gave; empty for none.
+    session: str  # The id that the server gave to the session; empty if there is none yet.
     # The prompt and the committed tokens of the answer. Tokens that were committed after the last
     # save come from the server again: it still has them, or computes them again.
     tokens: tuple[Natural, ...]
@@ -154,7 +160,7 @@ class SavedAnswer:
     max_new_tokens: Count
     sampling: SamplingConfig = GREEDY
     seed: int = 0
-    finish: str = ""  # The reason why the answer ended; empty before.
+    finish: str = ""  # The reason why the answer ended; empty while it continues.
     # The chat messages of the prompt, with role and content. Empty if the prompt was given as token
     # ids.
     messages: tuple[dict[str, str], ...] = ()
@@ -197,14 +203,16 @@ _SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
 class AnswerSettings:
     """How an answer is drafted, including the limits for writing offline."""
 
-    codec: str = "int8"  # The codec of the drafter's contexts on the wire; empty for no contexts.
-    max_offline: int = 64  # The largest number of tokens that are shown unverified.
-    # Offline the client stops when the product of the drafter's probabilities since the last
-    # verified token falls below this limit. Further tokens would almost surely be taken back.
+    # The encoding of the contexts (data for the drafter) that the server sends. If it is empty, the
+    # server sends none.
+    codec: str = "int8"
+    max_offline: int = 64  # The largest number of unverified tokens that are shown.
+    # While offline, the client stops drafting when the product of the drafter's probabilities since
+    # the last verified token falls below this limit. Further tokens would almost surely be wrong.
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
     mode: Mode = "server"
-    # The shape of the chains that are verified; None for the usual one.
+    # The shape of the chains of drafts that are verified. If it is None, the usual shape is used.
     shape: TreeShape | None = None
     identities: pb.Identities = field(default_factory=pb.Identities)
 
@@ -223,9 +231,10 @@ class ClientSession:
     Args:
         saved: the answer so far, with its prompt.
         settings: how the answer is drafted.
-        texts: a detokenizer without tokens.
-        n_context: the number of positions whose contexts the drafter has. If :meth:`receive`
-            increases it, the last positions of its message are new.
+        texts: a detokenizer that has no tokens yet.
+        n_context: the number of positions whose contexts (data of the target) the drafter has. If
+            :meth:`receive` increases this number, the last positions of the received message are
+            new.
     """
 
     def __init__(
@@ -243,14 +252,14 @@ class ClientSession:
         self.mode = settings.mode
         usual_shape = SAMPLED_SHAPE if saved.sampling.temperature else GREEDY_SHAPE
         self.shape = settings.shape or usual_shape
-        # Drafted tokens. The first ``n_shown`` of them are shown as unverified, and the first
-        # ``n_asked`` of them are being verified.
+        # The drafts after the committed tokens. The first ``n_shown`` of them are shown as
+        # unverified. The first ``n_asked`` of them are being verified.
         self.drafts: deque[Draft] = deque()
         self.n_shown = self.n_asked = 0
         self.n_context = n_context
-        self.finish = ""  # The reason why the answer ended; empty before.
-        # Numbers of: target calls that committed tokens, chains that were verified, tokens that
-        # these verifications committed, and shown tokens that were taken back.
+        self.finish = ""  # The reason why the answer ended; empty while it continues.
+        # Four counts: target calls that committed tokens, chains of drafts that were verified,
+        # tokens that these verifications committed, and shown tokens that were taken back.
         self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
         self._texts = texts
         self._outbox: list[pb.ClientMessage] = []
@@ -259,10 +268,11 @@ class ClientSession:
         # Whether there is a connection, and whether the server has opened the session on it.
         self._is_up = self.is_opened = False
         self.was_opened = False  # Whether this or an earlier connection has opened the session.
-        # Whether the client writes without the server, and whether its drafter cannot draft now.
+        # Whether the client writes without the server. Whether its drafter lacks data to go on.
         self.is_offline = self._is_stuck = False
         self._has_paused = False  # Whether an event has reported that offline drafting pauses.
-        self._awaited = 0  # The sequence number of the unanswered Verify; 0 for none.
+        # The number of the Verify message that is not answered yet; 0 if all are answered.
+        self._awaited = 0
         self._is_running = False  # Whether the server decodes and streams by itself.
         self._max_drafts = 1
         self._max_positions = 1 << 31
@@ -293,7 +303,7 @@ class ClientSession:
         self._proceed()
 
     def link_down(self, reason: str) -> None:
-        """Handle the loss of the connection: drop its open requests, and go offline."""
+        """Handle the loss of the connection: drop unanswered requests, and go offline."""
         was_opened = self.is_opened
         self._drop_requests()
         self._is_up = False
@@ -302,7 +312,7 @@ class ClientSession:
         self.stall(reason)
 
     def stall(self, reason: str) -> None:
-        """Go offline, because the server is silent; its next message ends offline mode."""
+        """Go offline, because the server is silent. Its next message ends the offline mode."""
         if self.is_offline or self.finish or not self.was_opened:
             return
         self.is_offline = True
@@ -323,7 +333,10 @@ class ClientSession:
         self._proceed()
 
     def no_draft(self) -> None:
-        """Stop drafting until tokens or contexts arrive, because the drafter lacks contexts."""
+        """Stop drafting until tokens or contexts arrive.
+
+        The client calls this if its drafter lacks contexts and cannot draft.
+        """
         self._is_stuck = True
         self._emit_pause()
         self._proceed()
@@ -378,14 +391,14 @@ class ClientSession:
             )
         if self.mode == "server" or not self._is_up or self.n_shown:
             return False
-        # Draft ahead while the server verifies. The first of these drafts guesses the token that
-        # the target adds after the drafts being verified.
+        # Draft ahead while the server verifies earlier drafts. The first new draft is a guess of the
+        # token that the target will add after the earlier drafts.
         if self._awaited:
             return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()
 
     def take_messages(self) -> list[pb.ClientMessage]:
-        """Return the messages to send, in order; each is returned once."""
+        """Return the messages to send, in order. Each message is returned only once."""
         messages = self._outbox
         self._outbox = []
         return messages
@@ -397,7 +410,10 @@ class ClientSession:
         return events
 
     def ping(self, number: int) -> None:
-        """Request a Pong, to measure the round trip and to check that the server is alive."""
+        """Ask the server for a Pong message.
+
+        It measures the round trip, and shows that the server is alive.
+        """
         if self._is_up:
             self._send(ping=pb.Ping(id=number))
 
@@ -493,7 +509,7 @@ class ClientSession:
         )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
-        """Commit tokens: keep the drafts that agree, and take back all others."""
+        """Commit tokens of the server. Take back the drafts from the first one that differs on."""
         n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):
@@ -527,7 +543,7 @@ class ClientSession:
             self._emit_tokens(start, hidden, ["unverified"] * len(hidden))
 
     def _emit_pause(self) -> None:
-        """Emit one event that says why the client shows no further tokens offline."""
+        """If the client shows no further tokens offline, emit one event that says why."""
         if not self.is_offline or self._has_paused or self.wants_draft:
             return
         self._has_paused = True
@@ -564,7 +580,7 @@ class ClientSession:
     # Requests
 
     def _drop_requests(self) -> None:
-        """Forget the requests of a connection, and that the session was opened on it."""
+        """Forget the unanswered requests of a connection. The session is not open any more."""
         self.is_opened = False
         self._awaited = 0
         self.n_asked = 0
@@ -575,7 +591,8 @@ class ClientSession:
         """Send the next request to the server, unless an earlier request is still unanswered."""
         if not self._is_up or self.finish or self._awaited or self._is_running:
             return
-        # Tokens that were shown offline are verified in one call. Then the server streams again.
+        # First let the target verify all tokens that were shown offline. Then the server streams
+        # again.
         if self.n_shown:
             self._verify()
         elif self.mode == "server":
@@ -587,7 +604,7 @@ class ClientSession:
     def _verify(self) -> None:
         """Request one target call that verifies the drafts.
 
-        The last token of the answer needs no draft, because the call adds one token of the target.
+        The last token of the answer needs no draft, because the target call adds one token itself.
         """
         n_asked = min(len(self.drafts), self._max_drafts, max(0, self._n_left - 1))
         tokens = self.draft_tokens[:n_asked]

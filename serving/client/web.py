@@ -1,9 +1,9 @@
 """The web page of a client: streams an answer, and has a switch that cuts the network.
 
-The client's own process serves the page. A browser cannot run the drafter, and after a cut only a
-local process can still show text. The page's server accepts only requests whose ``Host`` and
-``Origin`` are its own, so that no other web page can send requests for the user, even with DNS
-rebinding.
+The client's own process serves the page, because a browser cannot run the drafter, and because only
+a local process can still show text when the network is cut. The process accepts only requests whose
+``Host`` and ``Origin`` headers name itself. So no other web page can send requests in the user's
+name, even with DNS rebinding.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _MAX_PROMPT_CHARS = 100_000
-# Interval in seconds of polling for new events, which other threads append.
+# Interval in seconds at which the page's server looks for new events. Other threads append them.
 _LOOK_EVERY_S = 0.02
 
 
@@ -52,8 +52,8 @@ class _Network(BaseModel):
 class EventLog:
     """The events of the current answer, for pages that open late, reload or reconnect.
 
-    Items are JSON objects with ``t``, the seconds since the start of the answer. Their numbers
-    continue over all answers. Any thread may append items.
+    Each item is a JSON object, with ``t`` for the seconds since the answer began. Items are
+    numbered, and the numbers continue from one answer to the next. Any thread may append items.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class EventLog:
         self._first = 0
         self._began = time.monotonic()
         self.is_closed = False
-        # Identifies this process in event ids, because event numbers of an earlier process are not
-        # valid here.
+        # Identifies this process in event ids. A page may still have an event id of an earlier
+        # process, whose number means nothing here.
         self._run = secrets.token_hex(8)
 
     def begin(self, *items: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class EventLog:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
 
     async def follow(self, last_id: str) -> AsyncIterator[str]:
-        """Yield the answer's items after an event id, then new ones, as server-sent events."""
+        """Yield items as server-sent events: first those after an event id, then new items."""
         run, _, after = last_id.partition("-")
         last = int(after) if run == self._run and after.isdecimal() else -1
         while not self.is_closed:
@@ -101,7 +101,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         answer: answers a prompt and reports events. It is called for one prompt at a time, each in
             a new thread. The page shows its errors.
         set_network: cuts the connection to the server (False) or restores it (True).
-        port: the port; 0 for any free port.
+        port: the port. If it is 0, any free port is used.
     """
 
     def __init__(

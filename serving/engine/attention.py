@@ -1,6 +1,6 @@
-"""Attention of a target call over several sequences, each of which attends to its own KV.
+"""Attention of one target call over several sequences, each of which attends to its own KV.
 
-A *segment* is the tokens of one sequence in a call.
+A *segment* is the tokens of one sequence in a target call.
 
 | case | method |
 |---|---|
@@ -9,8 +9,10 @@ A *segment* is the tokens of one sequence in a call.
 | CPU, float32, single tokens, few query heads per key head | two sparse operations, no copy of KV |
 | otherwise | one call per segment, on views of the KV |
 
-The methods make few calls because each call has a fixed cost, which is higher on a GPU than on a
-CPU.
+In the table, a call is a call of PyTorch's attention function. Each of these has a fixed cost,
+which is higher on a GPU than on a CPU. So the methods make few calls.
+
+A *slot* of the KV cache holds the key and value of one token.
 
 Shapes: n tokens of one segment, T tokens of all segments, H query heads, H_kv key/value heads, d
 head dim, S slots.
@@ -44,31 +46,33 @@ except ImportError:  # PyTorch is older than 2.10.
     varlen = None  # type: ignore[assignment]
 
 ATTENTION = "moa_data_segments"
-"""Name of this attention function in transformers."""
+"""The name under which transformers finds the attention of this module."""
+
 # Segments with at most this many tokens are padded to a common length. This padding costs nothing,
 # because a kernel processes queries in blocks. Longer segments are padded in a separate call.
 # Otherwise a segment with a single token would be padded to the length of a prompt chunk in the
 # same target call.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
-# From this many query heads per key head on, one matrix product for all of them is faster than the
-# separate vector products of :class:`_Steps`.
+# If at least this many query heads share a key head, one matrix product for all of them is faster
+# than the separate vector products of :class:`_Steps`.
 _MANY_HEADS = 5
-# The length of a row of scores is rounded up to a multiple of this number. So the rounding errors
-# of a row's sum do not depend on the other rows of the call.
+# The number of attention scores of a token is padded to a multiple of this number. So the rounding
+# errors of their sum do not depend on the lengths of the other sequences in the target call.
 _ROW_SLOTS = 16
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The tokens of one sequence in a call."""
+    """The tokens of one sequence in a target call."""
 
     kv: PooledKV
-    # The tokens of the call: committed tokens that have no KV yet, then the drafts.
+    # The tokens that the target call reads: committed tokens that have no KV yet, then the drafts.
     tokens: list[int]
-    # The index of each draft's parent among the drafts, -1 for the token before the drafts.
+    # For each draft, the index of its parent among the drafts. -1 stands for the token before the
+    # drafts.
     parents: tuple[int, ...] = ()
-    # Whether the logits of the last token before the drafts, and of each draft, are needed.
+    # Whether to return the logits of the last token before the drafts, and of each draft.
     is_read: bool = True
 
     @property
@@ -78,7 +82,7 @@ class Segment:
 
     @property
     def first_slot(self) -> int:
-        """The index of the first token's slot in the pool."""
+        """The index of the first token's slot among all slots of the pool."""
         return self.kv.first_slot + self.kv.length
 
     @property
@@ -92,16 +96,16 @@ class Segment:
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
     def sees_all(self, window: int | None) -> bool:
-        """Return whether the segment is a single token that needs no mask."""
+        """Return whether the segment is a single token that needs no mask with this window."""
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
     def seen_kv(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return views of the keys and values up to the last token, [1, H_kv, S, d] per layer."""
+        """Return views of each layer's keys and values up to the last token: [1, H_kv, S, d]."""
         keys, values = self.kv.view(0, self.start + len(self.tokens)).unsqueeze(2)
         return keys.unbind(0), values.unbind(0)
 
     def positions(self) -> list[int]:
-        """Return the positions of the tokens. A draft's position is its parent's position + 1."""
+        """Return the position of each token. A draft's position is its parent's position + 1."""
         root = self.start + self.n_known - 1
         depths = {-1: 0}
         for node, parent in enumerate(self.parents):
@@ -121,7 +125,7 @@ class Segment:
         return seen
 
     def mask(self, positions: list[int], window: int | None, device: torch.device) -> Tensor | None:
-        """Return the slots that each token sees, [1, n, S] bool, or None if they need no mask."""
+        """Return which slots each token sees, [1, n, S] bool. None if all tokens see all slots."""
         if self.sees_all(window):
             return None
         if self.is_chain:
@@ -132,7 +136,7 @@ class Segment:
 
 
 def _pending_slots(segments: Sequence[Segment], device: torch.device) -> Tensor:
-    """Return the pool slots of all tokens, [T] int64."""
+    """Return the index of each token's slot in the pool, [T] int64."""
     return to_device(
         [
             segment.first_slot + index
@@ -144,11 +148,11 @@ def _pending_slots(segments: Sequence[Segment], device: torch.device) -> Tensor:
 
 
 class SegmentAttention:
-    """Writes the keys and values of a call to each segment's KV, and attends within each segment.
+    """Writes the new keys and values of each segment to its KV, and attends within each segment.
 
     Args:
-        segments: the segments of the call.
-        windows: the sliding window or chunk of each layer, None for full attention.
+        segments: the segments of the target call.
+        windows: for each layer, the sliding window or chunk; None if the layer has full attention.
         device: device of the target.
     """
 
@@ -158,12 +162,12 @@ class SegmentAttention:
         self._planes = segments[0].kv.pool.planes
         self._sizes = [len(segment.tokens) for segment in segments]
         positions = [segment.positions() for segment in segments]
-        # [T] int64, the positions of all tokens.
+        # The positions of all tokens, [T] int64.
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(segments, device)
         self._segments: Sequence[Segment] = segments
-        # Number of query heads of a layer -> :class:`_Steps` for layers with this number. The list
-        # is empty if another method is faster.
+        # Maps a number of query heads to the :class:`_Steps` of layers that have this number. A
+        # list is empty if another method is faster.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
@@ -180,9 +184,10 @@ class SegmentAttention:
     def run_layers(
         self, n_heads: int, n_kv_heads: int, head_dim: int, scale: float
     ) -> RunLayers | None:
-        """Return a function that runs all layers of the target in one call, if that is possible.
+        """Return a function that runs all layers of the target at once, or None.
 
-        This is possible if all segments are single tokens, need no mask, and fit one sparse matrix.
+        There is such a function if all segments are single tokens that need no mask, if one sparse
+        matrix holds the scores of all segments, and if the layers have the sizes of the KV cache.
 
         Args:
             n_heads: query heads of each layer.
@@ -207,7 +212,7 @@ class SegmentAttention:
 
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
-        """For each layer, the keys and the values that each segment sees: [1, H_kv, S, d] each."""
+        """The keys and values that each segment sees in each layer, each [1, H_kv, S, d]."""
         return list(
             zip(*(zip(*segment.seen_kv(), strict=True) for segment in self._segments), strict=True)
         )
@@ -221,15 +226,16 @@ class SegmentAttention:
         cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write the KV of one layer, and compute its attention.
+        """Write the new keys and values of one layer to the KV, and compute its attention.
 
         Args:
             layer: index of the layer.
-            q: [1, H, T, d].
-            k: [1, H_kv, T, d].
-            v: [1, H_kv, T, d]; the head dim may be smaller than that of the keys.
-            cap: see :func:`~moa_data.moa.nn.attention.attend_plainly`.
-            sinks: see :func:`~moa_data.moa.nn.attention.attend_plainly`.
+            q: [1, H, T, d], the queries of all tokens.
+            k: [1, H_kv, T, d], their keys.
+            v: [1, H_kv, T, d], their values. The head dim of values may be smaller than that of
+                keys.
+            cap: soft cap; see :func:`~moa_data.moa.nn.attention.attend_plainly`.
+            sinks: attention sinks; see :func:`~moa_data.moa.nn.attention.attend_plainly`.
 
         Returns:
             The attention output [1, T, H, d].
@@ -242,8 +248,8 @@ class SegmentAttention:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
-        # Whether this layer uses the whole buffer. If other layers have more or wider heads, it
-        # uses only a part of the buffer.
+        # The buffer has the largest number of heads and the largest head dim of all layers. This
+        # says whether the present layer uses all of it.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
@@ -252,8 +258,8 @@ class SegmentAttention:
         if self._are_steps and is_plain and is_whole and value_width == width:
             if steps := self._steps_of(q.shape[1], q.dtype):
                 return _Steps.attend_all(steps, layer, q)
-            # The query heads of a group become queries of their shared key head. They need no mask.
-            # The shape of each row is [1, H_kv, G, d].
+            # Treat the G query heads that share a key head as G queries of this key head. They need
+            # no mask. The shape of each row is [1, H_kv, G, d].
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)
             outputs = [
                 scaled_dot_product_attention(row, keys, values)
@@ -277,11 +283,12 @@ class SegmentAttention:
 
 
 class _Steps:
-    """Single-token segments without a mask, as rows of a sparse matrix of scores.
+    """Attention of single-token segments without a mask, by a sparse matrix of scores.
 
-    The matrix has one row per segment and query head. PyTorch's attention uses dense matrix
-    products. With few queries, these spend most of their time on rearranging keys and values. This
-    class reads the keys in place, and an embedding bag computes the weighted sum of the values.
+    PyTorch's attention uses dense matrix products. With few queries, these spend most of their time
+    on rearranging keys and values. This class computes the scores as a sparse matrix, which reads
+    the keys in place. It has one row per segment and query head. PyTorch's ``embedding_bag`` then
+    computes the weighted sum of the values.
     """
 
     def __init__(self, segments: Sequence[Segment], n_heads: int) -> None:
@@ -290,7 +297,8 @@ class _Steps:
         self._pool = pool
         n_kv_heads, n_slots = pool.buffer.shape[2:4]
         starts = [segment.start for segment in segments]
-        # [T, 1] each: the position of each segment's token, and the pool slot of its position 0.
+        # Two tensors [T, 1]: the position of each segment's token, and the index in the pool of the
+        # slot of position 0.
         lasts, firsts = torch.tensor(
             [starts, [segment.kv.first_slot for segment in segments]]
         ).unsqueeze(2)
@@ -299,8 +307,8 @@ class _Steps:
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(
             n_heads // n_kv_heads
         )
-        # [T * H * S]: for each score, the index of its key among the [H_kv * slots] keys of all
-        # heads.
+        # For each score, the index of its key among the keys of all heads and pool slots:
+        # [T * H * S].
         key_indices = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()
         stops = torch.arange(0, len(key_indices) + 1, len(columns))
         # The additive mask hides the slots that only pad a row.
@@ -318,12 +326,13 @@ class _Steps:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
-        """Create the steps of all segments together, or of each segment if lengths differ much.
+        """Create one object for all segments, or one per segment if their lengths differ much.
 
         If lengths differ much, rows of a common length would be mostly padding.
 
         Returns:
-            The steps. Empty if another method is faster, or PyTorch's sparse products do not work.
+            The objects. The list is empty if another method is faster, or if PyTorch's sparse
+            products do not work.
         """
         buffer = segments[0].kv.pool.buffer
         are_few = n_heads < _MANY_HEADS * buffer.shape[2]
@@ -375,7 +384,8 @@ class _Steps:
 @functools.cache
 def _steps_work() -> bool:
     """Return whether the sparse products of this PyTorch build exist and are correct."""
-    # PyTorch's sparse tensors are in beta (it warns once per process) and may change, so test them.
+    # PyTorch's sparse tensors are in beta and may change, so test them. PyTorch warns about the
+    # beta once per process.
     pool = Pool(
         3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU
     )
@@ -407,11 +417,11 @@ def _steps_work() -> bool:
 class BatchedAttention:
     """Computes the same as :class:`SegmentAttention`, with a fixed number of GPU kernels.
 
-    SegmentAttention launches more kernels if a call has more segments.
+    The number of kernels that SegmentAttention launches grows with the number of segments.
 
     Args:
-        segments: the segments of the call.
-        windows: the sliding window or chunk of each layer, None for full attention.
+        segments: the segments of the target call.
+        windows: for each layer, the sliding window or chunk; None if the layer has full attention.
         n_heads: query heads of each layer.
         device: device of the target.
     """
@@ -430,7 +440,7 @@ class BatchedAttention:
         firsts = [
             stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)
         ]
-        # [T] int64, the positions of all tokens.
+        # The positions of all tokens, [T] int64.
         self.positions = to_device(
             [position for segment in segments for position in segment.positions()], device
         )
@@ -442,7 +452,7 @@ class BatchedAttention:
         if self._ragged is not None:
             return
         self._batches: list[_Batch] = []
-        # The index of each token in the concatenated outputs of the padded calls.
+        # The index of each token in the concatenated outputs of the padded attention calls.
         token_indices, n_indices = [0] * sum(sizes), 0
         for is_long in (False, True):
             rows = [row for row, size in enumerate(sizes) if (size > _MAX_SHORT) == is_long]
@@ -457,21 +467,22 @@ class BatchedAttention:
                     n_indices, n_indices + sizes[row]
                 )
                 n_indices += max(sizes[row] for row in rows)
-        # [H_kv, G]: for each query head, its index in the output of a batch.
+        # The index of each query head in a token's output, [H_kv, G] for G query heads per key
+        # head. The output has another order of heads, see :class:`_Batch`.
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
-        # [T * H]: for each query head of each token, its index in the outputs of the batches.
+        # The index of each token's query heads in the outputs of all batches, [T * H].
         self._output_indices = (
             to_device(token_indices, device)[:, None] * n_heads + order.flatten()
         ).flatten()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the KV of one layer, and compute its attention.
+        """Write the new keys and values of one layer to the KV, and compute its attention.
 
         Args:
             layer: index of the layer.
-            q: [1, H, T, d].
-            k: [1, H_kv, T, d].
-            v: [1, H_kv, T, d].
+            q: [1, H, T, d], the queries of all tokens.
+            k: [1, H_kv, T, d], their keys.
+            v: [1, H_kv, T, d], their values.
 
         Returns:
             The attention output [1, T, H, d].
@@ -488,10 +499,11 @@ class BatchedAttention:
 
 
 class _Ragged:
-    """Chains of tokens of several sequences, as rows of a variable-length FlashAttention call.
+    """Attention of several sequences by one call of variable-length FlashAttention.
 
-    FlashAttention takes the first slots of the rows as ascending offsets, so the segments must be
-    in the order of their slots.
+    Each segment must be a chain of tokens. FlashAttention takes the first slot of each segment as
+    an offset into the KV. The offsets must ascend, so the segments must be in the order of their
+    slots.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
@@ -577,12 +589,12 @@ def _ragged_works(
 
 
 class _Batch:
-    """Segments as B rows of one padded call of the attention kernel.
+    """Attention of B segments by one call of the attention kernel, each padded to n tokens.
 
-    Shapes: n tokens and S slots per row, G query heads per key head.
+    Shapes: n tokens and S slots per segment, G query heads per key head.
 
-    The query heads of a group become queries of their shared key head, so that keys need not be
-    copied for each of them. The queries of a row and key head are::
+    The G query heads that share a key head are treated as G queries of this key head, so that its
+    keys need not be copied for each of them. For one segment and key head, the queries are::
 
         token 0: heads 0 .. G - 1    token 1: heads 0 .. G - 1    ...
     """
@@ -594,7 +606,8 @@ class _Batch:
         windows: Collection[int | None],
         n_heads: int,
     ) -> None:
-        # ``firsts`` are the indices of the segments' first tokens in the call.
+        # ``firsts`` are the indices of the segments' first tokens among all tokens of the target
+        # call.
         buffer = segments[0].kv.pool.buffer
         device = buffer.device
         n_kv_heads = buffer.shape[2]
@@ -603,15 +616,16 @@ class _Batch:
         self._segments = segments
         self._n_rows = len(segments)
         self._n_kv_heads = n_kv_heads
-        # Queries and slots are padded with the segment's last token, because unused slots may hold
-        # any value, even NaN.
+        # Unused slots may hold any value, even NaN. So pad queries and slots with copies of the
+        # segment's last token.
         lasts = [len(segment.tokens) - 1 for segment in segments]
         tokens = [
             [first + min(index, last) for index in range(n_tokens)]
             for first, last in zip(firsts, lasts, strict=True)
         ]
         heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
-        # [B * H_kv * n * G]: indices of the queries among the [T * H] queries of the call.
+        # The indices of the queries, in the order of the batch, among the T * H queries of the
+        # target call: [B * H_kv * n * G].
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
         if len(segments) > 1:
             n_slots = -(-n_slots // 8) * 8  # Kernels need a mask width that is a multiple of 8.
@@ -632,10 +646,11 @@ class _Batch:
     def _added(
         self, window: int | None, n_tokens: int, n_group: int, buffer: Tensor
     ) -> Tensor | None:
-        """Return the additive mask (0 or -inf), [B, n * G, S], or None if nothing is masked."""
+        """Return the additive mask (0 or -inf), [B, n * G, S]. None if nothing is masked."""
         if self._n_rows == 1 and self._segments[0].sees_all(window):
             return None
-        # The diagonal stays true for padding, so that each padding token sees itself.
+        # Start with true on the diagonal, so that each padding token sees itself. A token that
+        # sees nothing would get NaN.
         seen = np.tile(np.eye(n_tokens, dtype=np.bool_), (self._n_rows, 1, 1))
         for row, segment in enumerate(self._segments):
             seen[row, : len(segment.tokens), : len(segment.tokens)] = segment.seen()
@@ -666,9 +681,9 @@ class _Batch:
 def _segment_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Implement the attention interface of transformers.
+    """Compute attention; transformers calls this function by its attention interface.
 
-    The runner passes the attention of the call as keyword argument ``segment_attention``.
+    The runner passes the object that computes it as the keyword argument ``segment_attention``.
     """
     attention: SegmentAttention | BatchedAttention = kwargs["segment_attention"]
     plain_scale = query.shape[3] ** -0.5

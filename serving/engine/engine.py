@@ -3,16 +3,16 @@
 Sequences of any length join and leave between target calls, and each call serves many of them. Only
 ``step`` computes anything::
 
-    schedule    choose the sequences of the call and their tokens             scheduler
+    schedule    choose sequences for a target call, and their tokens          scheduler
     draft       make the server's drafts                                      speculation
     run         run one target call over all sequences                        runner
     accept      accept drafts that the target chooses too, and add a token    moa.decoding.sampling
     commit      append the tokens and report them to each sequence's owner
 
 Each token is a function of the target's logits, the sampling settings, the seed, and the token's
-position. So an answer does not depend on the other sequences of the calls, on the drafts, or on
-interruptions. All other methods may be called from any thread, also from the callbacks that receive
-commits. They take effect at the next step.
+position. So an answer does not depend on the other sequences of the target calls, on the drafts, or
+on interruptions. All methods except ``step`` may be called from any thread, also from the callbacks
+that receive commits. They take effect at the next step.
 """
 
 import contextlib
@@ -47,8 +47,9 @@ from .sequence import Commit, Logprobs, Request, Sequence, Work, contexts_to_hos
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
-# While the server decodes by itself, it sends the contexts of this many positions together. So if a
-# client loses its connection, the contexts of fewer positions than this are missing.
+# While the server decodes by itself, it sends the client the contexts (the data that the client's
+# drafter needs) of this many positions together. So if the connection is lost, the client lacks the
+# contexts of fewer positions than this.
 _CONTEXTS_AT_ONCE = 16
 
 
@@ -112,7 +113,7 @@ class Engine:
         self.drafters = dict(drafters or {})
         shape = options.shape
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
-        # The largest number of drafts that one VERIFY (a client's drafts) can have.
+        # The largest number of client's drafts that are verified in one target call.
         self.max_drafts = options.max_drafts
         if target.decoding_problem or target.facts.has_states:
             raise TargetError(
@@ -140,10 +141,10 @@ class Engine:
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self.kv_bytes = self._pool.buffer.nbytes
-        # An upper estimate of the memory that target calls and requests need besides the KV,
-        # measured with a target of 135 million weights. It covers activations, logits with their
-        # sorted copies for sampling, the masks of a chunk, the token lists, and freed memory that
-        # the allocator keeps.
+        # An upper estimate of the bytes that target calls and requests need besides the KV. Its
+        # factors were measured with a target of 135 million weights. It covers activations, logits
+        # with their sorted copies for sampling, the masks of a prompt chunk, the token lists, and
+        # freed memory that the allocator keeps.
         n_logits = options.max_sequences * (1 + n_own_drafts) + options.max_drafts
         activations = 100 * facts.hidden_size * (options.prefill_chunk + n_logits)
         masks = 5 * self.max_positions * options.prefill_chunk
@@ -170,7 +171,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _problem(self) -> str:
-        """Return why the target can't be served, as short test calls show; empty if it can."""
+        """Test the target with short calls. Return why it can't be served. Empty if it can."""
         kv = PooledKV(self._pool)
 
         def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:
@@ -201,9 +202,9 @@ class Engine:
 
         Args:
             request: the request to complete.
-            on_commit: a callback. The thread that steps calls it with a commit after each target
-                call that served the sequence, and after the sequence failed and was removed. It
-                must not block.
+            on_commit: a callback. The thread that calls :meth:`step` calls it with a commit after
+                each target call that served the sequence, and after the sequence failed and was
+                removed. It must not block.
 
         Returns:
             The id of the sequence.
@@ -239,16 +240,16 @@ class Engine:
     ) -> None:
         """Replace the work of a sequence from the next step on.
 
-        If the answer has ended already, or if the work is IDLE and has a tag, the sequence reports
-        a commit without tokens. SPECULATE without a drafter is the same as PLAIN.
+        If the answer has ended already, the sequence reports a commit without tokens. It also does
+        so if the work is IDLE and has a tag. SPECULATE without a drafter is the same as PLAIN.
 
         Args:
             sequence_id: the sequence.
             work: its new work.
-            drafts: for VERIFY, a chain of tokens after the root. The first ``max_drafts`` of them
-                are verified. Empty for a plain step.
-            answers: a tag that all commits of this work carry, so that the caller can recognise
-                them; 0 for none.
+            drafts: for VERIFY, a chain of tokens after the root, which is the last committed token.
+                The first ``max_drafts`` of them are verified. Empty for a plain step.
+            answers: a tag. All commits of this work carry it, so that the caller can recognise
+                them. 0 if the work needs no tag.
 
         Raises:
             RequestInvalid: if the drafts are not tokens.
@@ -273,7 +274,7 @@ class Engine:
         self._post(sequence_id, apply)
 
     def remove(self, sequence_id: int) -> None:
-        """Remove a sequence. A target call in progress may still report its commit."""
+        """Remove a sequence at the next step. The present step may still report a commit for it."""
         self._post(sequence_id, self._remove)
 
     def _check(self, request: Request, limit: int) -> None:
@@ -358,8 +359,8 @@ class Engine:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            # Clear the event before the step. Then work that is posted during the step wakes the
-            # thread again.
+            # Clear the event before the step, not after it. So work that another thread posts
+            # during the step wakes this thread again.
             self._wake.clear()
             try:
                 is_done = not self.step()
@@ -407,7 +408,7 @@ class Engine:
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
-            # A sequence that failed meanwhile is no longer here; its callback has reported the
+            # If the sequence failed meanwhile, it was removed, and its callback has reported the
             # error.
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 apply(sequence)
@@ -416,7 +417,7 @@ class Engine:
         self._wake.set()
 
     def _draft(self, sequences: GenericSequence[Sequence]) -> dict[str, list[Sequence]]:
-        """Make the server's drafts, and return the sequences that could draft, by drafter."""
+        """Make the server's drafts. Return drafter name -> the sequences that could get drafts."""
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
         for name, speculation in self._speculations.items():
             members = [
@@ -439,7 +440,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _dispensable(self, name: str, sequences: GenericSequence[Sequence]) -> Iterator[None]:
-        """Decode sequences without drafts if their drafter fails; their tokens do not change."""
+        """If the drafter fails in this context, decode its sequences without drafts from now on.
+
+        Their tokens do not change, because drafts never change the target's output.
+        """
         try:
             yield
         except Exception:  # noqa: BLE001 - a drafter may raise anything
@@ -462,7 +466,7 @@ class Engine:
             process: processes several sequences. It must be safe to call again after a failure.
 
         Returns:
-            The items that were processed. Sequences that also failed alone are removed.
+            The items that were processed. A sequence that fails alone, too, is removed.
         """
         if len(items) > 1:
             try:
@@ -480,10 +484,10 @@ class Engine:
     def _each(
         self, items: list[Scheduled], process: Callable[[Scheduled], None]
     ) -> list[Scheduled]:
-        """Process each sequence alone, and end only the sequences for which that fails.
+        """Process each sequence alone. If that fails for a sequence, end only this sequence.
 
         Returns:
-            The items of all other sequences.
+            The items that were processed.
         """
         processed = []
         for item in items:
@@ -496,7 +500,7 @@ class Engine:
         return processed
 
     def _call(self, scheduled: list[Scheduled]) -> None:
-        """Call the target once for all sequences, and store its outputs."""
+        """Call the target once for all sequences, and store its outputs in their items."""
         segments = []
         for item in scheduled:
             sequence = item.sequence
@@ -529,7 +533,7 @@ class Engine:
             item.choice = choice
 
     def _accept(self, one: Scheduled) -> None:
-        """Accept the chosen drafts of a sequence, and commit tokens and KV."""
+        """Commit the accepted drafts of a sequence, the next token, and their KV."""
         sequence = one.sequence
         n_known = one.n_known
         start = sequence.n_cached
@@ -556,13 +560,13 @@ class Engine:
             self._note_contexts(one, start)
 
     def _note_contexts(self, one: Scheduled, start: int) -> None:
-        """Store the target's states of new positions, from which contexts are encoded later.
+        """Store the target's hidden states of new positions. Contexts are encoded from them later.
 
-        The commit that ends an answer gets all contexts that are still unsent.
+        If the answer has ended, its last commit gets all contexts that are still unsent.
 
         Args:
-            one: the results of the call for a sequence.
-            start: the number of positions that had KV before the call.
+            one: the results of the target call for a sequence.
+            start: the number of positions that had KV before the target call.
         """
         sequence = one.sequence
         speculation = self._speculations[sequence.request.drafter or ""]
@@ -580,9 +584,9 @@ class Engine:
     def _send_contexts(self, served: list[Scheduled]) -> None:
         """Encode and send contexts of positions whose tokens have been reported."""
         # While the server decodes by itself, contexts are encoded and sent many at a time, because
-        # encoding many takes as long as encoding a few. They are encoded after every call if the
-        # server's own drafts need them too. Contexts of the prompt are sent after every call,
-        # because the client cannot draft without them.
+        # encoding many takes as long as encoding a few. There are two exceptions. If the server's
+        # own drafts need contexts too, they are encoded after every target call. Contexts of the
+        # prompt are sent after every target call, because the client cannot draft without them.
         due: dict[str, list[Scheduled]] = {}
         for item in served:
             sequence = item.sequence
@@ -606,7 +610,10 @@ class Engine:
             self._report(sequence, replace(commit, answers=0))
 
     def _encode(self, name: str, items: list[Scheduled]) -> None:
-        """Encode contexts of sequences that use one drafter. The drafter reuses them if it can."""
+        """Encode contexts of sequences that use one drafter.
+
+        If the drafter can reuse them for the server's own drafts, put them into its caches.
+        """
         sequences = [item.sequence for item in items]
         speculation = self._speculations[name]
         contexts = speculation.encode_contexts(sequences)
@@ -617,15 +624,15 @@ class Engine:
     def _observe(
         self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float
     ) -> None:
-        """Pass the results of a call to the drafters, and to the policies that choose draft shapes.
+        """Pass a target call's results to the drafters and to the policies that shape drafts.
 
         Args:
-            drafting: the sequences that could draft, by drafter.
-            served: the results of the call for each sequence.
+            drafting: drafter name -> the sequences that could get drafts.
+            served: the results of the target call for each sequence.
             round_s: duration of drafting and target call in seconds.
         """
-        # The policies ignore calls that read a prompt chunk. These take longer than any round, and
-        # their time says nothing about drafts.
+        # The policies ignore target calls that read a prompt chunk. Such a call takes longer than
+        # any round of decoding, so its time says nothing about drafts.
         is_comparable = all(item.n_known == 1 for item in served)
         for name, speculation in self._speculations.items():
             drafter_items = [
@@ -695,9 +702,9 @@ def _logprobs(
     """Return the log-probabilities of the new tokens of a sequence.
 
     Args:
-        one: the results of the call for the sequence.
+        one: the results of the target call for the sequence.
         accepted: indices of the accepted drafts.
-        new: the new tokens: the accepted drafts and one more token.
+        new: the new tokens: the accepted drafts and one more token, cut off where the answer ends.
     """
     assert one.output.logits is not None
     state = one.sequence.sampling_state
@@ -719,7 +726,7 @@ def _logprobs(
 
 
 def _contexts_at_once(sequence: Sequence) -> int:
-    """Return how many new contexts must be there before they are encoded and sent."""
+    """Return how many new contexts a sequence must have before they are encoded and sent."""
     is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
     has_prompt = sequence.n_context - sequence.n_unsent >= sequence.request.n_prompt - 1
     return _CONTEXTS_AT_ONCE if is_run and has_prompt else 1

@@ -2,8 +2,8 @@
 
 The blocks of a sequence are contiguous, so attention on a CPU can read the KV through a view.
 Gathering scattered blocks would take as long as the attention itself (measured with 8 sequences of
-250 tokens on one core). A new sequence is placed in the middle of the largest gap and grows into
-the free blocks after it. If these are used up, the neighbours move, as little as necessary::
+250 tokens on one core). A new sequence starts in the middle of the largest gap, and grows into the
+free blocks after it. If these are used up, its neighbours move as little as necessary::
 
     blocks            0 1 2 3 4 5 6 7 8 9
     A, B, C           A A . B B . . C C .     4 blocks are free
@@ -49,7 +49,7 @@ class Pool:
         sizes: ``n_layers``, ``n_kv_heads`` and ``head_dim`` of the target.
         dtype: dtype of the KV.
         device: device of the KV.
-        groups: the target's layers by KV shape, if their shapes differ.
+        groups: the target's layers, grouped by KV shape. Empty if all layers have the same shape.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Pool:
             # that does not exist. So compare with the free memory first.
             if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
                 raise RuntimeError(f"only {format_bytes(n_free)} of memory are free")
-            # Writing zeros makes the system provide the memory now, not while requests arrive.
-            # [2, L, H_kv, S, d], keys after RoPE
+            # Keys (after RoPE) and values, [2, L, H_kv, S, d]. Writing zeros makes the system
+            # provide the memory now, not while requests arrive.
             self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             raise NotEnoughMemory(
@@ -89,7 +89,7 @@ class Pool:
 
     @functools.cached_property
     def by_slot(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys [d, H_kv * S] and values [H_kv * S, d] of each layer, ordered by head."""
+        """The keys [d, H_kv * S] and the values [H_kv * S, d] of each layer, one head after another."""
         keys, values = self.buffer.flatten(2, 3)
         return list(zip(keys.transpose(1, 2), values, strict=True))
 
@@ -107,8 +107,8 @@ class Pool:
         """Grow a sequence to ``n_blocks`` blocks. Move other sequences that are in the way.
 
         Args:
-            kv: the sequence.
-            n_blocks: its new number of blocks, at least its present number. The pool must have
+            kv: the KV of the sequence.
+            n_blocks: the new number of blocks, at least the present number. The pool must have
                 enough free blocks for the difference.
         """
         if not kv.n_blocks:
@@ -129,8 +129,9 @@ class Pool:
             targets.append((other, first))
             stop = first + other.n_blocks
             n_after = n_after - other.n_blocks
-        # Left moves go from left to right, right moves from right to left. So no move overwrites
-        # blocks of a sequence that has not moved yet.
+        # First move sequences to the left, beginning with the leftmost one, then move sequences to
+        # the right, beginning with the rightmost one. So no move overwrites blocks of a sequence
+        # that has not moved yet.
         for other, first in targets:
             if first < other.first:
                 self._move(other, first)
@@ -139,7 +140,7 @@ class Pool:
                 self._move(other, first)
 
     def free(self, kv: "PooledKV") -> None:
-        """Release all blocks of a sequence, which loses its KV."""
+        """Release all blocks of a sequence. Its KV is lost."""
         if kv.n_blocks:
             self._held.remove(kv)
         kv.first = kv.n_blocks = kv.length = 0
@@ -174,7 +175,10 @@ class Pool:
 
 
 class PooledKV:
-    """The KV of one sequence. Its slot i, counted from its first block, belongs to position i."""
+    """The KV of one sequence.
+
+    Slot i of the sequence, counted from its first block, holds the key and value of position i.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -186,7 +190,7 @@ class PooledKV:
 
     @property
     def first_slot(self) -> int:
-        """The index of position 0 among all slots of the pool."""
+        """The index of the slot of position 0, among all slots of the pool."""
         return self.first * BLOCK_TOKENS
 
     def view(self, start: int, stop: int) -> Tensor:
@@ -194,10 +198,12 @@ class PooledKV:
         return self.pool.buffer[:, :, :, self.first_slot + start : self.first_slot + stop]
 
     def commit(self, kept: Sequence[int]) -> None:
-        """Commit some of the pending tokens and discard the others.
+        """Commit the KV of some pending tokens, and discard the KV of the others.
+
+        Pending tokens are those whose KV the last target call wrote after the committed KV.
 
         Args:
-            kept: ascending indices of the tokens to commit; 0 is the first pending token.
+            kept: ascending indices of the tokens to commit. 0 is the first pending token.
         """
         n_kept = len(kept)
         start = self.length

@@ -2,17 +2,18 @@
 
 Shapes: n tokens of one segment, T tokens of all segments, E hidden size, V vocabulary size.
 
-A segment is the tokens of one sequence in the call. The tokens of all segments are concatenated to
-one row [1, T] without padding, so prompt chunks, plain steps and verifications of any size share
-the linear layers. Only attention separates the segments::
+A segment is the tokens of one sequence in the target call. The tokens of all segments are
+concatenated without padding, [1, T]. So the linear layers process prompt chunks, plain steps and
+verifications of any size at once. Only attention separates the segments::
 
     segment     prompt chunk   plain step   root and drafts
     tokens      a b c d e      k            r x y z             T = 10
     positions   0 1 2 3 4      17           9 10 11 12
     attends to  its own KV     its own KV   its own KV and ancestors among r x y z
 
-The modules of the target compute everything. The runner copies them, shares the weights, and sets
-another attention function (see ``attention``); the target itself is not changed.
+The modules of the target compute everything. The runner uses a copy of these modules that shares
+the target's weights but has another attention function (see ``attention``). So the target itself is
+not changed.
 """
 
 import contextlib
@@ -33,23 +34,23 @@ from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, limited_threads
 from .attention import ATTENTION, BatchedAttention, Segment, SegmentAttention
 
-# Several threads pay off if a linear layer of average size needs at least this many
-# multiplications. One core takes about 0.3 ms for them.
+# PyTorch uses several threads only if a linear layer of average size needs at least this many
+# multiplications. With fewer (one core takes about 0.3 ms for this many), one thread is faster.
 _FEWEST_PRODUCTS = 1 << 23
 
 
 @dataclass
 class Output:
-    """Results of a target call for one segment."""
+    """Results of a target call for one segment, the n tokens of one sequence."""
 
-    # Hidden states [n, E] after the final norm. Empty if they were not requested.
+    # The hidden state of each token after the final norm, [n, E]. Empty if they were not requested.
     hidden: Tensor
-    # Logits [1 + drafts, V] of the last token before the drafts, and of each draft. None if the
-    # segment needs no logits.
+    # The logits of the last token before the drafts, then of each draft: [1 + drafts, V]. None if
+    # the segment needs no logits.
     logits: Tensor | None
-    # The argmax of each row of the logits.
+    # The most likely token of each row of the logits.
     best: list[int]
-    # Watched layer -> its output [n, E].
+    # Index of each target layer that a drafter watches -> the output of this layer, [n, E].
     layers: dict[int, Tensor]
 
 
@@ -73,9 +74,9 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # Turn off this scaling. It derives positions from the index of a token in the call,
-                # which is wrong for concatenated segments. Below ``Target.max_positions`` it has no
-                # effect anyway.
+                # Turn off this scaling of queries by their position. transformers takes a token's
+                # index in the input for its position, which is wrong for concatenated segments. At
+                # positions below ``Target.max_positions`` the scaling has no effect anyway.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()
@@ -106,11 +107,13 @@ class Runner:
         watched_layers: Sequence[int] = (),
         needs_hidden: bool = True,
     ) -> list[Output]:
-        """Run the tokens of all segments. Their KV stays pending until :meth:`.PooledKV.commit`.
+        """Run the tokens of all segments.
+
+        Their KV is written after the committed KV. :meth:`.PooledKV.commit` decides what is kept.
 
         Args:
             segments: the tokens of each sequence.
-            watched_layers: layers whose outputs are returned.
+            watched_layers: indices of the layers whose outputs are returned.
             needs_hidden: whether the hidden states of all tokens are needed.
 
         Returns:
@@ -127,8 +130,8 @@ class Runner:
             self._device,
         )
         sizes = [len(segment.tokens) for segment in segments]
-        # Find the tokens whose logits are needed: their number per segment, and their indices in
-        # the call.
+        # Find the tokens whose logits are needed: their number per segment, and their indices among
+        # all tokens of the target call.
         n_wanted = [1 + len(segment.parents) if segment.is_read else 0 for segment in segments]
         stops = itertools.accumulate(sizes)
         wanted = [
@@ -142,8 +145,9 @@ class Runner:
             and not watched_layers
             and len(wanted) < sum(sizes)
         ):
-            # Tokens whose logits are not needed get only keys and values in the last layer. A
-            # matrix product needs at least one row, so compute token 0 if no logits are needed.
+            # In the last layer, compute only keys and values for tokens whose logits are not
+            # needed. A matrix product needs at least one row, so if no logits are needed, compute
+            # token 0 completely.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(
@@ -157,7 +161,7 @@ class Runner:
             wanted_hidden = hidden if len(wanted) == len(hidden) else hidden[wanted]
         wanted_hidden = self._logits(self._head, wanted_hidden)
         logits = wanted_hidden.split(n_wanted)
-        # This is the only GPU sync of the call.
+        # This is the only GPU sync of the target call.
         best = iter(wanted_hidden.argmax(dim=-1).tolist())
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
         results = []
@@ -183,7 +187,7 @@ class Runner:
         attention: SegmentAttention | BatchedAttention,
         watched_layers: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [1, T]: hidden states [T, E], and outputs [1, T, E] of watched layers."""
+        """Run tokens [1, T]. Return hidden states [T, E], and outputs [1, T, E] of watched layers."""
         positions = attention.positions[None]
         if self._fused is not None:
             run_layers = None

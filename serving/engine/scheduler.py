@@ -6,9 +6,13 @@ others by no more than this chunk. In this example a chunk has 8 tokens, A and B
 20 and 5 tokens, and C decodes::
 
     call        1     2     3     4
-    A           4     8    8+     +      +: reads the root too, and commits tokens
-    B           4     +     +     +      reading only the root uses nothing of the chunk
+    A           4     8    8+     +
+    B           4     +     +     +
     C           +     +     +     +
+
+A number counts the tokens of the chunk that a sequence gets. A ``+`` marks a call that also reads
+the root (the last committed token) of the sequence, and so commits tokens. A sequence of which only
+the root is left to read takes nothing from the chunk.
 
 A sequence is scheduled only if it gets KV blocks for all of its tokens. If too few blocks are free,
 other sequences are evicted: first the sequences without work, least recently served first, then
@@ -24,29 +28,32 @@ from .pool import Pool, blocks_for
 from .runner import Output
 from .sequence import Commit, Sequence, Work
 
-# A sequence in prefill may read at least this many tokens per call, because fewer tokens would cost
-# the same time.
+# A sequence in prefill may read at least this many tokens per target call, because reading fewer
+# tokens would take the same time.
 _MIN_CHUNK = 16
 
 
 @dataclass(eq=False)
 class Scheduled:
-    """The tokens of one sequence in a target call, and the results of the call."""
+    """The tokens of one sequence in a target call, and the results of this target call."""
 
     sequence: Sequence
-    # The number of committed tokens that the call reads, from the first one without KV on.
+    # The number of committed tokens that the target call reads, from the first one without KV on.
     n_known: int
-    # Whether the last of these tokens is the root, so that the call verifies drafts and commits
-    # tokens.
+    # Whether the target call reads the root, the last committed token. Only then does it verify
+    # drafts and commit tokens.
     has_root: bool
+    # The results of the target call for the sequence.
     output: Output = field(init=False)
-    # Ascending indices of the tokens whose KV was committed, among the sequence's tokens in the
-    # call.
+    # Which of the tokens that the target call read for this sequence now have committed KV:
+    # ascending indices, 0 for the first of these tokens. Rejected drafts are missing.
     kept: list[int] = field(init=False)
+    # The number of drafts that the target call verified.
     n_drafts: int = 0
-    # The accepted drafts and the next token. None if they are not chosen yet, or if the call does
-    # not read the root.
+    # The indices of the accepted drafts, and the token that the target adds to them. None if they
+    # are not chosen yet, or if the target call does not read the root.
     choice: tuple[list[int], int] | None = None
+    # The new tokens of the sequence.
     commit: Commit = field(init=False)
 
 
@@ -56,7 +63,7 @@ class Scheduler:
     Args:
         pool: the KV blocks.
         options: limits of the engine.
-        max_drafts: largest number of drafts per sequence and round that the server makes itself.
+        max_drafts: largest number of drafts that the server itself makes per sequence and round.
     """
 
     def __init__(self, pool: Pool, options: EngineOptions, max_drafts: int) -> None:
@@ -106,11 +113,12 @@ class Scheduler:
         Args:
             sequence: the sequence that needs room.
             sequences: all open sequences.
-            chosen: sequences that are chosen for the call already. They are not evicted.
+            chosen: sequences that are chosen for the target call already. They are not evicted.
             evicted: list to which the evicted sequences are appended.
 
         Returns:
-            False if even evictions would not free enough blocks. Then nothing is changed.
+            Whether the blocks are reserved. False if even evictions would not free enough blocks;
+            in this case nothing is changed.
         """
         n_drafts = self._max_drafts if sequence.work is Work.SPECULATE else len(sequence.drafts)
         n_blocks = blocks_for(len(sequence.tokens) + n_drafts)

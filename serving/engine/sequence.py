@@ -7,8 +7,8 @@ or are *missing*. Missing tokens are prefilled first, in chunks::
     tokens     The cat sat on the mat       "on the" are missing, "mat" is the root
     target KV  === === ===
 
-A target call reads some of the missing tokens. A call that reaches the root also verifies the
-drafts after it. It commits the drafts that the target accepts, and one more token.
+A target call processes some of the missing tokens. If it reaches the root, it also verifies the
+drafts that follow the root. It then commits the drafts that the target accepts, and one more token.
 """
 
 import functools
@@ -36,18 +36,21 @@ class Request:
     n_prompt: int
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
-    # Seed and position together determine each sampled token.
+    # The random numbers for a sampled token are determined by the seed and the token's position.
     seed: int = 0
-    # Name of the loaded drafter that makes the server's drafts and the contexts.
+    # Name of the loaded drafter that makes the server's drafts, and the contexts of a client that
+    # drafts.
     drafter: str | None = None
-    # Whether commits contain the drafter's context of each position that got target KV.
+    # Whether commits contain the context of each position that the target processed: the data that
+    # a client's drafter needs about this position.
     wants_context: bool = False
     # The number of positions whose context the client already has.
     n_context: int = 0
-    # Returns which tokens may follow an answer, [V] bool. None allows all tokens.
+    # Gets the tokens of the answer so far, and returns which tokens may follow: bool, one value per
+    # token of the vocabulary. If it is None, all tokens are allowed.
     allowed: Callable[[GenericSequence[int]], np.ndarray] | None = None
-    # Commits contain the log-probability of each new token, and the log-probabilities of this many
-    # most likely tokens at its position. None for no log-probabilities.
+    # If it is a number, commits contain the log-probability of each new token, and those of this
+    # many most likely tokens at its position.
     n_logprobs: int | None = None
     # Whether the answer continues after an end-of-sequence token.
     ignores_eos: bool = False
@@ -58,18 +61,18 @@ class Request:
 class Work(Enum):
     """What the engine does for a sequence."""
 
-    # Do nothing. The KV stays until its memory is needed.
+    # Do nothing. The KV stays until another sequence needs its memory.
     IDLE = "idle"
     # Decode until the answer ends, one token per call.
     PLAIN = "plain"
     # Decode until the answer ends, with drafts that the server makes.
     SPECULATE = "speculate"
-    # Verify the client's drafts in one call, then become idle.
+    # Verify the client's drafts in one target call, then become idle.
     VERIFY = "verify"
 
 
-# Log-probability of a new token, and pairs of a likely token at the same position and its
-# log-probability. They are computed before temperature, top-k and top-p.
+# The log-probability of a new token, and a list of the most likely tokens at its position, each
+# with its log-probability. They are computed before temperature, top-k and top-p.
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 
@@ -80,26 +83,27 @@ class Commit:
     sequence_id: int
     # Index of the first new token in the sequence.
     start: int
-    # The new tokens, drafts first. Empty after a call that only prefilled.
+    # The new tokens, drafts first. Empty after a target call that only prefilled.
     tokens: tuple[int, ...]
     # The number of new tokens that were drafts.
     n_accepted: int
-    # Why the answer ended: stop or length. Empty while it continues.
+    # Why the answer ended, "stop" or "length". Empty while it continues.
     finish: str
-    # Duration of the target call in seconds. Other sequences share the call.
+    # Duration in seconds of the target call, which may have served other sequences, too.
     call_s: float = 0.0
-    # Seconds that the sequence waited for the call.
+    # Seconds that the sequence waited for this target call to start.
     queue_s: float = 0.0
-    # Position of the first context.
+    # Position to which the first row of ``context`` belongs.
     context_start: int = 0
-    # [n, W], the drafter's contexts of positions that got target KV.
+    # The contexts (data for the client's drafter) of consecutive positions that the target has
+    # processed, one row of numbers per position. None if the commit has no contexts.
     context: Tensor | None = None
-    # The tag that was passed to ``set_work`` together with the work that led to this commit. 0 for
-    # none.
+    # The tag that was passed to ``set_work`` together with the work that led to this commit. 0 if
+    # there was no tag.
     answers: int = 0
-    # Why the sequence failed and was removed.
+    # The error with which the sequence failed and was removed. None if it did not fail.
     error: ServingError | None = None
-    # Log-probabilities of the new tokens. Empty if they were not requested.
+    # Log-probabilities of each new token. Empty if they were not requested.
     logprobs: tuple[Logprobs, ...] = ()
 
 
@@ -118,29 +122,32 @@ class Sequence:
     ends: frozenset[int]
     tokens: list[int] = field(init=False)
     work: Work = Work.IDLE
-    # The drafts after the root that the next call verifies, in level order.
+    # The drafts after the root (the last committed token) that the next target call verifies. All
+    # drafts of a level of the draft tree come before those of the next level.
     drafts: tuple[int, ...] = ()
-    # The index of each draft's parent among the drafts, -1 for the root.
+    # For each draft, the index of its parent among the drafts. -1 stands for the root.
     parents: tuple[int, ...] = ()
-    # The tag of the present work, which its commits carry.
+    # The tag of the present work, which all commits of this work carry.
     answers: int = 0
-    # Whether serving is paused because the reader is slow.
+    # Whether the sequence is paused because the client reads slowly.
     is_held: bool = False
-    # False after the drafter failed. The sequence is then decoded without drafts.
+    # Whether the server may draft for the sequence. False after the drafter failed.
     is_draftable: bool = True
+    # Why the answer ended, "stop" or "length". Empty while it continues.
     finish: str = ""
-    # Number that the sequence got when it was last scheduled; numbers increase over all sequences.
-    # 0 if it was never scheduled.
+    # When the sequence was last scheduled: a number that increases each time that any sequence is
+    # scheduled. 0 if the sequence was never scheduled.
     last_served: int = 0
-    # ``time.perf_counter()`` at which the sequence began to wait for a call.
+    # ``time.perf_counter()`` at which the sequence began to wait for its next target call.
     since_s: float = 0.0
-    # The number of positions whose context was encoded.
+    # The number of positions whose context (data for the client's drafter) was encoded.
     n_context: int = field(init=False)
-    # Contexts [n, W] that are encoded but not sent yet. The last one belongs to position
-    # ``n_context - 1``.
+    # Contexts that are encoded but not sent yet, one row of numbers per position. The last row
+    # belongs to position ``n_context - 1``.
     encoded: list[Tensor] = field(default_factory=list)
-    # Target states, from which the drafter encodes the contexts of the positions from ``n_context``
-    # on: [n, E], or [n, K * E] of K watched layers.
+    # Hidden states of the target for the positions from ``n_context`` on. The drafter encodes their
+    # contexts from them. Each tensor has one row per position: the last hidden state, or the
+    # concatenated outputs of the layers that the drafter watches.
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -150,7 +157,10 @@ class Sequence:
 
     @functools.cached_property
     def sampling_state(self) -> SamplingState:
-        """Everything that determines the next token. It has the sequence's own list of tokens."""
+        """Everything that determines the next token.
+
+        It refers to the sequence's own list of tokens, so it stays up to date as tokens are added.
+        """
         request = self.request
         return SamplingState(
             self.tokens,
@@ -169,15 +179,15 @@ class Sequence:
 
     @property
     def n_unencoded(self) -> int:
-        """The number of positions that the target has read, but whose context is not encoded."""
+        """The number of positions that the target has processed but whose context isn't encoded."""
         return sum(map(len, self.unencoded))
 
     @property
     def can_encode(self) -> bool:
         """Whether contexts can be encoded now.
 
-        The KV of their positions must exist. After an eviction, the prefill first computes it
-        again.
+        The drafter may need the KV of their positions. If the sequence was evicted, this KV exists
+        only after a new prefill.
         """
         return 0 < self.n_unencoded <= self.n_cached - self.n_context
 
@@ -206,8 +216,8 @@ class Sequence:
 
         Args:
             work: the new work.
-            drafts: for VERIFY, a chain of drafts after the root.
-            answers: a tag that the commits of this work carry, so that the caller can recognise
+            drafts: for VERIFY, a chain of drafts after the root, which is the last committed token.
+            answers: a tag. All commits of this work carry it, so that the caller can recognise
                 them.
         """
         self.work = work
@@ -233,15 +243,15 @@ class Sequence:
         """Create the commit of new tokens.
 
         Args:
-            start: index of the first new token; by default the present end.
+            start: index of the first new token; by default the present number of tokens.
             tokens: the new tokens.
-            n_accepted: the number of them that were drafts.
+            n_accepted: the number of new tokens that were drafts.
         """
         start = len(self.tokens) if start is None else start
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
 
     def take_contexts(self, commit: Commit) -> Commit:
-        """Add the unsent contexts to a commit, and return it. It is unchanged if there are none."""
+        """Return a commit with all contexts that are encoded but not sent yet."""
         if not self.encoded:
             return commit
         first = self.n_context - self.n_unsent

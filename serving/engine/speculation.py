@@ -1,16 +1,18 @@
 """Drafts and contexts of one drafter, for all sequences that use it.
 
+A *context* is what a client's drafter reads about one position that the target has processed.
+
 Shapes: B rows, n tokens, E hidden size, K watched layers, W numbers per context.
 
-The sequences that draft together share one drafter state, with one row per sequence. A sequence
-that does not draft in a call leaves the shared state and keeps its row as a state of its own. When
-it drafts again, it joins the shared state again. If its drafter first has to process many new
-tokens, as after a prompt, the sequence drafts alone for a round. In a batch, all rows would be
-padded to this number of tokens.
+The sequences that draft together share one drafter state, which contains the drafter's caches and
+has one row per sequence. If a sequence does not draft before a target call, its row becomes a state
+of its own. When it drafts again, it joins the shared state again. If the drafter first has to
+process many new tokens of a sequence, as after a prompt, this sequence drafts alone for a round.
+Otherwise the rows of all other sequences would be padded to this number of tokens.
 
-Chains end where the drafter itself is unsure. Plain steps replace them if drafts cost more than
-they gain (``moa.decoding.policy``). Calls over 1, 2 to 3, 4 to 7, ... sequences each have a policy
-of their own.
+A chain of drafts ends where the drafter itself is unsure. If drafts cost more time than they save,
+the target decodes without them (``moa.decoding.policy``). This is decided separately for target
+calls over 1, 2 to 3, 4 to 7, ... sequences.
 """
 
 import logging
@@ -37,7 +39,7 @@ from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
-"""A sequence joins the batch only if its drafter has at most this many new tokens to process."""
+"""A sequence joins the batch only if the drafter must process at most this many of its tokens."""
 
 
 class Speculation:
@@ -47,7 +49,7 @@ class Speculation:
         name: name of the drafter, for log messages.
         frozen: the target's weights that the drafter needs.
         drafter: the drafter.
-        shape: shape of the drafts; None for ``auto``.
+        shape: shape of the drafts. If it is None, a policy chooses their number (``auto``).
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Speculation:
         max_depth = self._proposer.max_depth
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
-        # Whether the drafter can reuse contexts that were encoded for clients.
+        # Whether the drafter can use contexts that were encoded for clients for its own drafts.
         self.reuses_contexts = (
             drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         )
@@ -67,11 +69,12 @@ class Speculation:
         self._apart: dict[int, Any] = {}
         # The ids of the sequences in the shared state, in the order of its rows.
         self._together: list[int] = []
-        # The drafter state of these sequences. None if there are none.
+        # The shared drafter state. None if it would have no rows.
         self._state: Any = None
-        # Sequence id -> its number of tokens when drafts were last made for it.
+        # Sequence id -> the number of tokens of the sequence when drafts were last made for it.
         self._n_drafted_at: dict[int, int] = {}
-        # Bit length of the number of sequences in a call -> policy.
+        # Maps a bit length to the policy for target calls over a number of sequences with this bit
+        # length.
         self._policies: dict[int, ShapePolicy] = {}
 
     def begin(self, sequence: Sequence) -> None:
@@ -87,11 +90,13 @@ class Speculation:
             self._keep([id_ for id_ in self._together if id_ != sequence.id])
 
     def abandon(self, sequences: GenericSequence[Sequence]) -> None:
-        """Handle a failure of the drafter: drop caches, and decode some sequences without drafts.
+        """Handle a failure of the drafter: drop its caches, and stop drafting for some sequences.
+
+        All sequences in the shared state lose their caches, because the failure may have damaged
+        any row.
 
         Args:
-            sequences: sequences that lose their caches and get no more drafts. All sequences in the
-                shared state lose their caches too.
+            sequences: sequences that lose their caches, too, and get no more drafts.
         """
         self._state = None
         self._together = []
@@ -104,12 +109,13 @@ class Speculation:
     # Drafts
 
     def gather(self, sequences: GenericSequence[Sequence]) -> None:
-        """Move the sequences that draft in this call to the shared state, and others out of it.
+        """Move the sequences that draft now to the shared state, and all others out of it.
 
         A sequence with many new tokens stays outside of the shared state, and drafts alone.
 
         Args:
-            sequences: the sequences that draft. All have target KV up to their roots.
+            sequences: the sequences that draft. All their tokens except the root, which is the last
+                one, have target KV.
         """
         lengths = {sequence.id: len(sequence.tokens) for sequence in sequences}
         for id_ in [id_ for id_ in self._together if id_ not in lengths]:
@@ -133,7 +139,8 @@ class Speculation:
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
-        # The target adds one token to the accepted drafts, so leave room for it.
+        # The target adds one token to the accepted drafts. So draft at most one token less than a
+        # sequence may still have.
         max_depth = max(sequence.n_remaining for sequence in sequences) - 1
         if shape is None or max_depth < 1:
             return
@@ -150,8 +157,8 @@ class Speculation:
         choice = ChainChoice([sequence.sampling_state for sequence in rows])
         self._proposer.resume(cache, state, choice)
         tree = self._proposer.propose([sequence.tokens for sequence in rows], shape)
-        # Flag the drafts that the drafter is unsure of. One copy to the host transfers the flags
-        # together with the tokens and parents.
+        # Flag the drafts that the drafter is unsure of. The flags are copied to the host together
+        # with the tokens and parents of the drafts, because each copy waits for the GPU.
         unsure: GenericSequence[GenericSequence[int]] = [()] * len(rows)
         if shape.stop_below and tree.scores is not None:
             unsure = tree.on_host_with((tree.scores < math.log(shape.stop_below)).long())
@@ -165,10 +172,15 @@ class Speculation:
             self._n_drafted_at[sequence.id] = len(sequence.tokens)
 
     def states(self, output: Output) -> Tensor:
-        """Return the target states that the drafter reads: [n, E], or [n, K * E] of K layers.
+        """Return the target's hidden states that the drafter reads for the n tokens of a segment.
 
         Args:
-            output: results of a call, which may also contain layers that only other drafters read.
+            output: results of a target call for the segment. They may also contain outputs of
+                layers that only other drafters read.
+
+        Returns:
+            The last hidden states [n, E], or the concatenated outputs [n, K * E] of the K layers
+            that the drafter watches.
         """
         if not self.drafter.observed_layers:
             return output.hidden
@@ -196,7 +208,7 @@ class Speculation:
         """Report the number of committed tokens and the time of a round to the policy.
 
         Args:
-            rounds: the results of the sequences that could draft in this call.
+            rounds: the results of the target call for the sequences that could get drafts.
             round_s: duration of drafting and target call in seconds.
         """
         n_committed = sum(len(item.commit.tokens) for item in rounds) / len(rounds)
@@ -242,16 +254,16 @@ class Speculation:
     def encode_contexts(
         self, sequences: GenericSequence[Sequence]
     ) -> dict[int, tuple[Tensor, int]]:
-        """Encode the contexts of all positions that the target has read but that have none yet.
+        """Encode the contexts of all positions that the target has processed since the last time.
 
         Args:
-            sequences: sequences with such positions.
+            sequences: sequences that have such positions.
 
         Returns:
             Sequence id -> the new contexts [n, W], and the position of the first context.
         """
         counts = [sequence.n_unencoded for sequence in sequences]
-        # [n, E]
+        # The target's hidden states of all these positions, [n, E].
         hidden = torch.cat([states for sequence in sequences for states in sequence.unencoded])
         spans = [
             (sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)
@@ -278,7 +290,9 @@ class Speculation:
         }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Put contexts into the drafter's caches that were already encoded for clients.
+        """Use contexts that were encoded for clients for the server's drafts, too.
+
+        They are put into the drafter's caches, so that the drafter need not encode them again.
 
         Args:
             by_id: the result of :meth:`encode_contexts`.
@@ -301,17 +315,17 @@ class BatchedKV:
     """
 
     def __init__(self, rows: GenericSequence[PooledKV]) -> None:
-        # The lengths count the committed tokens of each row.
+        # ``lengths`` are the numbers of committed positions of the rows.
         self._rows, self.lengths = rows, [kv.length for kv in rows]
         # Layer -> copy of its KV, [2, B, H_kv, S, d].
         self._copies: dict[int, Tensor] = {}
 
     def packed(self, starts: GenericSequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row: [B, n, L, D].
+        """Pack the KV of n positions of each row: [B, n, L, D] (L layers, D numbers of a layer).
 
         Args:
-            starts: the first position of each row. Positions at or beyond the length of a row get
-                the KV of its last committed position.
+            starts: the first position of each row. A position at or beyond the length of a row gets
+                the KV of the row's last committed position.
             n_tokens: the number of positions per row.
             first_layer: the first layer to pack.
         """
@@ -321,12 +335,12 @@ class BatchedKV:
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
         """Return views of a layer's keys and values, [B, H_kv, n_slots, d].
 
-        Slots at or beyond the length of a row may be written to.
+        The drafter may write to the slots at or beyond the length of a row.
         """
         copy = self._copies.get(layer)
         if copy is None:
-            # Leave room for the drafts of a typical round, so that adding them does not copy the KV
-            # again.
+            # Leave room for the drafts of a typical round. Otherwise the KV would be copied again
+            # when the drafter adds them.
             slots = self._slots([0] * len(self._rows), n_slots + BLOCK_TOKENS)
             rows = self._rows[0].pool.buffer[:, layer].index_select(2, slots)
             copy = rows.unflatten(2, (len(self._rows), -1)).transpose(1, 2)
@@ -338,7 +352,8 @@ class BatchedKV:
     def _slots(self, starts: GenericSequence[int], n_tokens: int) -> Tensor:
         """Return the slots of n consecutive positions of each row, [B * n] int64.
 
-        Positions at or beyond the length of a row get the slot of its last committed position.
+        A position at or beyond the length of a row gets the slot of the row's last committed
+        position.
         """
         slots = []
         for kv, start in zip(self._rows, starts, strict=True):

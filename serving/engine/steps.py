@@ -1,8 +1,9 @@
-"""Plain steps of several sequences through all layers on a CPU, compiled by TorchScript.
+"""Run all layers of a target over one token of each of several sequences, on a CPU.
 
-Between two operations, the Python interpreter takes as long as a small operation, and it may have
-to wait until the event loop's thread releases the GIL. TorchScript runs all operations without the
-interpreter. With eight streams of a small target this gives 10 % more tokens/s.
+The code is compiled by TorchScript, which runs all operations without the Python interpreter.
+Between two operations, the interpreter would take as long as a small operation, and it might have
+to wait until the event loop's thread releases the GIL. With eight streams of a small target,
+TorchScript gives 10 % more tokens/s.
 
 Shapes: T sequences with one token each, H query heads, H_kv key/value heads, d head dim, S slots
 per row of scores, N slots of the pool.
@@ -22,23 +23,23 @@ def attend_sparse(q: Tensor, keys: Tensor, values: Tensor, buffers: SparseBuffer
     """Compute attention of single-token sequences.
 
     Args:
-        q: [T, H, d].
-        keys: [d, H_kv * N].
-        values: [H_kv * N, d].
+        q: [T, H, d], the queries.
+        keys: [d, H_kv * N], the keys of all pool slots.
+        values: [H_kv * N, d], the values of all pool slots.
         buffers: five tensors, in this order:
             the scores [T, H, S], which are overwritten;
             a sparse CSR matrix [T * H, H_kv * N], whose values use the memory of the scores;
             the additive mask [T, 1, S];
-            the matrix column of each score, [T * H * S];
-            the index of the first score of each matrix row, and the number of scores,
-            [T * H + 1].
+            for each score, its column in the sparse matrix: [T * H * S];
+            for each row of the sparse matrix, the index of its first score, and finally the number
+            of all scores: [T * H + 1].
 
     Returns:
         The attention output [T * H, d].
     """
     scores, sparse, added, columns, starts = buffers
-    # Write in place. A new sparse matrix would copy the columns, and this copy takes longer than
-    # the addition of the mask below.
+    # Write the scores in place. To create a new sparse matrix, PyTorch would copy the columns. This
+    # takes longer than adding the mask below.
     torch.sparse.sampled_addmm(
         sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=sparse
     )
@@ -61,13 +62,14 @@ def run_layers(
 
     Args:
         x: [1, T, E], the embedded tokens.
-        cosines: [1, T, 1, d], of the rotary embedding.
-        sines: [1, T, 1, d], of the rotary embedding.
+        cosines: [1, T, 1, d], the cosines of the rotary embedding.
+        sines: [1, T, 1, d], the sines of the rotary embedding.
         weights: the weights of each layer.
-        planes: keys and values of each layer, [H_kv, N, d]; the KV of the tokens is written there.
-        by_slot: views of the same memory: keys [d, H_kv * N] and values [H_kv * N, d] of each
-            layer.
-        pending: [T], the slots of the tokens.
+        planes: keys and values of each layer, [H_kv, N, d] each. The new keys and values are
+            written to them.
+        by_slot: views of the same memory for each layer: keys [d, H_kv * N] and values
+            [H_kv * N, d].
+        pending: [T], the pool slots of the tokens.
         buffers: see :func:`attend_sparse`.
 
     Returns:
