@@ -130,7 +130,12 @@ _NESTED = (Mapping, list, tuple)
 # second ones that it is complete.
 _FINISH_KEYS = (
     "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
-    "incomplete_details",
+    "incomplete_details", "finish_details", "completion_reason",
+)  # fmt: skip
+# Keys under which rows and messages keep the response of an API, or facts about it.
+_RESPONSE_KEYS = (
+    "response_metadata", "generation_info", "meta_info", "metadata", "raw", "raw_response",
+    "response", "choices", "candidates", "details",
 )  # fmt: skip
 _CUT_REASONS = (
     "length", "max_tokens", "max_output_tokens", "model_length", "max_length", "max_new_tokens",
@@ -261,10 +266,11 @@ def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
 def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
     """Search a row or message for a key such as ``finish_reason`` that says an answer was cut off.
 
-    If the value is a list, it has one reason for each answer. The key may be at any depth, such as
-    in the single choice of a response of OpenAI. Lists of several objects are not searched, because
-    the objects may belong to different answers. A flag such as ``truncated`` counts only as a key
-    of the item itself, because objects inside the item use the same names for other things.
+    If the value is a list, it has one reason for each answer. A reason in the item itself decides
+    alone. Without one, the response of an API in the item is searched, such as the single choice of
+    a response of OpenAI. Lists of several objects are not searched, because the objects may belong
+    to different answers. A flag such as ``truncated`` counts only as a key of the item itself,
+    because objects inside the item use the same names for other things.
 
     Args:
         item: the row or message.
@@ -275,18 +281,24 @@ def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
     """
     pending = [item]
     for inner in pending:
+        is_stated = False
+        responses: list[Mapping[Any, Any]] = []
         for key, value in inner.items():
             if _is_finish_key(key) and (inner is item or _snake_case(key) not in _CUT_FLAGS):
+                is_stated = is_stated or _is_filled(value)
                 reasons = unpacked(value)
                 if not isinstance(reasons, (list, tuple)):
                     reasons = [reasons]
                 reasons = reasons[-1:] if is_last else reasons[:-1]
                 if not set(_CUT_REASONS).isdisjoint(_reasons(key, reasons)):
                     return f"{key} {value!r:.40}"
-            elif key not in _CHAT_KEYS and not str(key).startswith("rejected"):
+            elif _snake_case(key) in _RESPONSE_KEYS:
                 nested = value if isinstance(value, (list, tuple)) else [value]
                 if len(nested) == 1 and isinstance(nested[0], Mapping):
-                    pending.append(nested[0])
+                    responses.append(nested[0])
+        if is_stated:
+            break
+        pending += responses
     return ""
 
 
@@ -296,7 +308,7 @@ def _reasons(key: str, value: Any) -> Iterator[str]:
     A text such as ``FinishReason.STOP``, which Python writes for an enum, gives ``stop``.
     """
     for word in _words(value):
-        reason = word.rpartition(".")[2]
+        reason = word.rpartition(".")[2].replace("-", "_")
         is_flag = _snake_case(key) in _CUT_FLAGS
         yield _FLAG_REASONS.get(reason, "") if is_flag else reason
 
@@ -568,9 +580,7 @@ def _is_switch(value: Any) -> bool:
     """Whether a value only turns reasoning on or off, or limits it."""
     if isinstance(value, Mapping):
         return all(
-            (key in _THINKING_SETTINGS and _is_switch(inner))
-            or (key == "enable_thinking" and inner is False)
-            or not _is_filled(inner)
+            (key in _THINKING_SETTINGS and _is_switch(inner)) or not _is_filled(inner)
             for key, inner in value.items()
         )
     return isinstance(value, (bool, int, float)) or str(value).strip().lower() in _SWITCHES

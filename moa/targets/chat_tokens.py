@@ -452,9 +452,11 @@ def _response_spans(
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
-            span = span or _located_span(template, messages, tools, index, text, marked)
             if span is None and "tool_calls" in message:
                 span = _prefix_span(template, messages, tools, index, text, is_open=False)
+            # A text that occurs twice in the chat may be located at the wrong place, so this way
+            # is the last one.
+            span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
             response = text[slice(*span)] if span else ""

@@ -375,6 +375,8 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
         ({"history": [["q", "a"]]}, RejectReason.CONTENT_NOT_READ),
         ({"system": "one", "system_prompt": "two"}, RejectReason.TWO_SYSTEM_TEXTS),
         ({"chat_template_kwargs": {"enable_thinking": True}}, RejectReason.CONTENT_NOT_READ),
+        # Some templates write other text for an answer without thinking.
+        ({"chat_template_kwargs": {"enable_thinking": False}}, RejectReason.CONTENT_NOT_READ),
         ({"chat_template_kwargs": {"enable_thinking": False, "custom_instructions": "Rhyme."}},
          RejectReason.CONTENT_NOT_READ),
         ({"image": "a.png"}, RejectReason.CONTENT_NOT_READ),
@@ -404,7 +406,6 @@ def test_what_would_disappear_rejects_its_row(row: dict[str, Any], reason: Rejec
         "functions": None,
         "chat_template_kwargs": {
             "custom_instructions": "",
-            "enable_thinking": False,
             "python_tools": [],
             "xml_tools": [],
         },
@@ -1203,6 +1204,10 @@ def test_a_call_has_no_thought_that_only_a_prompt_has() -> None:
     assert marked_texts(template.tokenizer, found) == [called + "<|tool_response>", "a<turn|>"]
     found = tokenize_row(template, {"messages": [ASKS, ANSWERS, ASKS, calls]}, 1000)
     assert marked_texts(template.tokenizer, found) == ["a<turn|>", called + "<|tool_response>"]
+    for text in ("a", ""):  # A result that the answer repeats, and an empty one, stay unmarked.
+        chat = [ASKS, calls, result | {"content": text}, ANSWERS]
+        found = tokenize_row(template, {"messages": chat}, 1000)
+        assert marked_texts(template.tokenizer, found) == [called + "<|tool_response>", "a<turn|>"]
 
 
 def test_a_call_that_was_cut_is_named() -> None:
@@ -1246,7 +1251,10 @@ def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_c
     ("extra", "is_cut"),
     [
         ({"metadata": {"finish_reason": "length"}}, True),
-        ({"metadata": {"run": {"stopReason": "max_tokens"}}}, True),
+        ({"metadata": {"response": {"stopReason": "max-tokens"}}}, True),
+        ({"judge": {"finish_reason": "length"}}, False),
+        ({"prompt": {"stop_reason": "limit"}}, False),
+        ({"finish_reason": "stop", "metadata": {"finish_reason": "length"}}, False),
         ({"raw": {"choices": [{"finish_reason": "length"}]}}, True),
         ({"raw": {"choices": [{"finish_reason": "stop"}]}}, False),
         ({"raw": {"choices": [{"finish_reason": "length"}, {"finish_reason": "stop"}]}}, False),
