@@ -36,8 +36,8 @@ from ..moa.targets.chat import (
     Rejection,
     RejectReason,
     find_key,
-    unique_keys,
 )
+from ..moa.targets.row_values import unique_keys
 from ..text import counted, first_line, format_bytes
 
 MAX_ROW_BYTES = 1 << 28  # Maximum size of a row. Longer rows are not read into memory.

@@ -34,12 +34,12 @@ from ..moa.targets.chat import (
     NEEDED_KEYS,
     Rejection,
     RejectReason,
-    find_cut,
     names_beside_chat,
     parse_chat,
 )
 from ..moa.targets.chat_tokens import TokenizedChat, tokenize_chat
 from ..moa.targets.facts import TargetFacts
+from ..moa.targets.finish import find_cuts
 from ..moa.targets.template import ChatTemplate, texts
 from ..storage.paths import StorePath
 from ..storage.plan import (
@@ -387,13 +387,14 @@ def tokenize_row(
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
     A row may say in a column such as ``finish_reason`` that its last answer was cut off at a token
-    limit; see :func:`.find_cut`.
+    limit; see :func:`.find_cuts`.
     """
     row = columns.apply(content)
     chat = parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
-    is_cut = bool(find_cut(content) or find_cut(chat.messages[-1]))
+    n_answers = sum(message["role"] == "assistant" for message in chat.messages)
+    is_cut = bool(find_cuts(content, n_answers)[-1] or find_cuts(chat.messages[-1])[0])
     is_generated = content.keys() == REGENERATED_COLUMNS
     tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut, is_generated)
     if isinstance(tokenized, Rejection):

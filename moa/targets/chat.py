@@ -5,14 +5,22 @@ value as a piece of the chat or rejects the row, so no text is dropped silently.
 chat_tokens.py then checks that the chat template shows each piece.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import Any, TypeVar
+
+from .finish import find_cuts, is_understood
+from .row_values import (
+    is_filled,
+    is_json,
+    json_values,
+    snake_case,
+    unpacked,
+    words_in,
+)
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
@@ -30,12 +38,13 @@ _MAY_BE_EMPTY = ("system", "developer", "tool")
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
+_TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 # Keys that belong to a chat but that moa-data does not read: earlier turns, template arguments,
 # documents, media, results and schemas of tools, and annotations of an answer such as its
 # reasoning. A row with such content is rejected. Few templates render such a key of a message, and
 # no template declares which of these keys it renders.
 _UNREAD = re.compile(
-    r"history|chat_template_kwargs|documents|attachments?"
+    rf"history|{_TEMPLATE_ARGUMENTS}|documents|attachments?"
     r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
     r"(?:_urls?|_paths?|_files?|_\d+)?"
     r"|tool_call|function_calls|tool_results?|tool_schemas|available_(?:tools|functions)"
@@ -77,8 +86,6 @@ _SKIP_MARK = re.compile(
     r"|(?:is_)?(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?"
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
 )
-# Matches the start of a word inside a name such as isTrainable.
-_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # Columns that say whether to train on a whole row. This pattern is narrower than those for
 # messages, because many columns with other purposes have similar names.
 _ROW_MARK = re.compile(
@@ -125,29 +132,6 @@ _CHAT_KEYS = {
     "arguments",
 }
 _NESTED = (Mapping, list, tuple)
-# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google, Ollama and llama.cpp.
-# Then their values: the first ones say that the answer was cut off, mostly at a token limit, the
-# second ones that it is complete.
-_FINISH_KEYS = (
-    "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
-    "incomplete_details", "finish_details", "completion_reason",
-)  # fmt: skip
-# Keys under which rows and messages keep the response of an API, or facts about it.
-_RESPONSE_KEYS = (
-    "response_metadata", "generation_info", "meta_info", "metadata", "raw", "raw_response",
-    "response", "choices", "candidates", "details",
-)  # fmt: skip
-_CUT_REASONS = (
-    "length", "max_tokens", "max_output_tokens", "model_length", "max_length", "max_new_tokens",
-    "limit", "abort", "content_filter",
-)  # fmt: skip
-_END_REASONS = (
-    "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
-    "function_call", "word",
-)  # fmt: skip
-# Keys that say whether an answer was cut off. Their values true and false stand for these reasons.
-_CUT_FLAGS = ("truncated", "is_truncated")
-_FLAG_REASONS = {"true": "length", "false": "stop"}
 # Keys under which some datasets store the arguments of a tool call.
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs")
 _PART_KEYS = {"type", "text", "index", "id", "annotations", "cache_control"}
@@ -247,75 +231,17 @@ def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
     if mark := _find_skip_mark(row, is_row=True):
         raise Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     answers = [message for message in chat.messages if message["role"] == "assistant"]
-    cut = find_cut(row, is_last=False)
-    if roles[-1] != "assistant":
-        cut = cut or find_cut(row)
-    for answer in answers:
+    cuts = find_cuts(row, len(answers))
+    for index, answer in enumerate(answers):
         if mark := _find_skip_mark(answer):
             raise Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
-        if answer is not chat.messages[-1]:
-            cut = cut or find_cut(answer)
-    if cut:
-        raise Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
+        cut = cuts[index] or find_cuts(answer)[0]
+        if cut and answer is not chat.messages[-1]:
+            raise Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
     for column in _LAST_ANSWER_COLUMNS:
         if roles[-1] != "assistant" and _is_answer(row.get(column)):
             detail = f"the column {column}, because the messages end before their last answer"
             raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
-
-
-def find_cut(item: Mapping[Any, Any], is_last: bool = True) -> str:
-    """Search a row or message for a key such as ``finish_reason`` that says an answer was cut off.
-
-    If the value is a list, it has one reason for each answer. A reason in the item itself decides
-    alone. Without one, the response of an API in the item is searched, such as the single choice of
-    a response of OpenAI. Lists of several objects are not searched, because the objects may belong
-    to different answers. A flag such as ``truncated`` counts only as a key of the item itself,
-    because objects inside the item use the same names for other things.
-
-    Args:
-        item: the row or message.
-        is_last: True to look at its last answer, False to look at the answers before.
-
-    Returns:
-        The key with its value. Empty if nothing says that an answer was cut off.
-    """
-    pending = [item]
-    for inner in pending:
-        is_stated = False
-        responses: list[Mapping[Any, Any]] = []
-        for key, value in inner.items():
-            if _is_finish_key(key) and (inner is item or _snake_case(key) not in _CUT_FLAGS):
-                is_stated = is_stated or _is_filled(value)
-                reasons = unpacked(value)
-                if not isinstance(reasons, (list, tuple)):
-                    reasons = [reasons]
-                reasons = reasons[-1:] if is_last else reasons[:-1]
-                if not set(_CUT_REASONS).isdisjoint(_reasons(key, reasons)):
-                    return f"{key} {value!r:.40}"
-            elif _snake_case(key) in _RESPONSE_KEYS:
-                nested = value if isinstance(value, (list, tuple)) else [value]
-                if len(nested) == 1 and isinstance(nested[0], Mapping):
-                    responses.append(nested[0])
-        if is_stated:
-            break
-        pending += responses
-    return ""
-
-
-def _reasons(key: str, value: Any) -> Iterator[str]:
-    """Yield the reasons in the value of a key, in lower case.
-
-    A text such as ``FinishReason.STOP``, which Python writes for an enum, gives ``stop``.
-    """
-    for word in _words(value):
-        reason = word.rpartition(".")[2].replace("-", "_")
-        is_flag = _snake_case(key) in _CUT_FLAGS
-        yield _FLAG_REASONS.get(reason, "") if is_flag else reason
-
-
-def _is_finish_key(key: Any) -> bool:
-    """Whether a key, in any spelling such as ``finishReason``, says how an answer ended."""
-    return _snake_case(key) in (*_FINISH_KEYS, *_CUT_FLAGS)
 
 
 def _is_answer(value: Any) -> bool:
@@ -501,7 +427,7 @@ def _parse_message(item: Any, where: str) -> Message:
     contents = _values(item, ("content", "value"))
     if len(contents) == 2 and contents[0] != contents[1]:
         raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
-    message = _json_values(_without(item, _MESSAGE_KEYS)) | {"role": role}
+    message = json_values(_without(item, _MESSAGE_KEYS)) | {"role": role}
     if contents:
         message["content"] = _read_content(contents[0], where)
     if calls:
@@ -529,22 +455,13 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
         for key, value in part.items():
-            if key not in _PART_KEYS and _is_filled(value):
+            if key not in _PART_KEYS and is_filled(value):
                 raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {key}")
         # Keep the type of the part, because some templates show only parts whose type is ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
         )
     return parts
-
-
-def _is_filled(value: Any) -> bool:
-    """Whether a value has content.
-
-    Null has no content, and neither has an empty text or an object whose values are all null.
-    """
-    values = value.values() if isinstance(value, Mapping) else [value]
-    return any(isinstance(item, (bool, int, float)) or bool(item) for item in values)
 
 
 def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -570,8 +487,13 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
     keys_of_item = chain(item.items(), _fields(calls))
     for pattern, fields in ((_UNREAD, _fields(item)), (_UNREAD_DIRECTLY, keys_of_item)):
         for key, value in fields:
-            is_unread = pattern.fullmatch(_snake_case(key)) and _is_filled(value)
-            if is_unread and not _is_switch(value):
+            name = snake_case(key)
+            if name == _TEMPLATE_ARGUMENTS:
+                # No argument is ignored, because a template may write other text with it.
+                is_ignored = not is_filled(unpacked(value))
+            else:
+                is_ignored = not is_filled(value) or _is_switch(value)
+            if pattern.fullmatch(name) and not is_ignored:
                 return str(key)
     return ""
 
@@ -580,7 +502,7 @@ def _is_switch(value: Any) -> bool:
     """Whether a value only turns reasoning on or off, or limits it."""
     if isinstance(value, Mapping):
         return all(
-            (key in _THINKING_SETTINGS and _is_switch(inner)) or not _is_filled(inner)
+            (key in _THINKING_SETTINGS and _is_switch(inner)) or not is_filled(inner)
             for key, inner in value.items()
         )
     return isinstance(value, (bool, int, float)) or str(value).strip().lower() in _SWITCHES
@@ -593,7 +515,7 @@ def _find_channel(message: Mapping[Any, Any]) -> str:
     """
     if message.get("channel") not in (None, "", "final"):
         return f"channel {message['channel']!r:.40}"
-    return "analysis" if _is_filled(message.get("analysis")) else ""
+    return "analysis" if is_filled(message.get("analysis")) else ""
 
 
 def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collection[str] = ()) -> str:
@@ -608,7 +530,7 @@ def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collectio
         ignored: keys of the item that do not count.
     """
     for key, value in item.items():
-        if _snake_case(key) in names and key not in ignored and _is_filled(value):
+        if snake_case(key) in names and key not in ignored and is_filled(value):
             return str(key)
     return ""
 
@@ -625,10 +547,8 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
             if a column says that the answer was cut off. So such a column is listed.
     """
     names: list[str] = []
-    reasons = {*_END_REASONS} if ends_in_call else {*_CUT_REASONS, *_END_REASONS}
     for column in _additional(row, _READ_COLUMNS):
-        is_known = reasons.issuperset(_reasons(column, row[column]))
-        if not (_is_finish_key(column) and is_known):
+        if not is_understood(column, row[column], is_cut_known=not ends_in_call):
             names.append(f"column {column}")
     for column in _MESSAGE_COLUMNS:
         for message in unpacked(row.get(column)) or ():
@@ -671,7 +591,7 @@ def without_keys(message: Message, names: Collection[str]) -> Message:
 
 def _additional(item: Mapping[Any, Any], known: Collection[str]) -> list[str]:
     """List the keys of an item that have content and are not in ``known``."""
-    return [key for key, value in item.items() if key not in known and _is_filled(value)]
+    return [key for key, value in item.items() if key not in known and is_filled(value)]
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
@@ -683,7 +603,7 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
         if is_row and str(item.get(key)).strip().lower() == "false":
             return f"{key} {item[key]!r:.40}"
     for key, value in _fields(item):
-        name = _snake_case(key)
+        name = snake_case(key)
         # Skip a column "loss" of floats. It does not say whether to train on the row: it is the
         # loss of some model on this row.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
@@ -695,27 +615,9 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
             excluding = False
         else:
             continue
-        if excluding in map(_meaning, _words(value)):
+        if excluding in map(_meaning, words_in(value)):
             return f"{key} {value!r:.40}"
     return ""
-
-
-def _words(value: Any) -> Iterator[str]:
-    """Yield the values inside a value, at every depth, as lower-case texts."""
-    pending = [unpacked(value)]
-    while pending:
-        element = pending.pop()
-        if isinstance(element, Mapping):
-            pending += element.values()
-        elif isinstance(element, (list, tuple)):
-            pending += element
-        elif element is not None:
-            yield str(element).strip().lower()
-
-
-def _snake_case(key: Any) -> str:
-    """Write a name such as lossMask, loss-mask or LOSS.MASK as loss_mask."""
-    return re.sub(r"[-. ]", "_", _CAMEL_CASE.sub("_", str(key))).lower()
 
 
 def _meaning(word: str) -> bool | None:
@@ -729,7 +631,7 @@ def _meaning(word: str) -> bool | None:
 def _parse_tool(item: Any, where: str) -> dict[str, Any]:
     """Parse the JSON schema of a tool: an object, or an object encoded as JSON."""
     tool = unpacked(item)
-    if not isinstance(tool, Mapping) or not tool_name(tool) or not _is_json(tool):
+    if not isinstance(tool, Mapping) or not tool_name(tool) or not is_json(tool):
         raise Rejection(
             RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}"
         )
@@ -757,7 +659,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     arguments = {} if arguments in (None, "") else arguments
     known = unpacked(arguments)
-    is_call = isinstance(known, Mapping) and tool_name(function) and _is_json(known)
+    is_call = isinstance(known, Mapping) and tool_name(function) and is_json(known)
     others = _values(function, _OTHER_ARGUMENTS)
     if function is not call and isinstance(call, Mapping):
         # Templates read only the inner function, so arguments outside the function would be lost.
@@ -769,9 +671,9 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     # The item may be the function itself, without an object around the function.
     outer = _without(call, ("function", "name", "arguments"))
     inner = {} if function is call else function
-    return _json_values(outer) | {
+    return json_values(outer) | {
         "type": call.get("type") or "function",
-        "function": _json_values(inner) | {"name": tool_name(function), "arguments": arguments},
+        "function": json_values(inner) | {"name": tool_name(function), "arguments": arguments},
     }
 
 
@@ -783,53 +685,6 @@ def tool_name(value: Mapping[str, Any]) -> str:
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else ""
-
-
-def unpacked(value: Any) -> Any:
-    """Return the JSON value that a text encodes; return any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError):
-        return value
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object from its keys and values, for ``json.loads``.
-
-    A repeated key raises ValueError, because one of its values would be lost.
-    """
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a key comes twice")
-    return values
-
-
-def _json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Convert the values of a mapping to JSON values. Dates and decimals become texts.
-
-    Null values are left out, and also values that JSON cannot represent or that are nested too
-    deeply.
-    """
-    found = {}
-    for key, value in values.items():
-        if value is not None:
-            with suppress(ValueError, TypeError, RecursionError):
-                found[key] = json.loads(json.dumps(value, default=str))
-    return found
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a value can be encoded as JSON.
-
-    NaN, bytes, dates and very deep nesting cannot be encoded.
-    """
-    try:
-        json.dumps(value, allow_nan=False)
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True
 
 
 def _keys(value: Any) -> str:

@@ -375,6 +375,8 @@ def test_an_answer_that_is_not_to_be_trained_on_rejects_its_row(mark: dict[str, 
         ({"history": [["q", "a"]]}, RejectReason.CONTENT_NOT_READ),
         ({"system": "one", "system_prompt": "two"}, RejectReason.TWO_SYSTEM_TEXTS),
         ({"chat_template_kwargs": {"enable_thinking": True}}, RejectReason.CONTENT_NOT_READ),
+        ({"chat_template_kwargs": {"enabled": True}}, RejectReason.CONTENT_NOT_READ),
+        ({"chat_template_kwargs": '{"max_tokens": 3}'}, RejectReason.CONTENT_NOT_READ),
         # Some templates write other text for an answer without thinking.
         ({"chat_template_kwargs": {"enable_thinking": False}}, RejectReason.CONTENT_NOT_READ),
         ({"chat_template_kwargs": {"enable_thinking": False, "custom_instructions": "Rhyme."}},
@@ -410,7 +412,8 @@ def test_what_would_disappear_rejects_its_row(row: dict[str, Any], reason: Rejec
             "xml_tools": [],
         },
     }
-    assert isinstance(tokenize_row(template_of("chatml"), whole | same, 100), TokenizedChat)
+    for row in (whole | same, whole | {"chat_template_kwargs": "{}"}):
+        assert isinstance(tokenize_row(template_of("chatml"), row, 100), TokenizedChat)
 
 
 @pytest.mark.parametrize(
@@ -1141,7 +1144,7 @@ def test_a_key_that_the_template_needs_is_named_where_it_rejects_the_row() -> No
 
 
 @pytest.mark.parametrize(
-    "reason", ["length", "LENGTH", "max_tokens", ["length"], ["stop", "length"]]
+    "reason", ["length", "LENGTH", "max_tokens", ["length"], ["length", "max_tokens"]]
 )
 def test_a_cut_answer_stands_where_transformers_puts_it_or_is_rejected(reason: Any) -> None:
     row = {"messages": [ASKS, ANSWERS], "finish_reason": reason}
@@ -1166,10 +1169,18 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
     for chat in ([ASKS, cut, ASKS, ANSWERS], [ASKS, ANSWERS, ASKS, cut, ASKS]):
         found = tokenize_row(template_of("chatml"), {"messages": chat}, 100)
         rejected(found, RejectReason.MARKED_UNTRAINED, "finish_reason 'length'")
-    for reason in (["length", "stop"], '["length", "length"]'):
-        row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS], "finish_reason": reason}
-        found = tokenize_row(template_of("chatml"), row, 100)
+    two_answers = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS]}
+    responses = [{"finish_reason": "length"}, {"finish_reason": "stop"}]
+    for column in (
+        {"finish_reason": ["length", "stop"]},
+        {"finish_reason": '["length", "length"]'},
+        {"responses": responses},
+    ):
+        found = tokenize_row(template_of("chatml"), two_answers | column, 100)
         rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+    for column in ({"finish_reason": ["stop", "length"]}, {"responses": responses[::-1]}):
+        found = tokenize_row(template_of("chatml"), two_answers | column, 100)
+        assert marked_texts(template_of("chatml").tokenizer, found) == ["a<|im_end|>", "a"]
 
 
 def test_a_rejection_does_not_keep_the_texts_of_its_row() -> None:
@@ -1236,7 +1247,19 @@ def test_a_call_that_was_cut_is_named() -> None:
         ({"truncated": True}, True),
         ({"is_truncated": True}, True),
         ({"isTruncated": "True"}, True),
+        ({"truncated": 1}, True),
         ({"truncated": False, "is_truncated": "false"}, False),
+        ({"native_finish_reason": "MAX_TOKENS"}, True),
+        ({"stopped_limit": True}, True),
+        ({"stopped_limit": False}, False),
+        ({"stop_reason": "model_context_window_exceeded"}, True),
+        ({"finish_reason": "SAFETY"}, True),
+        ({"finish_reason": "ERROR_LIMIT"}, True),
+        ({"finish_reason": {"type": "stop", "matched": "limit"}}, False),
+        ({"finish_reason": {"type": "length", "length": 200}}, True),
+        # These are the reasons of several generations. The row has only one of them.
+        ({"finish_reasons": ["stop", "length"]}, False),
+        ({"finish_reasons": ["length", "stop"]}, False),
     ],
 )
 def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_cut: bool) -> None:
@@ -1261,6 +1284,9 @@ def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_c
         ({"generation_info": {"finish_reason": "length"}}, True),
         ({"rejected": {"content": "b", "finish_reason": "length"}}, False),
         ({"metadata": {"truncated": True}}, False),
+        ({"generations": [[{"generation_info": {"finish_reason": "length"}}]]}, True),
+        ({"metadata": [("finish_reason", "length")]}, True),
+        ({"response": {"stopped_limit": True}}, True),
         ({"truncated": "length", "note": "finish_reason: length"}, False),
         ({"truncated": 12}, False),
     ],
