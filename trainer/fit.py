@@ -47,7 +47,6 @@ from lightning.pytorch.loggers import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.summary.writer import event_file_writer
-from typing_extensions import override
 
 from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, TrainingError
 from ..files import (
@@ -108,19 +107,19 @@ import matplotlib.pyplot as plt
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
 
 
-class _WriterThread(event_file_writer._AsyncWriterThread):
-    """TensorBoard's thread that writes a log file, without a traceback if the disk refuses a write.
+_write_log = event_file_writer._AsyncWriterThread.run
+
+
+def _write_log_quietly(thread: Any) -> None:
+    """Run TensorBoard's thread that writes a log, without a traceback if the disk refuses a write.
 
     The thread keeps the error, and the logger raises it in the main thread.
     """
-
-    @override
-    def run(self) -> None:
-        with contextlib.suppress(OSError):
-            super().run()
+    with contextlib.suppress(OSError):
+        _write_log(thread)
 
 
-event_file_writer._AsyncWriterThread = _WriterThread
+event_file_writer._AsyncWriterThread.run = _write_log_quietly
 
 
 @dataclass(frozen=True)

@@ -1172,6 +1172,7 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         rejected(found, RejectReason.MARKED_UNTRAINED, "finish_reason 'length'")
     two_answers = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS]}
     responses = [{"finish_reason": "length"}, {"finish_reason": "stop"}]
+    column: dict[str, Any]
     for column in (
         {"finish_reason": ["length", "stop"]},
         {"finish_reason": '["length", "length"]'},
