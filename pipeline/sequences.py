@@ -168,8 +168,8 @@ class Sequences:
             return []
         names = [f"{name} ({count:,})" for name, count in self.beside.most_common(_MOST_NAMES)]
         return [
-            f"besides      not part of the tokens: {len(self.beside)} columns and keys, such as "
-            f"{', '.join(names)}"
+            f"not used     {len(self.beside)} columns and keys that are not part of the tokens, "
+            f"such as {', '.join(names)}"
         ]
 
     def table(self) -> pa.Table:
@@ -355,8 +355,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
             yield forks[index % n_processes][1].recv() or tokenise(content)
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
-            "A process that tokenises was killed, most likely because memory ran out. Use fewer "
-            "processes, such as `--tokenize-processes 1`, or free some memory."
+            "A process that tokenised chats was killed, most likely because memory ran out. Use "
+            "fewer processes, such as `--tokenize-processes 1`, or free some memory."
         ) from error
     finally:
         for pid, receiver in forks:
