@@ -276,8 +276,8 @@ class ChatSource:
             self.commit = _commit_of(self._hub)
             if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
                 raise DatasetError(
-                    f"Commit {revision} of dataset {dataset} cannot be read: the Hub cannot be "
-                    f"reached, and the local cache has only commit {self.commit}. Connect to the "
+                    f"Commit {revision} of dataset {dataset} cannot be read, because the Hub cannot "
+                    f"be reached and the local cache has only commit {self.commit}. Connect to the "
                     "network, or unset HF_HUB_OFFLINE."
                 )
 

@@ -740,7 +740,7 @@ class Server:
             answer = await self._request(client, "GET", "/models")
         status = f"{answer.status_code}: {_message(answer)}"
         with parsing(
-            f"{self._url}/models returned no list of models, but HTTP status {status}",
+            f"{self._url}/models did not return a list of models, but HTTP status {status}",
             ServingError,
             _ADVICE,
         ):

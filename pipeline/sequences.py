@@ -421,9 +421,9 @@ def _check_fits(row: int, chat: TokenizedChat, facts: TargetFacts, config: Extra
         )
     if largest >= facts.vocab_size:
         raise DatasetError(
-            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has only "
-            f"{facts.vocab_size:,} entries, so the tokenizer does not belong to this target. "
-            "Copy the target's own tokenizer files into its folder."
+            f"Row {row} of the dataset gets the token id {largest} from the tokenizer, but the "
+            f"target's vocabulary has only {facts.vocab_size:,} entries, so the tokenizer does not "
+            "belong to this target. Copy the target's own tokenizer files into its folder."
         )
 
 
@@ -444,15 +444,16 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
                 f"{' or '.join(FORMATS)}. For a column of messages: --columns messages=NAME."
             )
         raise DatasetError(
-            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. "
-            f"{hint}"
+            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows. Reasons: "
+            f"{reasons}. {hint}"
         )
     fraction = sequences.n_rejected / sequences.n_rows
     if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be "
-            f"used, more than --max-rejected-fraction {config.data.max_rejected_fraction} allows. "
-            f"Reasons: {reasons}. Correct the dataset, or raise this fraction."
+            "used, which is more than --max-rejected-fraction "
+            f"{config.data.max_rejected_fraction} allows. Reasons: {reasons}. Correct the dataset, "
+            "or raise this fraction."
         )
 
 

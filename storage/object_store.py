@@ -85,7 +85,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         if urlsplit(url).scheme.lower() not in SCHEMES:
             raise StoreNotFound(
-                f"{url} cannot be opened as a store: expected a folder, or an s3://, gs:// or "
+                f"{url} cannot be opened as a store. Expected a folder, or an s3://, gs:// or "
                 "az:// URL. Download stores from the Hub first, with `moa-data pull`."
             )
         self.url = url.rstrip("/")

@@ -335,4 +335,4 @@ def _field_codec(name: str, settings: TransformSettings | None, spec: FieldSpec)
     try:
         return TransformCodec(spec, settings)
     except CodecUnknown as error:
-        raise CodecUnknown(f"Codec {name!r}: {error}") from error
+        raise CodecUnknown(f"Codec {name!r} cannot be used. {error}") from error

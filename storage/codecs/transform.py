@@ -321,8 +321,8 @@ class TransformCodec(FieldCodec):
             )
         if not self.is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(
-                f"Transform codecs support only kv and hidden states, but {spec.name!r} has the "
-                f"axes {spec.axes}. Use the codec lossless."
+                "Transform codecs support only keys and values, and hidden states, but field "
+                f"{spec.name!r} has the axes {spec.axes}. Use the codec lossless."
             )
         self.settings = settings
         self.rope = rope if self.is_kv else None

@@ -388,10 +388,10 @@ class ActivationStore:
         for i, ids in zip(sequences, tokens.reshape(len(sequences), -1), strict=True):
             if ids.min() < 0 or ids.max() >= vocab_size:
                 raise StoreDamaged(
-                    f"{self.path}: sequence {self.sequences['sequence_id'][i]} (source row "
-                    f"{self.sequences['source_row'][i]}) has token ids from {ids.min()} to "
-                    f"{ids.max()}, but the vocabulary has only {vocab_size} tokens. Run `moa-data "
-                    "verify`, and extract again."
+                    f"In {self.path}, sequence {self.sequences['sequence_id'][i]} (row "
+                    f"{self.sequences['source_row'][i]} of the dataset) has token ids from "
+                    f"{ids.min()} to {ids.max()}, but the vocabulary has only {vocab_size} tokens. "
+                    "Run `moa-data verify`, and extract the store again."
                 )
 
     def close(self) -> None:

@@ -360,7 +360,7 @@ class _Verification:
 
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
-    sequence_name = f"sequence {row['sequence_id']} (source row {row['source_row']})"
+    sequence_name = f"sequence {row['sequence_id']} (row {row['source_row']} of the dataset)"
     for name in reader.fields:
         try:
             if name == "response_mask":
