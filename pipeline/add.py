@@ -95,7 +95,7 @@ class AddPlan(WritePlan):
         )
         lines = [
             f"store        {self.store}: {', '.join(self.stored.extraction['activations'])} in "
-            f"{self.forward.dtype}, codec {self.codec.name}; all of it is kept",
+            f"{self.forward.dtype}, codec {self.codec.name}; all of these are kept",
             f"adds         {self.added}{bundle}",
             f"tokens       {self.n_tokens:,} of {self.n_stored_tokens:,} to process, in "
             f"{self.n_parts:,} of {self.n_stored_parts:,} parts",
@@ -207,9 +207,9 @@ def _learn(
     """
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
-            f"{plan.store} is incomplete: {n_pending} of its parts are not extracted yet, but the "
-            f"codec of {plan.added} must be fitted to sequences of all parts. Run the extract "
-            "command of this store again, then add."
+            f"{n_pending} parts of {plan.store} are not extracted yet, but the codec of "
+            f"{plan.added} must be fitted to sequences of all parts. Complete the store with the "
+            "command that made it, then run this command again."
         )
     plan.learn(target, reader.lengths, lambda row: reader.read(row, TOKENS), progress)
     save_next_basis(writer, plan.codec)
@@ -243,10 +243,14 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         raise OptionInvalid(
             f"The last hidden states (hidden/last) that {plan.config.model} computes differ by "
             f"{relative:.1%} from those in {plan.store}, which is more than rounding explains. "
-            "Nothing was written, because new fields would not match the old ones. Check that "
-            "transformers has the release that made the store, and run `moa-data audit`."
+            "Nothing was written, because new fields would not match the old ones. Install the "
+            "release of transformers that the store was made with, and compare the store with the "
+            "target by `moa-data audit`."
         )
-    return f"hidden/last has a relative error of {relative:.1e} in the first batch"
+    return (
+        f"hidden/last of the first batch differs from the store by a relative error of "
+        f"{relative:.1e}"
+    )
 
 
 def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str) -> WriteReport:
@@ -260,7 +264,7 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
         report.lines.append(f"rounding     {agreement}")
     if n_pending := len(writer.pending_parts()):
         report.lines.append(
-            f"pending      {counted(n_pending, 'part')} still to be extracted, with the old and "
+            f"pending      {counted(n_pending, 'part')} must still be extracted, with the old and "
             "the new fields"
         )
     return report
@@ -299,7 +303,7 @@ def plan_addition(config: AddConfig, progress: Progress = SILENT) -> AddPlan:
     if not set(stored.fields) <= set(specs):
         raise OptionInvalid(
             f"{path} describes its fields in another way than this release of moa-data, so no "
-            "fields can be added to it. Extract to a new store."
+            "fields can be added to it. Extract a new store with all activations that you need."
         )
     codec = extended_codec(codec, specs)
     forward = ForwardPlan(
@@ -388,8 +392,8 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> None:
     else:
         return
     raise OptionInvalid(
-        f"{path} {how}, so the target cannot be run again as it was for this store, and no "
-        "activations can be added. Extract to a new store, with all activations that you need."
+        f"{path} {how}, so moa-data cannot run the target in the same way again, and cannot add "
+        "activations. Extract a new store with all activations that you need."
     )
 
 

@@ -183,12 +183,12 @@ def _tokenize_again(
                 if isinstance(chat, TokenizedChat):
                     chats[row] = chat
     except (DatasetError, OptionInvalid, WorkerError) as error:
-        return {}, f"{only}, because the chats could not be tokenised again: {error}"
+        return {}, f"{only}, because the chats could not be tokenised again. {error}"
     recorded = extraction.get("template_time")
     if recorded != TEMPLATE_TIME.isoformat() and (recorded or template.asked_the_time):
         return {}, (
-            "the chat template shows the current time, and the chats were rendered for another "
-            f"time (recorded: {recorded}); {only}"
+            f"{only}, because the chat template shows the current time, and the chats were "
+            f"rendered for another time (recorded: {recorded})"
         )
     return chats, ""
 
@@ -200,7 +200,7 @@ def _text_rows(
     sequence_id = stored.sequences["sequence_id"][index].as_py()
     source_row = stored.sequences["source_row"][index].as_py()
     is_intact = content_id(values["tokens"], values["response_mask"]) == sequence_id
-    hashed = "content hash" if is_intact else "content hash differs"
+    hashed = "content hash matches" if is_intact else "content hash differs"
     rows = []
     for name, stored_values in values.items():
         is_equal = is_intact

@@ -26,7 +26,7 @@ _SIZES = {
     "architecture": "{}",
     "n_layers": "{} layers",
     "n_kv_heads": "{} KV heads",
-    "hidden_size": "{} wide",
+    "hidden_size": "hidden size {}",
 }
 _CODES = (
     " Activations are stored as the codes of a lossy codec; `docs/format.md` of moa-data says how "
@@ -83,7 +83,7 @@ batch = next(iter(DataLoader(dataset, batch_size=2, collate_fn=pad_collate)))
 ## Load it without moa-data
 
 Every array is plain Zarr v3 (sharded; blosc and crc32c inside).{note} A sequence is a span of
-the token axis. Parts without a file in `commits/` do not exist.
+the token axis. Ignore parts without a file in `commits/`, because they are incomplete.
 
 ```python
 from pathlib import Path
@@ -114,9 +114,9 @@ Made with `{command}`.
 
 {licences}
 
-The activations derive from both, and so do the tokens, which can be decoded to the text. Running \
-the command again overwrites this card: give the licences as `--target-license` and \
-`--dataset-license`, or edit the card last.
+The activations and the tokens derive from both. The tokens can be decoded to the text of the \
+dataset. The command overwrites this card each time it runs, so give the licences with \
+`--target-license` and `--dataset-license`, or edit the card after the last run.
 """
 
 
@@ -168,15 +168,17 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
         pretty_name=json.dumps(f"Activations of {model} on {dataset}", ensure_ascii=False),
         size=size_category(summary.n_sequences),
         sizes=", ".join(_sizes_of(summary.manifest.target)),
-        fields=_table(("Field", "Values", "Shape", "What", "On disk"), _field_rows(summary.fields)),
+        fields=_table(
+            ("Field", "Values", "Shape", "Meaning", "On disk"), _field_rows(summary.fields)
+        ),
         stored=_mb(summary.stored_bytes),
         example=(_smallest(summary.fields) or summary.manifest.fields[0]).name,
         note="" if plain else _CODES,
         plain=plain.name if plain else "tokens",
         values=_FROM_BFLOAT16 if is_bfloat16 else "bits",
-        conventions=_table(("What", "Meaning"), summary.manifest.conventions.items()),
-        settings=_table(("What", "Value"), settings_rows),
-        licences=_table(("Of the", "Name", "Licence"), licence_rows),
+        conventions=_table(("Convention", "Meaning"), summary.manifest.conventions.items()),
+        settings=_table(("Setting", "Value"), settings_rows),
+        licences=_table(("Source", "Name", "Licence"), licence_rows),
     )
 
 
@@ -199,7 +201,7 @@ def size_category(n_sequences: int) -> str:
 
 def _licence(one: str | None, other: str | None) -> str:
     if not (one and other):
-        return "license: unknown  # fill in: the licences of target and dataset both apply"
+        return "license: unknown  # Fill in. The licences of target and dataset both apply."
     if one == other:
         return f"license: {json.dumps(one)}"
     return f"license: other\nlicense_name: {json.dumps(f'{one}-and-{other}')}"

@@ -83,12 +83,13 @@ class Comparison:
                 lines.append(f"{name:12} {differences.describe()}")
         if self.teacher is not None:
             lines.append(
-                f"teacher      {self.teacher.describe()} positions, from the stored hidden/last"
+                f"teacher      {self.teacher.describe()} positions, computed from hidden/last of "
+                "both stores"
             )
         if self.continued is not None:
             lines.append(
-                f"continued    {self.continued.describe()} positions, from the target after stored "
-                "keys and values"
+                f"continued    {self.continued.describe()} positions, where the target continues "
+                "from keys and values of both stores"
             )
         return lines
 
@@ -173,8 +174,9 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
     common = [name for name in names if coded.fields.get(name) == exact.fields[name]]
     if not common:
         raise OptionInvalid(
-            f"{exact.path} has the activations {', '.join(names)}, but {coded.path} has none of "
-            "these with the same shape and data type. Compare stores with the same activations."
+            f"{exact.path} has the activations {', '.join(names)}, but {coded.path} does not have "
+            "any of them with the same shape and data type. Compare stores with the same "
+            "activations."
         )
     return common
 

@@ -128,8 +128,8 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     split_of_file = _files_by_split(path)
     if not split_of_file:
         raise DatasetError(
-            f"Folder {path} holds no {', '.join(SUFFIXES)} file. Point --dataset at chats in one "
-            "of these formats."
+            f"Folder {path} has no file with one of the suffixes {', '.join(SUFFIXES)}. Point "
+            "--dataset at chats in one of these formats."
         )
     wanted = split or DEFAULT_SPLIT
     chosen = [file for file, name in split_of_file.items() if name == wanted]
@@ -142,11 +142,11 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     # All files are read if none of them has a split, or if no split is given and there is only one.
     if len(n_files_of_split) == 1 and (split is None or None in n_files_of_split):
         return list(split_of_file), next(iter(n_files_of_split)), 0
-    shown = [f"{name or 'without a split'}: {n}" for name, n in n_files_of_split.items()]
+    shown = [f"{name or 'without a split'} ({n})" for name, n in n_files_of_split.items()]
     raise DatasetError(
-        f"Folder {path} does not have the split {wanted!r} (the default is {DEFAULT_SPLIT}). Its "
-        f"splits, with their numbers of files: {', '.join(shown)}. Choose one with --split, or "
-        "point --dataset at a single file."
+        f"Folder {path} does not have the split {wanted!r} (the default is {DEFAULT_SPLIT}). It "
+        f"has these splits, with their numbers of files: {', '.join(shown)}. Choose one with "
+        "--split, or point --dataset at a single file."
     )
 
 
@@ -276,8 +276,8 @@ class ChatSource:
             self.commit = _commit_of(self._hub)
             if revision and _COMMIT.fullmatch(revision) and self.commit not in (revision, None):
                 raise DatasetError(
-                    f"Commit {revision} of dataset {dataset} cannot be read: the Hub cannot be "
-                    f"reached, and the local cache has only commit {self.commit}. Connect to the "
+                    f"Commit {revision} of dataset {dataset} cannot be read, because the Hub cannot "
+                    f"be reached and the local cache has only commit {self.commit}. Connect to the "
                     "network, or unset HF_HUB_OFFLINE."
                 )
 
@@ -411,8 +411,8 @@ def _read_file(path: Path) -> Iterator[Any]:
                 "the file."
             ) from error
         raise DatasetError(
-            f"{path} is not a readable {suffix[1:]} file ({first_line(error)}). Restore or convert "
-            "it."
+            f"{path} cannot be read as a {suffix[1:]} file ({first_line(error)}). Restore the "
+            "file, or convert it."
         ) from error
 
 
@@ -430,9 +430,10 @@ def _read_parquet(path: Path) -> Iterator[Any]:
                 MAX_ROW_BYTES * max(group.num_rows, 1), max(MAX_ROW_BYTES, MAX_EXPANSION * n_stored)
             ):
                 raise DatasetError(
-                    f"{path} has a row group of {group.num_rows:,} rows that decompresses from "
-                    f"{format_bytes(n_stored)} to {format_bytes(n_bytes)}, but a row may have at "
-                    f"most {format_bytes(MAX_ROW_BYTES)}. Remove the long rows."
+                    f"{path} has a row group of {group.num_rows:,} rows that grows from "
+                    f"{format_bytes(n_stored)} to {format_bytes(n_bytes)} when it is decompressed. "
+                    f"This is too much, because a row may have at most "
+                    f"{format_bytes(MAX_ROW_BYTES)}. Remove the long rows."
                 )
         for batch in file.iter_batches(batch_size=_READ_ROWS):
             yield from _arrow_rows(batch)
@@ -500,9 +501,9 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(decoded, object_pairs_hook=unique_keys)
     # ValueError is also raised for invalid UTF-8 and for integers of thousands of digits.
     except ValueError as error:
-        return Rejection(RejectReason.MALFORMED_ROW, f"not JSON: {first_line(error)}")
+        return Rejection(RejectReason.MALFORMED_ROW, f"it is not valid JSON: {first_line(error)}")
     except RecursionError:
-        return Rejection(RejectReason.MALFORMED_ROW, "JSON that is nested too deeply")
+        return Rejection(RejectReason.MALFORMED_ROW, "its JSON is nested too deeply")
 
 
 def _read_json(path: Path) -> Iterator[Any]:
@@ -519,8 +520,8 @@ def _read_json(path: Path) -> Iterator[Any]:
     if isinstance(content, dict) and isinstance(content.get("data"), list):
         if beside := find_key(content, CHAT_COLUMNS):
             raise DatasetError(
-                f"{path} has {beside!r} beside the rows in 'data', where it is not read. Put it "
-                "into each row."
+                f"{path} has the key {beside!r} next to the key 'data', but only the rows in 'data' "
+                f"are read. Put {beside!r} into each row."
             )
         content = content["data"]
     yield from content if isinstance(content, list) else [content]
@@ -559,7 +560,7 @@ def read_jsonl(path: Path) -> Iterator[Any]:
                 while (rest := stream.readline(_HASH_BYTES)) and rest[-1:] not in ("\n", b"\n"):
                     pass
                 yield Rejection(
-                    RejectReason.MALFORMED_ROW, f"a line of more than {MAX_ROW_BYTES:,} bytes"
+                    RejectReason.MALFORMED_ROW, f"its line has more than {MAX_ROW_BYTES:,} bytes"
                 )
             elif line.strip():
                 yield parse_json(line)
@@ -617,10 +618,11 @@ class Columns:
                 renamed[role] = columns[0]
             else:
                 raise OptionInvalid(
-                    f"--columns has {text!r}. Expected ROLE=COLUMN, as in "
-                    "user=instruction+input,assistant=output, where the role is user, assistant, "
-                    "or one that is given once and read from one column: messages, tools or "
-                    f"system; or the name of a format: {' or '.join(FORMATS)}."
+                    f"--columns has {text!r}. Expected the name of a format "
+                    f"({' or '.join(FORMATS)}), or ROLE=COLUMN, as in "
+                    "user=instruction+input,assistant=output. The roles are user, assistant, "
+                    "messages, tools and system. The last three may be given once only, and "
+                    "with one column."
                 )
         roles = {role for role, _ in turns}
         if texts and roles != (set() if "messages" in renamed else _TURN_ROLES):
@@ -670,7 +672,7 @@ class Columns:
             if name not in row:
                 return Rejection(
                     RejectReason.NO_COLUMN,
-                    f"{name}; its columns: " + ", ".join(map(str, list(row)[:8])),
+                    f"{name} is missing, its columns are " + ", ".join(map(str, list(row)[:8])),
                 )
         chat = dict(row)
         for name in ("messages", "conversations", *wanted):

@@ -73,8 +73,8 @@ class LayerDifferences:
             f"{100 * difference.relative:.1f}" for difference in self.by_layer.values()
         )
         return (
-            f"median {self.median:.1%}, at most {self.worst:.1%} (layer {self.worst_layer}); "
-            f"percent by layer: {numbers}"
+            f"median of the layers {self.median:.1%}, largest {self.worst:.1%} (layer "
+            f"{self.worst_layer}); percent by layer: {numbers}"
         )
 
 

@@ -218,7 +218,7 @@ class ForwardPlan(CaptureSettings):
         """Text for error messages that says which weights and batches need the memory."""
         per_worker = f", for each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
-            f"weights {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
+            f"weights of {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
             f"{max(self.batch_tokens, self.longest_tokens):,} tokens{per_worker}"
         )
 
@@ -227,7 +227,7 @@ class ForwardPlan(CaptureSettings):
         host = format_range(*self.host_range(n_batch_tokens), format_bytes)
         device_bytes = self.memory_bytes[1]
         device = f" and up to {format_bytes(device_bytes)} on {self.device}" if device_bytes else ""
-        return f"{host} of host memory{device}: {self._needs}, Python and its libraries"
+        return f"{host} of host memory{device}, for {self._needs}, Python and its libraries"
 
     def check_memory(self) -> None:
         """Refuse a plan whose forwards need more memory than is free.
@@ -241,9 +241,8 @@ class ForwardPlan(CaptureSettings):
         for n_bytes, (n_free, memory_name) in zip(self.memory_bytes, free, strict=True):
             if n_free is not None and n_bytes > n_free:
                 raise NotEnoughMemory(
-                    f"The forward passes of the target need {format_bytes(n_bytes)} of "
-                    f"{memory_name}: {self._needs}. Only {format_bytes(n_free)} of {memory_name} "
-                    "are free.",
+                    f"Running the target needs {format_bytes(n_bytes)} of {memory_name} "
+                    f"({self._needs}), but only {format_bytes(n_free)} of {memory_name} are free.",
                     "Free some memory, or use a larger machine. Extracting in bfloat16, with "
                     "smaller batches or with fewer workers needs less memory.",
                 )
@@ -450,12 +449,12 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
         # The modelling code of some families fails with random weights or a reduced number of
         # layers. Report that the time was not measured.
         return (
-            "time         not measured, because a test model with random weights failed: "
-            f"{first_line(error)}"
+            "time         not measured, because a test model with random weights failed "
+            f"({first_line(error)})"
         )
     lines = [
-        f"time         {format_range(least_s, most_s, format_hours)} for forwards, encoding and "
-        "writing"
+        f"time         {format_range(least_s, most_s, format_hours)} to run the target, encode "
+        "and write"
     ]
     if n_workers > 1:
         shares = format_range(least_s / n_workers, most_s / n_workers, format_hours)

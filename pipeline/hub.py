@@ -55,7 +55,7 @@ moa-data generate --model TARGET --drafter drafter --prompt "Hi"
 {facts}
 ```
 """
-_AGAIN = "Finished files are kept: run the same command again to continue."
+_AGAIN = "Finished files are kept. To continue, run the same command again."
 
 
 def push(path: Path, repo: str, private: bool = False) -> str:
@@ -83,8 +83,8 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         url = str(api.create_repo(repo, repo_type=repo_type, private=private, exist_ok=True))
         if private and not api.repo_info(repo, repo_type=repo_type).private:
             raise DatasetError(
-                f"The repository {repo} exists already and is public. Make it private on the Hub, "
-                "or choose another name."
+                f"The repository {repo} exists already and is public, although --private was "
+                "given. Make it private on the Hub, or choose another name."
             )
         if repo_type == "dataset":
             _check_same_store(api, repo, folder, files)
@@ -131,8 +131,9 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         kind = "store" if MANIFEST_NAME in files else "drafter" if DRAFTER_FILE in files else ""
         if not kind:
             raise DatasetError(
-                f"{repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}, so it holds no complete "
-                "store or drafter. Check the name, or finish the push with `moa-data push`."
+                f"The repository {repo} has neither {MANIFEST_NAME} nor {DRAFTER_FILE}, so it does "
+                "not contain a complete store or drafter. Check the name. If a `moa-data push` to "
+                "it was interrupted, run that command again."
             )
         location: Any = {"repo_type": repo_type, "revision": commit, "local_dir": folder}
         api.snapshot_download(repo, ignore_patterns=_NOT_OURS, **location)
@@ -140,13 +141,16 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
     if mismatches:
         damaged = folder / mismatches[0]["path"]
         damaged.unlink()
-        raise _damaged(f"{damaged} differed from the file on the Hub, and was deleted. {_AGAIN}")
+        raise _damaged(
+            f"{damaged} was deleted, because its content differed from the file on the Hub. "
+            f"{_AGAIN}"
+        )
     if kind == "store":
         report = verify_store(folder, progress=progress, values=False)
         if not report.ok or report.n_pending_parts:
             raise _damaged(
-                f"The pulled store {folder} is damaged or incomplete; `moa-data verify {folder}` "
-                "says where. Push the store again, then pull it into an empty folder."
+                f"The pulled store {folder} is damaged or incomplete. `moa-data verify {folder}` "
+                "lists the damaged files. Push the store again, then pull it into an empty folder."
             )
     shutil.rmtree(folder / _CACHE)
     n_bytes = sum(file.size for file in files.values())
@@ -179,8 +183,8 @@ def _what(path: Path) -> tuple[Path, str]:
         summary = summarize_store(path)
         if unfinished := summary.missing or ", ".join(summary.unfinished):
             raise DatasetError(
-                f"{path} is incomplete: {unfinished}. Repeat the command that made it, which "
-                "completes it, then push."
+                f"{path} is incomplete ({unfinished}). Run the command that made it again to "
+                "complete it, then push."
             )
         return path, "dataset"
     for folder in (path, path / "drafter"):
@@ -213,8 +217,8 @@ def _check_same_store(api: HfApi, repo: str, folder: Path, files: Mapping[str, i
             strange.append(MANIFEST_NAME)
     if strange:
         raise DatasetError(
-            f"{repo} holds another dataset: its file {strange[0]} does not belong to this store. "
-            "Choose another repository."
+            f"The repository {repo} contains another dataset, because its file {strange[0]} does "
+            "not belong to this store. Choose another repository."
         )
 
 
@@ -241,8 +245,8 @@ def _one_line(repo: str) -> Iterator[None]:
         yield
     except RepositoryNotFoundError as error:
         raise DatasetError(
-            f"The Hub has no repository {repo}, or your token has no access to it. Check the name, "
-            "and the environment variable HF_TOKEN."
+            f"The repository {repo} does not exist on the Hub, or your token gives no access to "
+            "it. Check the name, and the environment variable HF_TOKEN."
         ) from error
     except HFValidationError as error:
         raise DatasetError(
@@ -256,4 +260,6 @@ def _one_line(repo: str) -> Iterator[None]:
             raise trouble from error
         # If an upload fails, the message that explains the failure is in the error's __cause__.
         reason = first_line(error.__cause__ or error).rstrip(".")
-        raise DatasetError(f"The Hub reported an error for {repo}: {reason}. {_AGAIN}") from error
+        raise DatasetError(
+            f"The Hub reported an error for the repository {repo} ({reason}). {_AGAIN}"
+        ) from error

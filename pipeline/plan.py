@@ -151,7 +151,7 @@ class ExtractPlan(WritePlan):
             f"tokens       {self.n_tokens:,} ({n_response:,} in responses), length median "
             f"{int(lengths[len(lengths) // 2]):,}, longest {int(lengths[-1]):,}",
             f"fields       {', '.join(codec.fields)} in {storage.dtype}, codec {storage.codec}",
-            f"bits         per value in the parts, at most: {', '.join(bits)}",
+            f"bits         at most {', '.join(bits)} per value in the parts",
             f"parts        {self.manifest.n_parts:,} of up to {storage.part_tokens:,} tokens",
             *self.space(),
         ]
@@ -170,8 +170,8 @@ class ExtractPlan(WritePlan):
         # component computed from the values in 16 bits (2 bytes).
         n_values = sum(math.prod(codec.spec.token_shape) for codec in learned)
         return (
-            f"learn        the target runs over {n_sample:,} tokens before the first part, to fit "
-            f"the codec; this needs about {format_bytes(6 * n_sample * n_values)} of temporary "
+            f"learn        before the first part, the target runs over {n_sample:,} tokens to fit "
+            f"the codec, which needs about {format_bytes(6 * n_sample * n_values)} of temporary "
             f"disk space at {self.disk}"
         )
 
@@ -372,7 +372,7 @@ def _pick_device(config: ExtractConfig) -> str:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
             raise OptionInvalid(
                 f"--device {wanted} and --gpus-per-worker {n_gpus:g} contradict each other. Leave "
-                "out one of them."
+                "out one of the two options."
             )
         return "cuda" if n_gpus else "cpu"
     return pick_device(wanted)

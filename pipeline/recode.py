@@ -97,7 +97,7 @@ def recode(
         are_local = all(map(os.path.exists, folders))
         if os.path.samefile(*folders) if are_local else folders[0] == folders[1]:
             raise OptionInvalid(
-                f"--out {target_store} is the store that is read. Choose another folder."
+                f"--out {target_store} is the store that is recoded. Choose another folder."
             )
         metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
         manifest = dataclasses.replace(

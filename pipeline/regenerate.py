@@ -68,12 +68,12 @@ class LossReason(StrEnum):
     """Reasons for not answering a chat or the rest of a chat, as texts for the user."""
 
     TOOLS = "the chat has tools, whose results are not known"
-    NO_QUESTION = "nothing comes before the assistant's first message"
+    NO_QUESTION = "the chat has no message before the assistant's first message"
     TOO_LONG = "the prompt leaves no room for an answer"
     NO_END = "an answer has not ended within the tokens it may have"
     EMPTY = "an answer is empty"
     NO_TEXT = "an answer has bytes that are not text"
-    UNFINISHED_QUESTION = "the target's question has not ended within the tokens it may have"
+    UNFINISHED_QUESTION = "the target's question reached its token limit before it ended"
     EMPTY_QUESTION = "the target's question is empty"
     NO_TEXT_QUESTION = "the target's question has special tokens, or bytes that are not text"
     REPEATED_QUESTION = "the target's question was asked before"
@@ -239,7 +239,7 @@ def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
         settings = questions.model_dump(
             include={"question_temperature", "question_top_p", "question_tokens"}
         )
-        text = f"{counted(n_questions, 'question')} that the target writes, and answers"
+        text = f"{counted(n_questions, 'question')} written by the target, with answers"
         return Work(None, n_questions, n_questions, settings, text)
     source = ChatSource(
         config.dataset or "", questions.split, questions.dataset_config, questions.dataset_revision
@@ -740,7 +740,7 @@ class Server:
             answer = await self._request(client, "GET", "/models")
         status = f"{answer.status_code}: {_message(answer)}"
         with parsing(
-            f"{self._url}/models returned no list of models, but HTTP status {status}",
+            f"{self._url}/models did not return a list of models, but HTTP status {status}",
             ServingError,
             _ADVICE,
         ):
@@ -749,8 +749,8 @@ class Server:
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
         raise ServingError(
-            f"--model must name a model of the server {self._url}, which has "
-            f"{', '.join(names) or 'no model'}."
+            f"--model is {wanted or 'missing'}, expected a model of the server {self._url}, which "
+            f"has {', '.join(names) or 'no model'}."
         )
 
     async def _converse(self, client: httpx.AsyncClient, row: Row) -> Row:
@@ -811,7 +811,7 @@ class Server:
             raise ServingError(
                 f"The server {self._url} returns the reasoning separately from the answer, so the "
                 "answer is not all that the model wrote. Start the server without a reasoning "
-                "parser, or turn off thinking: --template-kwargs enable_thinking=false."
+                "parser, or turn off thinking with --template-kwargs enable_thinking=false."
             )
         questions = self._config.questions
         if ended in ("stop", "length"):
@@ -845,8 +845,8 @@ class Server:
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(
                     f"The server {self._url} {problem}, although the request was repeated for "
-                    f"{self._config.serving.patience_s:g} s (--patience-s). Start the server, and "
-                    "run the same command again: the answers so far are kept."
+                    f"{self._config.serving.patience_s:g} s (--patience-s). The answers so far are "
+                    "kept. Start the server, then run the same command again to continue."
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_WAIT_S)

@@ -88,8 +88,8 @@ class Timings:
         )
         if self.n_padded_tokens:
             text += (
-                f"; forwards {format_hours(self.forward_s)}, waiting for the writer "
-                f"{format_hours(self.wait_s)}, padding {self.padding_fraction:.1%}"
+                f"; the target ran for {format_hours(self.forward_s)} and waited for the writer "
+                f"for {format_hours(self.wait_s)}; padding {self.padding_fraction:.1%}"
             )
         if self.n_late:
             text += f", {counted(self.n_late, 'part')} that another process had already written"

@@ -168,8 +168,8 @@ class Sequences:
             return []
         names = [f"{name} ({count:,})" for name, count in self.beside.most_common(_MOST_NAMES)]
         return [
-            f"besides      not part of the tokens: {len(self.beside)} columns and keys, such as "
-            f"{', '.join(names)}"
+            f"not used     {len(self.beside)} columns and keys that are not part of the tokens, "
+            f"such as {', '.join(names)}"
         ]
 
     def table(self) -> pa.Table:
@@ -355,8 +355,8 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
             yield forks[index % n_processes][1].recv() or tokenise(content)
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
-            "A process that tokenises was killed, most likely because memory ran out. Use fewer "
-            "processes, such as `--tokenize-processes 1`, or free some memory."
+            "A process that tokenised chats was killed, most likely because memory ran out. Use "
+            "fewer processes, such as `--tokenize-processes 1`, or free some memory."
         ) from error
     finally:
         for pid, receiver in forks:
@@ -421,9 +421,9 @@ def _check_fits(row: int, chat: TokenizedChat, facts: TargetFacts, config: Extra
         )
     if largest >= facts.vocab_size:
         raise DatasetError(
-            f"Row {row}: the tokenizer gives token {largest}, but the target's vocabulary has only "
-            f"{facts.vocab_size:,} entries, so the tokenizer does not belong to this target. "
-            "Copy the target's own tokenizer files into its folder."
+            f"Row {row} of the dataset gets the token id {largest} from the tokenizer, but the "
+            f"target's vocabulary has only {facts.vocab_size:,} entries, so the tokenizer does not "
+            "belong to this target. Copy the target's own tokenizer files into its folder."
         )
 
 
@@ -444,15 +444,16 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
                 f"{' or '.join(FORMATS)}. For a column of messages: --columns messages=NAME."
             )
         raise DatasetError(
-            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows: {reasons}. "
-            f"{hint}"
+            f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows. Reasons: "
+            f"{reasons}. {hint}"
         )
     fraction = sequences.n_rejected / sequences.n_rows
     if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be "
-            f"used, more than --max-rejected-fraction {config.data.max_rejected_fraction} allows. "
-            f"Reasons: {reasons}. Correct the dataset, or raise this fraction."
+            "used, which is more than --max-rejected-fraction "
+            f"{config.data.max_rejected_fraction} allows. Reasons: {reasons}. Correct the dataset, "
+            "or raise this fraction."
         )
 
 

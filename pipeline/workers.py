@@ -286,9 +286,9 @@ def direct(
     counter.report(timings)
     if not is_done(store):
         raise WorkerError(
-            f"{len(lost)} workers ended too early, and not all parts are finished. The last one: "
-            f"{''.join(lost[-1:])}. Finished parts are kept: run the same command again to "
-            "continue, with fewer --workers if memory ran out."
+            f"{len(lost)} workers ended too early, and some parts are not finished. The last of "
+            f"these workers was {''.join(lost[-1:])}. Finished parts are kept. Run the same "
+            "command again to continue, with fewer --workers if memory ran out."
         )
     return timings, lost
 
@@ -421,7 +421,9 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
     import ray
 
     if ray.is_initialized():
-        raise OptionInvalid("This process is connected to Ray already. Call ray.shutdown() first.")
+        raise OptionInvalid(
+            "This process is already connected to Ray. Call ray.shutdown() before you extract."
+        )
     options: dict[str, Any] = {
         "log_to_driver": False,
         "configure_logging": False,

@@ -302,9 +302,9 @@ def check_incomplete(
         error: the error that prevented the check.
     """
     return StorageUnavailable(
-        f"{store}: {path} could not be checked ({reason(error)}), so it is unknown whether the "
-        "store is damaged. Nothing was deleted. Check the read permissions, the disk or mount, "
-        "and `ulimit -n`, then run the same command again."
+        f"{path} could not be checked ({reason(error)}), so it is unknown whether {store} is "
+        "damaged. Nothing was deleted. Check the read permissions, the disk or mount, "
+        "and the limit of open files (`ulimit -n`), then run the same command again."
     )
 
 
@@ -317,7 +317,7 @@ def check_guard(store: StorePath) -> Iterator[None]:
         raise
     except (OSError, MemoryError) as error:
         file_name = None if isinstance(error, MemoryError) else error.filename
-        raise check_incomplete(store, str(file_name or "a file"), error) from error
+        raise check_incomplete(store, str(file_name or "A file"), error) from error
 
 
 # Byte ranges of shards

@@ -109,7 +109,7 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     """
     if len(buffer) < CRC_BYTES + _BLOSC_HEADER.size:
         raise StoreDamaged(
-            f"a chunk has {len(buffer)} bytes and is shorter than its own header and checksum"
+            f"a chunk has {len(buffer)} bytes, too few for its own header and checksum"
         )
     n_bytes = len(buffer) - CRC_BYTES
     # Compute the checksum of the whole buffer, which includes the stored checksum, instead of
@@ -123,8 +123,8 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
     # Check the sizes in the header, because blosc trusts them.
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
-            f"the header of a chunk says {n_frame_bytes} encoded and {n_raw_bytes} decoded bytes, "
-            f"expected {n_bytes} encoded and {out.nbytes} decoded bytes"
+            f"the header of a chunk gives its size as {n_frame_bytes} bytes encoded and "
+            f"{n_raw_bytes} bytes decoded, expected {n_bytes} and {out.nbytes} bytes"
         )
     try:
         numcodecs.blosc.decompress(buffer, out)

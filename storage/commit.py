@@ -96,11 +96,12 @@ class PartCommit:
         differences: list[str] = []
         for name, expected in planned.items():
             if (got := getattr(self, name)) != expected:
-                differences.append(f"the commit says {name} {got}, but the plan says {expected}")
+                differences.append(f"{name} is {got}, expected {expected}")
         if differences:
             raise StoreDamaged(
-                f"{schema.commit_path(store, part)}: {'; '.join(differences)}. If "
-                f"{schema.PLAN_NAME} has not changed, delete this file. {_REDO}"
+                f"{schema.commit_path(store, part)} does not fit {schema.PLAN_NAME}: "
+                f"{'; '.join(differences)}. If the plan has not changed, delete the commit file. "
+                f"{_REDO}"
             )
 
 

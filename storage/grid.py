@@ -244,15 +244,15 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
         ) from error
     except ValueError as error:
         raise StoreDamaged(
-            f"{path} is not the metadata of an array: {error}. {_RESTORE}"
+            f"{path} cannot be read as the metadata of an array ({error}). {_RESTORE}"
         ) from error
     grid = grid_from_metadata(text, array, str(path))
     n_rows = max(1, array.n_rows(longest_part))
     if grid.part_rows < n_rows or grid.shape[0] != n_parts * grid.part_rows:
         raise StoreDamaged(
-            f"{path} describes an array of {grid.shape[0]} {unit}s with {grid.part_rows} in each "
-            f"part. This does not fit the store, which has {n_parts} parts, the longest with "
-            f"{n_rows} {unit}s. {_RESTORE}"
+            f"{path} says that the array has {grid.shape[0]} {unit}s, {grid.part_rows} for each "
+            f"part. But the store has {n_parts} parts, and the longest of them has {n_rows} "
+            f"{unit}s. {_RESTORE}"
         )
     return grid
 

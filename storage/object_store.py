@@ -85,7 +85,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         if urlsplit(url).scheme.lower() not in SCHEMES:
             raise StoreNotFound(
-                f"{url} cannot be opened as a store: expected a folder, or an s3://, gs:// or "
+                f"{url} cannot be opened as a store. Expected a folder, or an s3://, gs:// or "
                 "az:// URL. Download stores from the Hub first, with `moa-data pull`."
             )
         self.url = url.rstrip("/")
@@ -131,7 +131,7 @@ class ObjectStore:
         check_length(n_bytes, max_bytes)
         content = response.bytes().to_bytes()
         if len(content) != n_bytes:
-            raise _Torn(f"got {len(content)} of {n_bytes} bytes")
+            raise _Torn(f"the server sent only {len(content)} of {n_bytes} bytes")
         return content
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
@@ -161,7 +161,7 @@ class ObjectStore:
             data = memoryview(obstore.get_range(self.connection, name, start=start, end=stop))
             if len(data) == stop - start:
                 return data
-            failure: Exception = _Torn("got fewer bytes than requested")
+            failure: Exception = _Torn("the server sent fewer bytes than requested")
         except exceptions.BaseError as error:
             failure = error
         n_bytes = obstore.head(self.connection, name)["size"]
@@ -298,14 +298,15 @@ class ObjectStore:
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise StorageUnavailable(
-                        f"{self.url}: the bucket does not exist. Create it first."
+                        f"The bucket of {self.url} does not exist. Check the URL, or create the "
+                        "bucket."
                     ) from error
                 raise FileNotFoundError(f"{self.url}/{name}") from None
             except MoaDataError:
                 raise
             except _REFUSALS as error:
                 raise StorageUnavailable(
-                    f"{self.url}/{name}: the server refuses access ({_line(error)}). Set "
+                    f"The server refuses access to {self.url}/{name} ({_line(error)}). Set "
                     "credentials with the needed permissions as environment variables, such as "
                     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
                 ) from error
@@ -342,7 +343,10 @@ def _connect(url: str) -> Connection:
             },
         )  # fmt: skip
     except (exceptions.BaseError, ValueError) as error:
-        raise StoreNotFound(f"{url} cannot be opened as a store: {first_line(error)}") from error
+        raise StoreNotFound(
+            f"{url} cannot be opened as a store ({first_line(error)}). Check the URL, and the "
+            "environment variables for the bucket, such as AWS_ENDPOINT_URL."
+        ) from error
 
 
 def timeout_s() -> float:

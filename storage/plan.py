@@ -111,8 +111,8 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
     """
     if part_tokens < 1 or alignment_tokens < 1:
         raise StoreDamaged(
-            f"part_tokens ({part_tokens}) and alignment_tokens ({alignment_tokens}) must be at "
-            "least 1."
+            f"part_tokens is {part_tokens}, and alignment_tokens is {alignment_tokens}. Expected "
+            "at least 1 for both."
         )
     _check_sequences(table)
     table = table.select(SEQUENCE_SCHEMA.names).cast(SEQUENCE_SCHEMA)
@@ -148,7 +148,7 @@ def _check_sequences(table: pa.Table) -> None:
         )
     if table.num_rows == 0:
         raise StoreDamaged(
-            "The dataset gave no sequences to plan, because no row of it can be used. Check the "
+            "No row of the dataset can be used, so there are no sequences to plan. Check the "
             "dataset and the counts of rejected rows."
         )
     if (
@@ -222,7 +222,8 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     if first.min() < 0 or first.max() > MAX_WHOLE_NUMBER:
         raise StoreDamaged(
             f"The plan has values of first_token from {first.min()} to {first.max()}, expected 0 "
-            f"to {MAX_WHOLE_NUMBER}. Make the plan with plan_parts."
+            f"to {MAX_WHOLE_NUMBER}. Make the plan with plan_parts, or restore plan.parquet from a "
+            "copy."
         )
     ends = first + numbers(plan, "n_tokens")
     same = part[1:] == part[:-1]
@@ -236,7 +237,8 @@ def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
         raise StoreDamaged(
             f"Plan row {row} (part {part[row]}, first_token {first[row]}) has a wrong position: it "
             f"overlaps the row before it, does not start at a multiple of {alignment_tokens} "
-            "tokens, or skips a part. Make the plan with plan_parts."
+            "tokens, or skips a part. Make the plan with plan_parts, or restore plan.parquet from "
+            "a copy."
         )
 
 
@@ -292,7 +294,7 @@ def read_plan(path: StorePath) -> pa.Table:
         raise StoreDamaged(f"{path} is missing. Restore it from a copy.") from error
     except ValueError as error:
         raise StoreDamaged(
-            f"{path} cannot be read as the plan of a store: {error}. Restore the file from a copy."
+            f"{path} cannot be read as the plan of a store ({error}). Restore the file from a copy."
         ) from error
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
@@ -313,7 +315,7 @@ def read_plan(path: StorePath) -> pa.Table:
         for ids in plan["sequence_id"].chunks:
             longest_ids.append(pc.max(pc.binary_length(ids.dictionary)).as_py())
         if max(longest_ids) > MAX_ID_BYTES:
-            raise ValueError("a sequence id is too long")
+            raise ValueError(f"it has a sequence id of more than {MAX_ID_BYTES} bytes")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
     # pyarrow's memory error is both a MemoryError and an ArrowException. It does not mean that the
@@ -330,7 +332,8 @@ def read_plan(path: StorePath) -> pa.Table:
     ) as error:
         reason = first_line(error)
         raise StoreDamaged(
-            f"{path} cannot be read as the plan of a store: {reason}. Restore the file from a copy."
+            f"{path} cannot be read as the plan of a store ({reason}). Restore the file from a "
+            "copy."
         ) from error
     if not plan.schema.equals(PLAN_SCHEMA):
         raise StoreDamaged(

@@ -253,11 +253,11 @@ class FieldSpec:
             fits &= self.key_width is None
         if not fits:
             raise ValueError(
-                f"Field {self.name!r}: layers {self.layers} or key_width {self.key_width} do not "
-                f"fit token_shape {self.token_shape} with axes {self.axes}. layers needs one "
-                "number for each index of axis 1, which must be 'layer'. key_width needs the axes "
-                "'layer', 'kv_head', 'width' and a value from 1 to less than the size of 'width'. "
-                "Otherwise, each of them must be None."
+                f"Field {self.name!r} has layers {self.layers} and key_width {self.key_width}, "
+                f"which do not fit its token_shape {self.token_shape} and axes {self.axes}. layers "
+                "must be None, or a list with one number for each index of axis 1, which must be "
+                "'layer'. key_width must be None, or smaller than the size of the axis 'width' "
+                "behind the axes 'layer' and 'kv_head'."
             )
 
     @property
@@ -477,21 +477,22 @@ class StoreManifest:
                 LATENTS.get(key),
             ):
                 raise StoreDamaged(
-                    f"The manifest says {self.conventions[key]!r} for the convention {key!r}, but "
-                    f"in schema version {self.schema_version} it is {value!r}. Read this store "
-                    "with the release that wrote it."
+                    f"The convention {key!r} of the store (store.json) is "
+                    f"{self.conventions[key]!r}, but in schema version {self.schema_version} it "
+                    f"must be {value!r}. Read this store with the release of moa-data that wrote "
+                    "it."
                 )
         object.__setattr__(self, "conventions", {**CONVENTIONS, **self.conventions})
         if self.n_parts > max(1, self.n_sequences):
             raise StoreDamaged(
-                f"The manifest has {self.n_parts} parts for {self.n_sequences} sequences, but each "
-                "part must hold at least one sequence."
+                f"n_parts is {self.n_parts} and n_sequences is {self.n_sequences} in store.json, "
+                "but each part has at least one sequence. Restore the file from a copy."
             )
         names = [spec.name for spec in self.fields]
         if repeated := sorted(Counter(names) - Counter(set(names))):
             raise StoreDamaged(
-                f"The manifest has these fields more than once: {', '.join(repeated)}. Name each "
-                "field once."
+                f"store.json lists these fields more than once: {', '.join(repeated)}. Each field "
+                "may be listed only once. Restore the file from a copy."
             )
 
     def to_json(self) -> str:
@@ -527,8 +528,8 @@ class StoreManifest:
             ) from error
         if document.get("format") != FORMAT_NAME:
             raise StoreDamaged(
-                f"{source} is not the manifest of an activation store, because its format is not "
-                f"{FORMAT_NAME!r}."
+                f"{source} is not the manifest of an activation store, because its entry `format` "
+                f"is not {FORMAT_NAME!r}. Check the path, or restore the file from a copy."
             )
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
@@ -541,7 +542,7 @@ class StoreManifest:
             checked = _ManifestDocument.model_validate_json(text)
         except ValidationError as error:
             raise StoreDamaged(
-                f"{source} has an invalid entry: {first_problem(error)}. Restore the file from a "
+                f"{source} has an invalid entry ({first_problem(error)}). Restore the file from a "
                 "copy."
             ) from error
         del document["format"]

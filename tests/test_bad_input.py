@@ -208,7 +208,7 @@ WITH_STORE = (
 )  # fmt: skip
 CONFIG = "model/config.json"
 BUNDLE = "store/target/config.json"
-SPLITS = "numbers of files: test: 1, train: 1. Choose one with --split"
+SPLITS = "numbers of files: test (1), train (1). Choose one with --split"
 LOADS = {"from_pretrained", "from_config", "load_dataset"}
 IS_ZERO = "is '0', expected at least 1"
 # Name -> the change to the folder, and for each command the texts that its error must contain.
@@ -259,7 +259,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         shrink_vocabulary,
         {
             f"{TRAINING} --out ../run":
-                ("the vocabulary has only 60 tokens", "sequence ", "source row "),
+                ("the vocabulary has only 60 tokens", "sequence ", "of the dataset"),
         }
         | dict.fromkeys(
             (STORE[name] for name in ("inspect", "recode", "export", "audit", "add")),
@@ -310,11 +310,11 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ) for folder, commands in {"model": WITH_MODEL, "store/target": WITH_STORE}.items()},
     "code beside drafters and chats": (put_code_elsewhere, {
         f"{GENERATE} --drafter evil": ("has an unknown format",),
-        f"{PLAN} --dataset evil/chats": ("holds no .jsonl",),
+        f"{PLAN} --dataset evil/chats": ("has no file with one of the suffixes .jsonl",),
     }),
     "a gzip bomb": (put_bomb, {
         "import bomb --format specforge --layers 0,1 --model model --out out":
-            ("data_0.ckpt.gz", "it unpacks to more than"),
+            ("data_0.ckpt.gz", "unpack to more than"),
     }),
     "fewer weights than the config calls for": (
         changed(CONFIG, hidden_size=1 << 14, intermediate_size=1 << 16, num_hidden_layers=1000),
@@ -526,7 +526,7 @@ def test_what_cannot_be_read_is_no_damage(work: Path, monkeypatch: pytest.Monkey
     refused(
         run("verify", "store"),
         line,
-        "it is unknown whether the store is damaged",
+        "it is unknown whether store is damaged",
         "run the same command again",
     )
     for options in ((), ("--drop",), ("--model", "model")):

@@ -16,8 +16,8 @@ class ExportConfig(Config):
     store: str
     """The store to export: a folder, or the URL of a store in a bucket."""
     format: ExportFormat
-    """Format to write. speculators, specforge (EAGLE-3) and eagle (EAGLE v1): files that these
-    projects train from. index: one Parquet file that lists all sequences, without their
+    """Format to write. speculators, specforge (EAGLE-3) and eagle (EAGLE v1) write files that these
+    projects can train from. index writes one Parquet file that lists all sequences, without their
     activations."""
     out: str
     """Folder to write, or with --format index the file to write. If the folder is incomplete, the
@@ -25,27 +25,28 @@ class ExportConfig(Config):
     max_sequences: Count | None = None
     """Maximum number of sequences to write, from the start of the store. Default: all."""
     layers: tuple[int, ...] = ()
-    """Decoder layers whose outputs are written in addition to the last layer's, counted from 0 and
-    separated by commas; only with --format speculators or specforge. Default for a target of L
-    layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
+    """Decoder layers whose outputs are written, in addition to the output of the last layer. The
+    numbers count from 0 and are separated by commas. Only with --format speculators or specforge.
+    Change them if your drafter reads other layers. The store must contain the outputs of these
+    layers. Default for a target of L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     kv: bool = False
-    """Also write the keys and values of two layers; only with --format speculators. The arrays
-    kv_last_local_k and kv_last_local_v are from the target's last layer with a sliding window,
-    kv_last_global_k and kv_last_global_v from its last layer without one. If the target lacks one
-    of these layers, the layer's two arrays are left out."""
+    """Also write the keys and values of two layers of the target. The arrays kv_last_local_k and
+    kv_last_local_v are from its last layer with a sliding window, and the arrays kv_last_global_k
+    and kv_last_global_v are from its last layer without one. If the target does not have one of
+    these layers, the arrays of this layer are left out. Only with --format speculators."""
 
     rows_only: bool = False
-    """Write only token ids and loss masks, no hidden states; only with --format speculators. The
-    trainer of speculators then reads the hidden states from the store, with a command that
-    docs/interop.md shows."""
+    """Write only token ids and loss masks, without hidden states, so that the export takes little
+    disk space. The trainer of speculators then reads the hidden states from the store. The command
+    for this is in docs/interop.md. Only with --format speculators."""
 
     @override
     def problems(self) -> list[str]:
         problems = _layer_problems(self.format, self.layers)
         if self.kv and self.format != "speculators":
             problems.append(
-                "--kv is supported only with --format speculators, because other formats lack keys "
-                "and values; leave it out"
+                "--kv is supported only with --format speculators, because the other formats do "
+                "not contain keys and values; leave it out"
             )
         if self.rows_only and self.format != "speculators":
             problems.append("--rows-only is supported only with --format speculators; leave it out")
@@ -67,21 +68,22 @@ class ImportConfig(Config):
     max_sequences: Count | None = None
     """Maximum number of sequences to read, from the start of the folder. Default: all."""
     layers: tuple[int, ...] = ()
-    """Decoder layers whose outputs the files contain in addition to the last layer's, counted from
-    0 and separated by commas; only with --format speculators or specforge. Default for a target of
-    L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
+    """Decoder layers whose outputs the files contain, in addition to the output of the last layer.
+    The numbers count from 0 and are separated by commas. Only with --format speculators or
+    specforge. Default for a target of L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     target_layers: Natural = 0
-    """Number of the target's last decoder layers whose weights are kept in the store. Only drafters
-    with Target Layer Inference need these layers: they run their drafts through them."""
+    """Number of the target's last decoder layers whose weights are copied into the store, which
+    makes it larger. Only drafters with Target Layer Inference need these layers, because they run
+    their own output through them."""
     part_tokens: Count = 65_536
-    """Number of tokens in a part. A store is written part by part, so an interruption loses at most
-    the part that is being written. Smaller parts lose less, but make more files."""
+    """Number of tokens in a part of the store. An interruption loses at most the part that is being
+    written. With smaller parts, less is lost, but the store has more files."""
     target_license: str | None = None
     """Licence of the target, as the Hugging Face Hub names it, for example apache-2.0. It is
-    written to the store's card (README.md). Default: a blank to fill in."""
+    written to the store's card (README.md). Without it, the card has a blank to fill in."""
     dataset_license: str | None = None
     """Licence of the dataset, as the Hugging Face Hub names it, for example apache-2.0. It is
-    written to the store's card (README.md). Default: a blank to fill in."""
+    written to the store's card (README.md). Without it, the card has a blank to fill in."""
 
     @override
     def problems(self) -> list[str]:
@@ -92,12 +94,12 @@ def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
     problems = []
     if layers and name in ("eagle", "index"):
         problems.append(
-            f"--layers has no meaning with --format {name}, which holds no outputs of chosen "
-            "layers; leave it out"
+            f"--layers has no effect with --format {name}, whose files do not contain the outputs "
+            "of chosen layers; leave it out"
         )
     if len(set(layers)) < len(layers):
         problems.append(
-            f"--layers names a layer more than once: {','.join(map(str, layers))}; leave out the "
-            "repetition"
+            f"--layers is {','.join(map(str, layers))}, but each layer may be listed only once; "
+            "leave out the repetition"
         )
     return problems

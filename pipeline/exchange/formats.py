@@ -215,8 +215,8 @@ class SpecForgeFormat(EagleFormat):
         count = len(self.fields) - 1
         if layers.shape[1] != count * width:
             raise DatasetError(
-                f"{path}: aux_hidden_state has width {layers.shape[1]}, but {count} layers of "
-                f"width {width} were expected. Give the layers of these files with --layers."
+                f"The tensor aux_hidden_state in {path} has width {layers.shape[1]}, expected "
+                f"{count} layers of width {width}. Give the layers of these files with --layers."
             )
         return dict(zip(self.fields, (last, *layers.split(width, dim=1)), strict=True))
 
@@ -287,7 +287,8 @@ class SpeculatorsFormat(FileFormat):
                 "made from."
             )
         with parsing(
-            f"{path}: row {row} of the Arrow dataset lacks token ids or a loss mask",
+            f"Row {row} of the Arrow dataset, to which {path} belongs, lacks token ids or a loss "
+            "mask",
             DatasetError,
             "Prepare the dataset again.",
         ):
@@ -296,7 +297,8 @@ class SpeculatorsFormat(FileFormat):
         if not np.array_equal(ids, tokens):
             raise DatasetError(
                 f"The token_ids of {path} differ from the input_ids of row {row} of the Arrow "
-                "dataset, so the file was made from another dataset. Make the files again."
+                "dataset, so the file was made from another dataset. Make the files of this "
+                "dataset again."
             )
         return tokens, mask
 
@@ -306,14 +308,14 @@ class SpeculatorsFormat(FileFormat):
         states = _read_tensor(path, "hidden_states")
         if states.dim() != 3 or states.shape[1] != len(self._states):
             raise DatasetError(
-                f"{path}: hidden_states has shape {list(states.shape)}, expected [tokens, "
-                f"{len(self._states)} layers, width]. Give the layers of these files with "
-                "--layers."
+                f"The tensor hidden_states in {path} has shape {list(states.shape)}, expected "
+                f"[tokens, {len(self._states)} layers, width]. Give the layers of these files "
+                "with --layers."
             )
         if states.dtype == torch.float8_e4m3fn:
             scales = _read_tensor(path, "hidden_states_scales")  # float32, one scale per token
             with parsing(
-                f"{path}: hidden_states_scales do not fit hidden_states",
+                f"The tensor hidden_states_scales in {path} does not fit hidden_states",
                 DatasetError,
                 "Make the file again.",
             ):
@@ -364,8 +366,8 @@ def make_format(
         layers = layers or default_fused_layers(n_layers)
     except DrafterError as error:
         raise OptionInvalid(
-            f"A target with {n_layers} decoder layers has too few for the default layers. Choose "
-            "layers with --layers, for example --layers 0,1."
+            f"The target has {n_layers} decoder layers, which are too few for the default of "
+            "--layers. Choose layers, for example --layers 0,1."
         ) from error
     for layer in layers:
         if not 0 <= layer < n_layers:
@@ -394,7 +396,7 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
         with gzip.open(path) as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:
-            raise ValueError(f"it unpacks to more than {limit:,} bytes")
+            raise ValueError(f"it would unpack to more than {limit:,} bytes")
         return load_pickled_tensors(io.BytesIO(data))
 
 
@@ -465,7 +467,7 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     value = record.get(key)
     if not isinstance(value, Tensor):
         raise DatasetError(
-            f"{path} lacks the tensor {key}; it holds {', '.join(map(str, record)) or 'nothing'}. "
+            f"{path} lacks the tensor {key}. It has {', '.join(map(str, record)) or 'no entries'}. "
             "Check --format."
         )
     return value
@@ -479,7 +481,7 @@ def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
         value = value[0]
     if value.dim() != 2 or len(value) != n_tokens:
         raise DatasetError(
-            f"{path}: {key} has shape {list(value.shape)}, expected [{n_tokens}, width], because "
-            f"the file has {n_tokens} input_ids. Make the file again, or delete it."
+            f"The tensor {key} in {path} has shape {list(value.shape)}, expected [{n_tokens}, "
+            f"width], because the file has {n_tokens} input_ids. Make the file again, or delete it."
         )
     return value

@@ -72,9 +72,9 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     @override
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, Tensor] | None:
         raise DatasetError(
-            "The store lacks the hidden states of a sequence, and speculators asked to compute them, "
-            "which a store cannot do. Repair the store, and train with --on-missing raise, which "
-            "does not ask."
+            "The store lacks the hidden states of a sequence, and speculators asked for them to be "
+            "computed. A store cannot compute hidden states. Repair the store with `moa-data "
+            "repair`, and train with --on-missing raise."
         )
 
 
@@ -109,8 +109,8 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     def from_train_args(args: argparse.Namespace, data_path: str) -> StoreTransfer:
         if not args.moa_store:
             raise OptionInvalid(
-                "The backend moa reads hidden states from a store of moa-data; give --moa-store "
-                "STORE."
+                "--moa-store is missing. The backend moa reads hidden states from a store of "
+                "moa-data. Give the store with --moa-store STORE."
             )
         layers = [int(word) for word in args.moa_layers.split(",") if word]
         return StoreTransfer(args.moa_store, tuple(layers))
@@ -119,8 +119,8 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc]
     @override
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         raise OptionInvalid(
-            "The vLLM connectors of speculators cannot write a store; make one with moa-data "
-            "extract --source vllm."
+            "The backend moa only reads stores, so it cannot be used to write hidden states with "
+            "vLLM. Write a store with `moa-data extract --source vllm`."
         )
 
 

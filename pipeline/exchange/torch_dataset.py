@@ -70,14 +70,14 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         unknown = [name for name in self.fields if name not in self.store.fields]
         if unknown or not self.fields:
             raise OptionInvalid(
-                f"fields {', '.join(unknown) or '(none)'} are not in {self.store.path}. Choose one "
-                f"or more of {', '.join(self.store.fields)}."
+                f"fields has {', '.join(unknown) or 'no entry'}, expected one or more of the fields "
+                f"of {self.store.path}, which are {', '.join(self.store.fields)}."
             )
         has_layers = any(self.store.fields[name].layer_axis is not None for name in self.fields)
         if layers is not None and not has_layers:
             raise OptionInvalid(
-                f"layers are given, but none of the fields {', '.join(self.fields)} has layers. "
-                "Leave out layers."
+                f"`layers` was given, but the fields {', '.join(self.fields)} do not have layers. "
+                "Leave out `layers`."
             )
 
     def __len__(self) -> int:
@@ -164,13 +164,13 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         self.world_size = group_size if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise OptionInvalid(
-                f"rank is {self.rank}, expected a number from 0 to {self.world_size - 1}, because "
-                "ranks are below world_size."
+                f"rank is {self.rank}, expected a number from 0 to {self.world_size - 1}, which is "
+                "world_size - 1."
             )
         if batch_size < 1 or bucket_batches < 0:
             raise OptionInvalid(
-                f"batch_size is {batch_size}, expected at least 1; bucket_batches is "
-                f"{bucket_batches}, expected 0 or more."
+                f"batch_size is {batch_size} and bucket_batches is {bucket_batches}, expected a "
+                "batch_size of at least 1 and a bucket_batches of at least 0."
             )
         self.shuffle = shuffle
         self.seed = seed
@@ -238,7 +238,7 @@ def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         holds the lengths without padding.
     """
     if not items:
-        raise OptionInvalid("pad_collate got no items; a batch needs at least one sequence.")
+        raise OptionInvalid("pad_collate got no items, but a batch needs at least one sequence.")
     lengths: list[int] = []
     for item in items:
         values = next(iter(item.values()))

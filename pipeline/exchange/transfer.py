@@ -106,8 +106,8 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
                     sizes.append(len(data))
                 elif not np.array_equal(file_format.read_tokens(path), tokens):
                     raise OutputOccupied(
-                        f"{path} exists already and holds other tokens than sequence {i} of the "
-                        "store. Choose another --out, or delete the file."
+                        f"{path} exists already, and its tokens differ from those of sequence {i} "
+                        "of the store. Choose another --out, or delete the file."
                     )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
@@ -120,13 +120,13 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
             write_rows(folder, n, texts)
     if config.rows_only:
         return (
-            f"{folder}: the rows of {counted(n, 'sequence')} for {config.format}, "
+            f"{folder} contains the rows of {counted(n, 'sequence')} for {config.format}, "
             "without hidden states"
         )
     return (
-        f"{folder}: {counted(n, 'sequence')} for {config.format} from "
-        f"{', '.join(file_format.fields)}; {len(sizes):,} written ({sum(sizes) / 1e6:,.1f} MB), "
-        f"{n - len(sizes):,} existed already"
+        f"{folder} contains {counted(n, 'sequence')} for {config.format}, from the fields "
+        f"{', '.join(file_format.fields)}. This run wrote {len(sizes):,} of them "
+        f"({sum(sizes) / 1e6:,.1f} MB), {n - len(sizes):,} existed already."
     )
 
 
@@ -160,7 +160,10 @@ def _write_index(
                     file.write_table(_index_rows(store, chosen, part_rows, tokenizer))
                     indexing(chosen.stop, n_sequences)
             os.fsync(sink.fileno())
-    return f"{path}: {counted(n_sequences, 'sequence')}, columns {', '.join(columns.names)}"
+    return (
+        f"{path} lists {counted(n_sequences, 'sequence')}, in the columns "
+        f"{', '.join(columns.names)}"
+    )
 
 
 def _check_index(path: Path, identity: str) -> None:
@@ -321,8 +324,8 @@ def _read_texts(
             )
         if not np.isin(mask, (0, 1)).all():
             raise DatasetError(
-                f"{path}: the loss mask holds {mask.max()}, expected 0 and 1 only. Make the file "
-                "again."
+                f"The loss mask in {path} contains the value {mask.max()}, expected only 0 and 1. "
+                "Make the file again."
             )
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise DatasetError(
@@ -349,8 +352,8 @@ def _field_specs(
     values = next(iter(file_format.read_hidden(first).values()))
     if values.dtype not in _DTYPES or values.shape[1] != target_width:
         raise DatasetError(
-            f"{first} holds hidden states of type {values.dtype} and width {values.shape[1]}. "
-            f"Expected one of the types {', '.join(_DTYPES.values())}, and the target's width "
+            f"{first} contains hidden states of type {values.dtype} and width {values.shape[1]}, "
+            f"expected one of the types {', '.join(_DTYPES.values())}, and the target's width "
             f"{target_width}. Check --model."
         )
     width = values.shape[1]
@@ -421,12 +424,14 @@ def _read_sequence(
         shape = [len(tokens), *spec.token_shape]
         if _DTYPES.get(values.dtype) != spec.dtype or list(values.shape) != shape:
             raise DatasetError(
-                f"{path}: {spec.name} has type and shape {values.dtype} {list(values.shape)}, "
-                f"expected {spec.dtype} {shape} as in the first file. Make the file again."
+                f"The field {spec.name} in {path} has type {values.dtype} and shape "
+                f"{list(values.shape)}, expected {spec.dtype} and {shape}, as in the first file. "
+                "Make the file again."
             )
         if not bool(torch.isfinite(values).all()):
             raise DatasetError(
-                f"{path}: {spec.name} holds NaN or infinity. Make the file again, or delete it."
+                f"The field {spec.name} in {path} contains NaN or infinity. Make the file again, "
+                "or delete it."
             )
         values = values.contiguous()
         if values.dtype == torch.bfloat16:

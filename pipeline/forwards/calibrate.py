@@ -140,7 +140,7 @@ def calibrate(
             if name in joint and not bits:
                 bits = _joint_bits(codec, joint, observations, learning)
             if name == HIDDEN_LAST:
-                learning.progress(0, 1, "metric of the next-token distribution")
+                learning.progress(0, 1, "effect of errors on the next token")
                 head = lm_head.detach().float().cpu().numpy()
                 metric = logit_metric(np.concatenate(last), head, learning.to_device)
                 learned.metrics = [[metric]]
@@ -164,7 +164,7 @@ def _joint_bits(
     Returns:
         A dict from field name to bits per token.
     """
-    learning.progress(0, 1, "bits of joint hidden states")
+    learning.progress(0, 1, "bits of each hidden state")
     variances = list[np.ndarray]()
     below = list[np.ndarray]()
     for name in joint:

@@ -119,9 +119,10 @@ class Capture:
                     f"{name} of layer {self.layers[name][layer]}" if name in self.layers else name
                 )
                 raise TargetError(
-                    f"Sequence {names[index]}: {where} holds NaN or infinity, so the target "
-                    "overflows in its data type. Choose bfloat16 or float32 for --dtype and "
-                    "--compute-dtype; the range of float16 is smaller."
+                    f"Sequence {names[index]} has NaN or infinity in {where}, because the target "
+                    "computes numbers that its data type cannot represent. Choose bfloat16 or "
+                    "float32 for --dtype and --compute-dtype. Their range is larger than that of "
+                    "float16."
                 )
 
     def rows(self, name: str, index: int) -> np.ndarray | dict[str, np.ndarray]:

@@ -285,7 +285,7 @@ def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
     if len(blocks) * cache.shape[2] < n_tokens:
         raise ValueError(
             f"vLLM's KV cache gave {len(blocks)} blocks of {cache.shape[2]} tokens for a sequence "
-            f"of {n_tokens} tokens, which are too few."
+            f"of {n_tokens} tokens, which are too few. Leave out --source vllm."
         )
     index = torch.tensor(blocks, device=cache.device)
     return cache.index_select(0, index).transpose(1, 2).flatten(0, 1)[:n_tokens]

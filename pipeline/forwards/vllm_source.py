@@ -74,9 +74,9 @@ def check_vllm(facts: TargetFacts, max_length: int) -> dict[str, str]:
     n_positions = facts.config.max_position_embeddings
     if max_length >= n_positions:
         raise WorkerError(
-            "vLLM appends a sampled token to each sequence, which needs one of the target's "
-            f"{n_positions:,} positions. Use --max-length "
-            f"{n_positions - 1}."
+            f"--max-length is {max_length}, which is too much with --source vllm. The target has "
+            f"{n_positions} positions, and vLLM needs one of them for the token that it appends "
+            f"to each sequence. Use --max-length {n_positions - 1}."
         )
     return {"name": "vllm", "version": version}
 

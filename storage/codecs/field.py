@@ -158,7 +158,8 @@ class FieldCodec:
         if not bool(xp.all(xp.isfinite(values))):
             raise StoreError(
                 f"Field {self.spec.name!r} has NaN or infinite values, which only the codec "
-                "lossless can store. Use this codec, or leave out the sequence."
+                "lossless can store. Use the codec lossless, or extract a store without the "
+                "sequences that have such values. `moa-data verify` lists them."
             )
 
 

@@ -418,7 +418,7 @@ def fit_groups(
             fitted[-1].append(
                 _fit_part(sample, group, part, n_layers[group], metric, features, learning)
             )
-    learning.progress(n_bases, n_steps, "quantisers")
+    learning.progress(n_bases, n_steps, "errors at each number of bits")
     groups = _measure_groups(sample, fitted, bits_per_token)
     options = _concatenated(group.options for group in groups)
     ends = np.cumsum([len(group.component) for group in groups])[:-1]
@@ -426,7 +426,7 @@ def fit_groups(
     # estimated bits is scaled until the stored bits meet ``bits_per_token``.
     budget = bits_per_token
     for fit_round in range(_FIT_ROUNDS):
-        learning.progress(n_bases + 1 + fit_round, n_steps, f"bytes, round {fit_round + 1}")
+        learning.progress(n_bases + 1 + fit_round, n_steps, f"stored size, round {fit_round + 1}")
         columns_of_groups: list[coding.CodeColumns] = []
         stored = 0.0
         for measured, index in zip(groups, np.split(allocate(options, budget), ends), strict=True):

@@ -75,8 +75,9 @@ class Int8Codec(FieldCodec):
         self._is_kv = spec.axes[1:] in (KV_AXES, UNEQUAL_KV_AXES)
         if not self._is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(
-                f"Codec {INT8!r} supports kv and fields with the axes [token, width], but field "
-                f"{spec.name!r} has the axes {spec.axes}. Use the codec lossless."
+                f"Codec {INT8!r} supports only keys and values, and hidden states with the axes "
+                f"[token, width], but field {spec.name!r} has the axes {spec.axes}. Use the codec "
+                "lossless."
             )
         shape = spec.token_shape
         axes = spec.axes[1:]

@@ -79,7 +79,8 @@ class StoreCodec:
             )
         except CodecUnknown as error:
             raise CodecUnknown(
-                f"{store}: {error} Read the store with the release that wrote it, or extract again."
+                f"The codec of {store} cannot be used. {error} Read the store with the release of "
+                "moa-data that wrote it, or extract it again."
             ) from error
         if codec.learned:
             codec._load(store / CODEC_NAME, str(manifest.codec.get("basis_sha256")))
@@ -260,7 +261,7 @@ class StoreCodec:
         try:
             self.load(content)
         except ValueError as error:
-            raise StoreDamaged(f"{path}: {error}") from error
+            raise StoreDamaged(f"{path} cannot be used: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
         """Choose by the codec's name from which fields (sources) each hidden state is predicted.
@@ -294,11 +295,11 @@ class StoreCodec:
         sources = [self.learned[name] for name in names if name in self.learned]
         if codec is None or codec.is_kv or len(sources) < len(names):
             raise CodecUnknown(
-                f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}: only "
-                "a hidden state can be predicted, and only from fields with a transform codec."
+                f"Field {field!r} cannot be predicted from {' and '.join(map(repr, names))}. Only "
+                "hidden states can be predicted, and only from fields with a transform codec."
             )
         if any(codec in source.with_sources() for source in sources):
-            raise CodecUnknown(f"Field {field!r} would be predicted from itself.")
+            raise CodecUnknown(f"Field {field!r} cannot be predicted from itself.")
         codec.sources = tuple(sources)
 
 
@@ -334,4 +335,4 @@ def _field_codec(name: str, settings: TransformSettings | None, spec: FieldSpec)
     try:
         return TransformCodec(spec, settings)
     except CodecUnknown as error:
-        raise CodecUnknown(f"Codec {name!r}: {error}") from error
+        raise CodecUnknown(f"Codec {name!r} cannot be used. {error}") from error

@@ -125,17 +125,17 @@ class TransformSettings:
         match = _NAME.fullmatch(name)
         if match is None:
             raise CodecUnknown(
-                f"Unknown codec {name!r}. Use lossless, int8 or {TRANSFORM_GRAMMAR}, in this "
-                "order. Examples: transform:1.0, transform:0.5,hidden=0.9@group4, "
-                "transform:0.88,tokens@all."
+                f"The codec {name!r} does not exist. Expected lossless, int8, or a name of the "
+                f"form {TRANSFORM_GRAMMAR}, for example transform:1.0, "
+                "transform:0.5,hidden=0.9@group4 or transform:0.88,tokens@all."
             )
         kv_bits = float(match["kv"])
         hidden_bits = float(match["hidden"]) if match["hidden"] else None
         for bits in (kv_bits, kv_bits if hidden_bits is None else hidden_bits):
             if not 0.05 <= bits <= MAX_BITS:
                 raise CodecUnknown(
-                    f"Codec {name!r}: the number of bits per value must be from 0.05 to 10, not "
-                    f"{bits:g}. For more bits, use the codec lossless."
+                    f"Codec {name!r} has {bits:g} bits per value, expected a number from 0.05 to "
+                    "10. For more bits, use the codec lossless."
                 )
         group_layers = {None: None, "all": 0, "layer": 1}.get(
             match["scope"], int(match["layers"] or 0)
@@ -177,9 +177,10 @@ class TransformSettings:
         size = min(self.group_layers, n_layers)
         if size > max_layers:
             raise CodecUnknown(
-                f"A group of {size} layers is too large for one basis: its keys have "
-                f"{layer_width:,} numbers per layer, {size * layer_width:,} in all, but the limit "
-                f"is {MAX_BASIS_WIDTH:,}. Use at most @group{max_layers}."
+                f"The codec cannot encode {size} layers in one group. Their keys have "
+                f"{layer_width:,} numbers per token in each layer, {size * layer_width:,} in all "
+                f"layers, but the limit of a group is {MAX_BASIS_WIDTH:,}. Use at most "
+                f"@group{max_layers} in the name of the codec."
             )
         return size
 
@@ -320,8 +321,8 @@ class TransformCodec(FieldCodec):
             )
         if not self.is_kv and len(spec.token_shape) != 1:
             raise CodecUnknown(
-                f"Transform codecs support only kv and hidden states, but {spec.name!r} has the "
-                f"axes {spec.axes}. Use the codec lossless."
+                "Transform codecs support only keys and values, and hidden states, but field "
+                f"{spec.name!r} has the axes {spec.axes}. Use the codec lossless."
             )
         self.settings = settings
         self.rope = rope if self.is_kv else None
@@ -471,11 +472,11 @@ class TransformCodec(FieldCodec):
             for group, layers in enumerate(self.groups):
                 fits.append(self._load_group(state, group, layers, n_features))
             if not any(len(fit.columns.part) for fit in fits):
-                raise ValueError("it contains no codes")
+                raise ValueError("it gives no component of the field any bits")
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
-                f"The learned state of the codec does not fit field {self.spec.name!r} ({error}). "
-                "Restore the store's codec/ folder from a copy."
+                f"it does not fit field {self.spec.name!r} ({error}). Restore the store's codec/ "
+                "folder from a copy."
             ) from error
         self.take_over(fits, features)
 
@@ -518,8 +519,7 @@ class TransformCodec(FieldCodec):
         )
         if not is_valid.all() or (np.diff(columns.array) < 0).any():
             raise ValueError(
-                f"the codec file is damaged: array {group}/columns has an entry that is NaN, "
-                "infinite or out of range"
+                f"array {group}/columns has an entry that is NaN, infinite or out of range"
             )
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
@@ -766,8 +766,8 @@ class TransformCodec(FieldCodec):
     def _learned(self) -> list[GroupTransform]:
         if not self._groups:
             raise ValueError(
-                f"The codec of field {self.spec.name!r} has not learned from a sample yet; "
-                "calibrate it first."
+                f"The codec of field {self.spec.name!r} is not fitted to activations yet. Fit it "
+                "with `calibrate` before you encode or decode."
             )
         return self._groups
 
@@ -824,8 +824,8 @@ class Observation(Sample):
         codec = self._codec
         if not self.lengths:
             raise StoreError(
-                f"Field {codec.spec.name!r}: a transform codec must learn from at least one "
-                "sequence, but it got none."
+                f"The codec of field {codec.spec.name!r} has no sequence to learn from. Pass at "
+                "least one to observe() before you call learn()."
             )
         table = None
         features = self._source_features

@@ -195,8 +195,8 @@ class ActivationStore:
         """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(
-                f"{self.path} has no single field of keys and values, but several fields, one for "
-                f"each group of layers. This is not supported here. Leave out {what}."
+                f"{self.path} has several fields of keys and values, one for each group of layers, "
+                f"but {what} supports only stores with a single such field. Leave out {what}."
             )
 
     def read(
@@ -388,10 +388,10 @@ class ActivationStore:
         for i, ids in zip(sequences, tokens.reshape(len(sequences), -1), strict=True):
             if ids.min() < 0 or ids.max() >= vocab_size:
                 raise StoreDamaged(
-                    f"{self.path}: sequence {self.sequences['sequence_id'][i]} (source row "
-                    f"{self.sequences['source_row'][i]}) has token ids from {ids.min()} to "
-                    f"{ids.max()}, but the vocabulary has only {vocab_size} tokens. Run `moa-data "
-                    "verify`, and extract again."
+                    f"In {self.path}, sequence {self.sequences['sequence_id'][i]} (row "
+                    f"{self.sequences['source_row'][i]} of the dataset) has token ids from "
+                    f"{ids.min()} to {ids.max()}, but the vocabulary has only {vocab_size} tokens. "
+                    "Run `moa-data verify`, and extract the store again."
                 )
 
     def close(self) -> None:
@@ -419,7 +419,8 @@ class ActivationStore:
             )
         if not -len(self) <= i < len(self):
             raise SelectionInvalid(
-                f"{self.path} has {len(self)} committed sequences, so {i} is not a valid index."
+                f"{self.path} has {len(self)} sequences in finished parts, numbered from 0, so it "
+                f"has no sequence {i}."
             )
         return i % len(self)
 
@@ -478,8 +479,8 @@ def read_manifest(store: StorePath) -> StoreManifest:
         ) from error
     except ValueError as error:
         raise StoreDamaged(
-            f"{path} is not the manifest of an activation store: {error}. Restore the file from a "
-            "copy."
+            f"{path} cannot be read as the manifest of an activation store ({error}). Restore the "
+            "file from a copy."
         ) from error
     return StoreManifest.from_json(text, str(path))
 
@@ -526,7 +527,8 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         ) from error
     except IndexError as error:  # NumPy names the first index that is out of bounds.
         raise SelectionInvalid(
-            f"Field {spec.name!r} has {n_layers} layers, counted from 0: {error}."
+            f"Field {spec.name!r} has {n_layers} layers, numbered from 0. `layers` does not fit "
+            f"them ({error})."
         ) from error
     return None if indices == list(range(n_layers)) else indices
 
@@ -592,7 +594,7 @@ def batch_buffer(
         return allocate(shape, dtype)
     if name not in out:
         raise SelectionInvalid(
-            f"`out` has no buffer for {name!r}; it has buffers for {', '.join(out) or 'none'}."
+            f"`out` has no buffer for field {name!r}, but only for {', '.join(out) or 'no field'}."
         )
     buffer = out[name]
     fits = (

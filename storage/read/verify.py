@@ -137,8 +137,8 @@ def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: in
     # A store that was not made by an extraction needs no target bundle.
     needs_target = "target_layers" in manifest.extraction
     if needs_target and not backend_of(schema.target_commit_path(store)).exists():
-        missing.append("the target bundle")
-    return f"{' and '.join(missing)} still to be written" if missing else ""
+        missing.append("the target's weights in target/")
+    return f"{' and '.join(missing)} are not written yet" if missing else ""
 
 
 def verify_store(
@@ -251,7 +251,10 @@ class _Verification:
         for name in backend_of(self.store / schema.COMMITS_NAME).names_in():
             if name.startswith("part-") and name.endswith(".json") and name not in known:
                 with self._checking(None, self.store / schema.COMMITS_NAME / name):
-                    raise StoreDamaged("it is the commit of a part that the plan does not have")
+                    raise StoreDamaged(
+                        f"the store has only the parts 0 to {len(planned) - 1}, so this file does "
+                        "not belong to it"
+                    )
         target_commit = schema.target_commit_path(self.store)
         with self._checking(None, target_commit), suppress(*MISSING):
             folder = self.store / schema.TARGET_NAME
@@ -357,7 +360,7 @@ class _Verification:
 
 
 def _check_sequence(reader: ActivationStore, i: int, row: dict[str, Any]) -> Iterator[Finding]:
-    sequence_name = f"sequence {row['sequence_id']} (source row {row['source_row']})"
+    sequence_name = f"sequence {row['sequence_id']} (row {row['source_row']} of the dataset)"
     for name in reader.fields:
         try:
             if name == "response_mask":

@@ -113,7 +113,7 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
 def _unfinished(path: StorePath) -> StoreLocked:
     return StoreLocked(
         f"{path} belongs to an unfinished `moa-data add` of other fields. Finish that command "
-        "first. If no process runs it any more, you can delete the file instead."
+        "first, or delete this file if no process runs the command any more."
     )
 
 
@@ -176,8 +176,8 @@ class StoreAddition:
         """Make the new fields visible to readers by replacing store.json."""
         if pending := self.pending_parts():
             raise StoreError(
-                f"{self._writer.path}: {len(pending)} parts lack "
-                f"{', '.join(self._lacking[pending[0]])}, the first is part {pending[0]}. Write "
-                "them all before finish()."
+                f"{len(pending)} parts of {self._writer.path} lack new fields. The first of them, "
+                f"part {pending[0]}, lacks {', '.join(self._lacking[pending[0]])}. Write all parts "
+                "before you call finish()."
             )
         self._writer.replace_manifest(self.manifest)

@@ -240,9 +240,9 @@ class ArrayWriter:
             )
         if first_row < self._next_row or end > self._n_rows:
             raise StoreError(
-                f"{array.name!r}: cannot write {unit}s {first_row} to {end}, because the part has "
-                f"only {self._n_rows} {unit}s, and the {unit}s before {self._next_row} are written "
-                f"already. Write the {unit}s in increasing order."
+                f"Cannot write the {unit}s {first_row} to {end} of {array.name!r}. The part has "
+                f"{self._n_rows} {unit}s, and those before {self._next_row} are written already. "
+                f"Write the {unit}s in increasing order."
             )
 
     def _flush_rows(self, row: int) -> None:
@@ -379,15 +379,15 @@ class PartWriter(AbstractContextManager["PartWriter"]):
             rows = values[array.name]
             if len(rows) != array.n_rows(n_tokens):
                 raise StoreError(
-                    f"{array.name!r}: got {len(rows)} rows for {n_tokens} tokens, expected "
-                    f"{array.n_rows(n_tokens)} rows."
+                    f"The array {array.name!r} has {len(rows)} rows for a sequence of {n_tokens} "
+                    f"tokens, expected {array.n_rows(n_tokens)} rows."
                 )
             self._arrays[array.name].write(first_token // array.block_tokens, rows)
 
     def _check_open(self) -> None:
         if not self.is_open:
             raise StoreError(
-                f"Part {self.part} is closed already; open it again with StoreWriter.part."
+                f"Part {self.part} is closed already. Open it again with StoreWriter.part."
             )
 
     def commit(self) -> PartCommit:
@@ -428,9 +428,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
                     missing.append(first_token)
             if missing:
                 raise StoreError(
-                    f"Part {self.part}: {len(missing)} of {len(self._planned)} sequences were not "
-                    f"written to {name!r}, the first at tokens {missing[0]} to "
-                    f"{missing[0] + self._planned[missing[0]]}. Write them all before commit()."
+                    f"Part {self.part} cannot be committed, because {len(missing)} of its "
+                    f"{len(self._planned)} sequences were not written to {name!r}. The first of "
+                    f"them has the tokens {missing[0]} to "
+                    f"{missing[0] + self._planned[missing[0]]}. Write all sequences first."
                 )
 
     def discard(self) -> None:

@@ -267,9 +267,10 @@ class PartFiles:
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
             raise StorageUnavailable(
-                f"{path}: more than {COMMIT_WITHIN_S / 3600:.0f} hours have passed since the first "
-                "upload of this part, so another process may have deleted its files as leftovers. "
-                "Run the same command again. For a new store, choose a smaller --part-tokens."
+                f"{path} was not written, because the upload of this part has taken more than "
+                f"{COMMIT_WITHIN_S / 3600:.0f} hours, and other processes may have deleted its "
+                "first files as leftovers. Run the same command again. For a new store, choose a "
+                "smaller --part-tokens."
             )
         old = replace(commit, files=self.existing).to_json().decode() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
@@ -484,8 +485,8 @@ def refuse_links(store: StorePath) -> None:
                 if entry.is_symlink():
                     raise StoreDamaged(
                         f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, but a "
-                        "store is never written through links inside it. Replace the link by the "
-                        "files themselves, or make the whole store a link instead."
+                        "store with links inside its folder is never written. Replace the link "
+                        "with the files themselves, or make the whole store a link instead."
                     )
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(entry.path)
@@ -494,6 +495,6 @@ def refuse_links(store: StorePath) -> None:
 def changed_meanwhile(path: StorePath) -> StoreLocked:
     """Return the error to raise if a file was changed after this process had read it."""
     return StoreLocked(
-        f"{path} was changed by another process in the meantime. Wait until that process ends, "
-        "then run the same command again."
+        f"{path} was changed by another process while this command ran. Wait until that process "
+        "ends, then run the same command again."
     )

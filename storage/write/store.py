@@ -224,8 +224,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             if has_parts(self.path) or all(key.startswith("codec.") for key in error.changes):
                 raise
             raise StoreLocked(
-                f"Another process is still writing {self.path}, and it started from other inputs. "
-                "Wait until it ends, or choose another output folder."
+                f"Another process is still writing {self.path}, from other inputs than this "
+                "command. Wait until it ends, or choose another output folder."
             ) from error
 
     def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
@@ -372,7 +372,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             )
         if part in self._committed:
             raise StoreError(
-                f"Part {part} is committed already; write only the parts that pending_parts() "
+                f"Part {part} is committed already. Write only the parts that pending_parts() "
                 "returns."
             )
         return self.open_part(part, self.codec, {}, self._committed.add, pool)
@@ -395,7 +395,10 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             pool: thread pool that encodes (see :class:`PartWriter`).
         """
         if part in self._open_parts:
-            raise StoreError(f"Part {part} is being written already; open each part once.")
+            raise StoreError(
+                f"Part {part} is already open for writing. Commit or discard it before you open it "
+                "again."
+            )
         self._open_parts.add(part)
 
         def close(is_committed: bool) -> None:
@@ -595,8 +598,7 @@ def _check_unoccupied(store: StorePath) -> None:
             # the damage. Without commits/store.json, store.json may be a file of another program.
             if not has_commit:
                 raise OutputOccupied(
-                    f"{store} contains a file that is not valid in a store: {error} If the folder "
-                    "belongs to another program, choose another output folder."
+                    f"{error} If {store} belongs to another program, choose another output folder."
                 ) from error
         return
     if has_parts(store) and not has_commit:

@@ -138,7 +138,7 @@ def test_extract_refuses_what_add_does_and_goes_on_with_the_rest_afterwards(
     with raises_naming(OptionInvalid, command):
         extract(wanted)
     assert read_tree(config.out) == before
-    assert "pending      1 part still to be extracted" in add(addition(config)).describe()
+    assert "pending      1 part must still be extracted" in add(addition(config)).describe()
     assert extract(wanted).n_parts_done == 1
     expected = fresh(config)
     assert read_tree(config.out) == expected

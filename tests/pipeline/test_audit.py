@@ -101,7 +101,7 @@ def test_another_target_is_refused_and_without_the_dataset_the_content_hash_is_c
         run.unlink()
     report = audit(copy, str(target_folder), 2, 0, "cpu")
     assert report.ok
-    assert report.worst()["tokens"].detail == "content hash"
+    assert report.worst()["tokens"].detail == "content hash matches"
     assert "content hash only" in report.note
 
 

@@ -87,7 +87,9 @@ def test_sizes_that_a_store_does_not_record_are_left_out(tmp_path: Path) -> None
     made = recipe()
     sizes = {"n_layers": made.manifest.target["n_layers"], "hidden_size": 16}
     made = replace(made, manifest=replace(made.manifest, target=sizes))
-    assert f"({sizes['n_layers']} layers, 16 wide) on" in write(made.write(tmp_path / "store"))
+    assert f"({sizes['n_layers']} layers, hidden size 16) on" in write(
+        made.write(tmp_path / "store")
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

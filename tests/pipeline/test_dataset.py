@@ -121,7 +121,7 @@ def test_what_an_object_says_of_all_rows_is_not_dropped(tmp_path: Path) -> None:
         file.write_text(json.dumps(content | {key: "You are a pirate."}))
         with pytest.raises(DatasetError) as caught:
             list(ChatSource(str(file), None).rows())
-        assert f"{key!r} beside the rows in 'data'" in str(caught.value)
+        assert f"only the rows in 'data' are read. Put {key!r} into" in str(caught.value)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
@@ -290,7 +290,7 @@ def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, st
         (
             {"instruction": "Add.", "output": "3"},
             RejectReason.NO_COLUMN,
-            "input; its columns: instruction, output",
+            "input is missing, its columns are instruction, output",
         ),
         (ALPACA | {"output": ""}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"output": 3}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
@@ -653,7 +653,8 @@ def test_a_line_beyond_the_bound_is_one_bad_row(
     rows = [row for _, row in ChatSource(str(path), None).rows()]
     assert rows[::2] == [json.loads(GOOD[0]), json.loads(GOOD[2])]
     assert (
-        rows[1::2] == [Rejection(RejectReason.MALFORMED_ROW, "a line of more than 2,000 bytes")] * 2
+        rows[1::2]
+        == [Rejection(RejectReason.MALFORMED_ROW, "its line has more than 2,000 bytes")] * 2
     )
 
 

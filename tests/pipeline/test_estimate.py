@@ -64,7 +64,7 @@ def test_the_planned_bits_leave_out_the_bases(config: ExtractConfig) -> None:
     assert predicted.disk_ranges["codec/"][1] - plain.disk_ranges["codec/"][1] == 2 * 400 * 32
     text = plain.describe()
     assert "codec/ " in text
-    assert "at most: kv 1.0, hidden/last " in text
+    assert "at most kv 1.0, hidden/last " in text
 
 
 @pytest.mark.skipif(
@@ -145,4 +145,4 @@ def test_plan_advises_what_to_store_and_to_train(config: ExtractConfig) -> None:
     assert lines["drafter"].startswith("train --drafter eagle: ")
     # A token has 3 layers of 2 heads with 8 keys and 8 values, and a hidden state of width 32.
     assert lines["activations"].endswith("with kv a token takes 4 times the bytes.")
-    assert lines["time"].endswith(" for forwards, encoding and writing")
+    assert lines["time"].endswith(" to run the target, encode and write")

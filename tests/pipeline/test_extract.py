@@ -568,7 +568,7 @@ def test_parts_that_other_damage_hides_are_repaired_at_once(
 def test_a_lost_bundle_is_missing(config: ExtractConfig) -> None:
     store, whole = extracted(config)
     (store / "commits/target.json").unlink()
-    refused(run("verify", store), "target bundle", exit_code=3)
+    refused(run("verify", store), "target/", exit_code=3)
     report = repair(store, config.model)
     assert report.n_parts_done == 0
     assert "wrote target/" in report.describe()

@@ -149,14 +149,14 @@ def test_what_cannot_be_pushed_is_refused_in_one_line(
     with raises_naming(DatasetError, incomplete, 1, 3):
         push(incomplete, NAME)
     refused(run("push", str(room / "store"), "no name"), "OWNER/NAME")
-    refused(run("pull", "me/nothing", str(tmp_path / "x")), "no repository me/nothing")
+    refused(run("pull", "me/nothing", str(tmp_path / "x")), "repository me/nothing does not exist")
     push(room / "drafter", "me/public")
     refused(
         run("push", str(room / "drafter"), "me/public", "--private"), "exists already and is public"
     )
     hub.create(NAME, "dataset", False)
     hub.commit(f"datasets/{NAME}", {"other.parquet": b"x"})
-    refused(run("push", str(room / "store"), NAME), "holds another dataset: its file other.parquet")
+    refused(run("push", str(room / "store"), NAME), "its file other.parquet")
     monkeypatch.setenv("HF_TOKEN", "wrong")
     refused(run("push", str(room / "drafter"), "me/third"), "401")
     monkeypatch.delenv("HF_TOKEN")

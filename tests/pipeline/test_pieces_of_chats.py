@@ -975,8 +975,8 @@ def test_what_a_row_has_besides_its_chat_is_named() -> None:
     sequences = Sequences()
     sequences.add(0, found)
     assert sequences.beside_lines() == [
-        "besides      not part of the tokens: 3 columns and keys, such as column prompt_id (1), "
-        "message key timestamp (1), message key start (1)"
+        "not used     3 columns and keys that are not part of the tokens, such as column prompt_id "
+        "(1), message key timestamp (1), message key start (1)"
     ]
     assert Sequences.from_arrow(sequences.to_arrow()).beside == sequences.beside
 

@@ -203,7 +203,7 @@ def test_the_default_length_is_that_of_the_positions(config: ExtractConfig) -> N
 def test_a_codec_that_learns_counts_what_it_needs(config: ExtractConfig) -> None:
     exact, learned = (build_plan(config.replaced(codec=codec)) for codec in ("int8", "transform:1"))
     assert "learn " not in exact.describe()
-    assert f"runs over {learned.n_tokens:,} tokens before the first part" in learned.describe()
+    assert f"runs over {learned.n_tokens:,} tokens to fit the codec" in learned.describe()
 
 
 def test_a_disk_that_is_too_small_is_refused_without_options_that_a_command_lacks(
@@ -541,7 +541,7 @@ def test_a_plan_says_where_it_cannot_be_timed(
     monkeypatch.setattr(estimate_module, "estimate", fail)
     model = str(write_family(tmp_path / "other", "olmo"))
     other = build_plan(config.replaced(model=model, activations="hidden:last", target_layers=0))
-    assert estimate_module.describe_estimate(other).endswith("failed: the sizes do not match")
+    assert estimate_module.describe_estimate(other).endswith("failed (the sizes do not match)")
     # If the family is supported, a failure is a bug and is raised.
     with pytest.raises(RuntimeError):
         estimate_module.describe_estimate(build_plan(config))

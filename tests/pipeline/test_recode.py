@@ -104,7 +104,7 @@ def test_what_cannot_be_recoded_is_refused(lossless: Path, tmp_path: Path) -> No
 def test_the_same_folder_at_another_path_is_refused(lossless: Path, tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "same", "--bind", str(lossless)) as same,
-        raises_naming(OptionInvalid, same, "is the store that is read"),
+        raises_naming(OptionInvalid, same, "is the store that is recoded"),
     ):
         recode(lossless, "int8", same)
 

@@ -338,7 +338,7 @@ def test_the_target_asks_itself(
         assert (again == chats) == (name == "again")
     dry = run(*arguments_of(own_questions), "--dry-run")
     assert dry.exit_code == 0, dry.output
-    assert "4 questions that the target writes, and answers of at most" in dry.stdout
+    assert "4 questions written by the target, with answers of at most" in dry.stdout
     assert "tokens/s" in dry.stdout
 
 
@@ -628,7 +628,10 @@ def test_one_answer_that_fails_rejects_its_row(
     ("answer", "line"),
     [
         ((401, {"error": {"message": "no key"}}), "no key"),
-        ((500, {"error": {"message": "down"}}), "for 0.5 s (--patience-s). Start the server"),
+        (
+            (500, {"error": {"message": "down"}}),
+            "for 0.5 s (--patience-s). The answers so far are kept",
+        ),
         ((200, {"hello": 1}), "did not answer with a chat completion"),
         ((200, said("yes", reasoning_content="hm")), "returns the reasoning separately"),
         (HUNG_UP, "cannot be reached"),

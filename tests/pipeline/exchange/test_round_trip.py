@@ -229,9 +229,9 @@ def test_an_interrupted_export_goes_on_and_ends_in_equal_files(
     report = export_store(config)
     assert "12 sequences" in report
     # The export finishes the files that it was writing when it was stopped.
-    assert "7 written" in report
+    assert "This run wrote 7 of them" in report
     assert contents(tmp_path / "out") == whole
-    assert "0 written" in export_store(config)
+    assert "This run wrote 0 of them" in export_store(config)
     assert not list((tmp_path / "out").rglob("*.partial*"))
 
 
@@ -244,7 +244,7 @@ def test_a_resumed_export_refuses_a_file_with_other_tokens(
         export_store(config, progress=stop_at(5))
     first, second = sorted((tmp_path / "out").rglob("*_[12].*"))
     shutil.copyfile(first, second)
-    with raises_naming(OutputOccupied, second, "other tokens than sequence 2"):
+    with raises_naming(OutputOccupied, second, "sequence 2"):
         export_store(config)
 
 
@@ -300,7 +300,7 @@ def test_a_folder_with_something_else_is_refused(
     for other, name, n in others:
         with pytest.raises(OutputOccupied):
             export(other, name, tmp_path / "out", max_sequences=n)
-    assert "8 written" in export_store(
+    assert "This run wrote 8 of them" in export_store(
         ExportConfig(store=str(store), format="eagle", out=str(tmp_path / "out"))
     )
     (tmp_path / "mine").mkdir()
@@ -321,7 +321,7 @@ def test_a_store_without_a_field_names_the_command_that_adds_it(
     refused(lacking, f"`moa-data add {recipe_store} --model MODEL --activations hidden:layer:2")
     assert not (tmp_path / "out").exists()
     done = run("export", store, "--format", "eagle", "--out", tmp_path / "out")
-    assert "12 written" in done.stdout, done.output
+    assert "This run wrote 12 of them" in done.stdout, done.output
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_scales_that_are_not_finite_are_damage(tmp_path: Path, recipe: Recipe) -
             codes["kv/value_scale"][7, 3, 1] = 0x7FC0
 
     (damage,) = verify_store(write_kv(tmp_path / "store", recipe, spoil)).damages
-    assert "source row 2" in damage.message
+    assert "row 2 of the dataset" in damage.message
     assert "kv/value_scale" in damage.path
     assert "token 7, layer 3, kv_head 1" in damage.message
 

@@ -58,15 +58,15 @@ def test_damaged_commits_are_found(store: Path) -> None:
     document = json.loads(good)
     commit.write_text(canonical(document | {"n_tokens": 1, "part": 3}))
     messages = [damage.message for damage in verify_store(store).damages]
-    assert any("the commit says n_tokens 1, but the plan says" in message for message in messages)
-    assert any("the commit says part 3, but the plan says 0" in message for message in messages)
+    assert any("n_tokens is 1, expected" in message for message in messages)
+    assert any("part is 3, expected 0" in message for message in messages)
     commit.write_text("{}")
     (damage,) = verify_store(store).damages
     assert (damage.part, damage.path) == (0, "commits/part-00000.json")
     commit.write_text(good)
     (store / "commits/part-00099.json").write_text(good)
     (damage,) = verify_store(store).damages
-    assert damage.message == "it is the commit of a part that the plan does not have"
+    assert "so this file does not belong to it" in damage.message
 
 
 @pytest.mark.parametrize(("bits", "layer"), [(0x7FC0, 2), (0xFF80, 0)])
