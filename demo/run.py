@@ -76,7 +76,7 @@ class DemoReport:
             f"speed        {measured['ratio']:.2f} x plain decoding on this machine",
             *break_even,
             f"network cut  {served['n_alone']} tokens written without the network, "
-            f"{served['n_rolled_back']} tokens taken back when it returned",
+            f"{served['n_rolled_back']} taken back when it returned",
             f"store        {store['bytes_per_token']:,.0f} bytes per token, {store['ratio']:.3f} "
             "of the uncompressed size",
             f"time         {total_s:.0f} s: {', '.join(times)}{reused}",
