@@ -46,6 +46,8 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tensorboard.summary.writer import event_file_writer
+from typing_extensions import override
 
 from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, TrainingError
 from ..files import (
@@ -104,6 +106,21 @@ import matplotlib.pyplot as plt
 # Settings that may differ between two invocations of one run. Whether the length of the run may
 # change is checked in :func:`_check_resumed`.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
+
+
+class _WriterThread(event_file_writer._AsyncWriterThread):
+    """TensorBoard's thread that writes a log file, without a traceback if the disk refuses a write.
+
+    The thread keeps the error, and the logger raises it in the main thread.
+    """
+
+    @override
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            super().run()
+
+
+event_file_writer._AsyncWriterThread = _WriterThread
 
 
 @dataclass(frozen=True)
