@@ -189,7 +189,7 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
     if not file.is_file():
         # A demo that is killed while it starts leaves only this temporary file, so accept it.
         leftovers = {STATE_FILE + PARTIAL_SUFFIX}
-        refuse_other_files(folder, f"a demo ({STATE_FILE} is missing)", leftovers)
+        refuse_other_files(folder, f"the folder of a demo ({STATE_FILE} is missing)", leftovers)
         folder.mkdir(parents=True, exist_ok=True)
         _save(config, folder, {})
         return {}
