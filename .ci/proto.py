@@ -16,7 +16,7 @@ def generate(folder: Path) -> list[Path]:
     """Write the messages and their types, and return the files."""
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi")]
     if grpc_tools.protoc.main(["protoc", f"-I{SOURCE.parent}", *outputs, str(SOURCE)]):
-        sys.exit(f"protoc refused {SOURCE}")
+        sys.exit(f"protoc cannot compile {SOURCE}; its output above says why.")
     return [folder / f"moa_v1_pb2{end}" for end in (".py", ".pyi")]
 
 

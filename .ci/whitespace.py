@@ -36,7 +36,13 @@ def main() -> int:
                 path.write_bytes(mended(text).encode())
     for name in wrong:
         sys.stderr.write(
-            f"{name}: {'mended' if fix else 'trailing whitespace, or not one newline at the end'}\n"
+            f"{name} "
+            + (
+                "was corrected.\n"
+                if fix
+                else "has trailing whitespace, or does not end with exactly one newline. `python "
+                ".ci/whitespace.py --fix` corrects it.\n"
+            )
         )
     return bool(wrong)
 

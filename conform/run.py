@@ -89,12 +89,12 @@ class Conformance:
             first = self.partings[0]
             largest_gap = max(parting.gap for parting in self.partings)
             lines += [
-                f"differs      in {len(self.partings)} of {rounds}; first after token "
-                f"{first.n_tokens} of prompt {first.prompt + 1}, in draft {first.draft + 1}: "
-                f"token {first.here} here, token {first.there} there (the logits of differing "
-                f"tokens are at most {largest_gap:.2g} apart)"
+                f"differs      {len(self.partings)} of {rounds}. In the first of them, after "
+                f"{first.n_tokens} tokens of prompt {first.prompt + 1} and its answer, draft "
+                f"{first.draft + 1} is token {first.here} in moa-data and token {first.there} in "
+                f"the other engine (logits of differing tokens are at most {largest_gap:.2g} apart)"
             ]
-            for cause in self.causes or ["not found: none of the known ones explains all rounds"]:
+            for cause in self.causes or ["not found; no known mistake explains all differences"]:
                 lines.append(f"cause        {cause}")
         else:
             lines.append(
@@ -102,12 +102,13 @@ class Conformance:
             )
         if self.nearest:
             lines.append(
-                f"nearest      {self.nearest[0]} ({self.nearest[1]} of {rounds} still differ)"
+                f"nearest      {self.nearest[0]} (with this mistake, {self.nearest[1]} of {rounds} "
+                "still differ)"
             )
         if self.other_answers:
             lines.append(
-                f"answers      {len(self.other_answers)} of {self.n_prompts} differ from plain "
-                "decoding here"
+                f"answers      {len(self.other_answers)} of {self.n_prompts} answers of the other "
+                "engine differ from plain decoding in moa-data"
             )
         return "\n".join(lines)
 
@@ -148,8 +149,8 @@ def conform(
     loaded.config = replace(loaded.config, draft_tokens=())
     if loaded.kind not in FORMATS[engine]:
         raise OptionInvalid(
-            f"{engine} runs drafters of kind {', '.join(FORMATS[engine])}, but this drafter is of "
-            f"kind {loaded.kind}; choose another engine."
+            f"the drafter is of kind {loaded.kind}, but {engine} can run only drafters of kind "
+            f"{', '.join(FORMATS[engine])}; choose another engine."
         )
     layout, method = FORMATS[engine][loaded.kind]
     texts = _encode_chats(target, prompts, n_prompts)
@@ -173,7 +174,7 @@ def conform(
         answers = ask_engine(job, python, Path(folder))
     if not any(answer["rounds"] for answer in answers):
         raise OptionInvalid(
-            f"{engine} drafted nothing after these prompts; allow longer answers "
+            f"{engine} made no drafts for these prompts; allow longer answers "
             "(--max-new-tokens), or give other prompts (--prompts)."
         )
     return compare(loaded, target, texts, answers, max_new_tokens, progress)
@@ -229,13 +230,14 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
             ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             raise OptionInvalid(
-                f"{python} did not run {job['engine']} ({error}); give the Python interpreter of "
-                "its environment with --python."
+                f"{python} did not run {job['engine']} ({error}). With --python, give the Python "
+                "interpreter of the environment in which this engine is installed."
             ) from error
     if code or not written.is_file():
         lines = log.read_text(errors="replace").strip().splitlines() or [""]
         raise OptionInvalid(
-            f"{job['engine']} failed in {python} (exit status {code}): {lines[-1].strip()[:300]}"
+            f"{job['engine']} failed in {python} (exit status {code}). The last line of its output "
+            f"is: {lines[-1].strip()[:300]}"
         )
     return list(json.loads(written.read_text()))
 

@@ -224,12 +224,14 @@ def _in_bfloat16(r: Reading) -> None:
 
 CHOICES: dict[str, Choice] = {
     # Target states
-    "its hidden states are taken before the final norm": _layers(
+    "the target's hidden states are taken before the final norm": _layers(
         lambda layer, n: layer - (layer == n)
     ),
     "the target's layers are counted one too low": _layers(lambda layer, n: layer - 1),
     "the target's layers are counted one too high": _layers(lambda layer, n: layer + 1),
-    "the target's layers are joined in reverse": lambda r: setattr(r, "layers", r.layers[::-1]),
+    "the outputs of the target's layers are concatenated in reverse order": lambda r: setattr(
+        r, "layers", r.layers[::-1]
+    ),
     "the output of the target's last layer is taken after the final norm": _layers(
         lambda layer, n: layer + (layer == n - 1)
     ),
@@ -241,56 +243,72 @@ CHOICES: dict[str, Choice] = {
     "the norm of the embeddings (input_layernorm) is left out": _without(
         r"midlayer\.input_layernorm"
     ),
-    "the norm of all states together (norm_before_fc) is left out": _without("input_norm"),
-    "the norms of each state (fc_norm) are left out": _without(r"fc_norm\.\d+"),
-    "the residual starts on the other side of hidden_norm (norm_before_residual)": _put(
+    "the norm of the concatenated target states (norm_before_fc) is left out": _without(
+        "input_norm"
+    ),
+    "the norms of the single target states (fc_norm) are left out": _without(r"fc_norm\.\d+"),
+    "the residual is taken before instead of after hidden_norm, or the reverse "
+    "(norm_before_residual)": _put(
         "midlayer._norms_residual", lambda own, is_normed: not is_normed
     ),
-    "outputs are fed back on the other side of the final norm (norm_output)": _size(
-        "norm_output", lambda sizes, is_normed: not is_normed
-    ),
-    "the first layer's input norm is added or left out": _put(
+    "outputs are fed back from before instead of after the final norm, or the reverse "
+    "(norm_output)": _size("norm_output", lambda sizes, is_normed: not is_normed),
+    "the input norm of the drafter's first layer is added or left out": _put(
         "layers.0.input_layernorm", _other_input_norm
     ),
-    "the norms of the heads (q_norm, k_norm) are left out": _without(r".*\.[qk]_norm"),
-    "the context's keys go without k_norm": _keys(_unnormed),
-    "the context is normed again by each layer": _context_normed_again,
+    "the norms of queries and keys (q_norm, k_norm) are left out": _without(r".*\.[qk]_norm"),
+    "k_norm is not applied to the keys of committed tokens": _keys(_unnormed),
+    "each layer norms the states of committed tokens once more": _context_normed_again,
     # Positions
-    "the block's positions are one too high": _slots_at(lambda at: at + 1),
-    "the block's positions are one too low": _slots_at(lambda at: at - 1),
-    "all slots of a block have its first position": _slots_at(lambda at: at[:, :1].expand_as(at)),
-    "the context's keys are not rotated": _keys(lambda own, x, rotation: own._heads("k", x)),
-    "positions of drafts after the first are one too high": _at_depth(lambda depth: depth + 1),
-    "all drafts of a chain have the position of the first": _at_depth(lambda depth: 0),
+    "the positions of the draft block are one too high": _slots_at(lambda at: at + 1),
+    "the positions of the draft block are one too low": _slots_at(lambda at: at - 1),
+    "all slots of a draft block have its first position": _slots_at(
+        lambda at: at[:, :1].expand_as(at)
+    ),
+    "RoPE is not applied to the keys of committed tokens": _keys(
+        lambda own, x, rotation: own._heads("k", x)
+    ),
+    "the positions of all drafts after the first are one too high": _at_depth(
+        lambda depth: depth + 1
+    ),
+    "all drafts of a chain have the position of the first draft": _at_depth(lambda depth: 0),
     "RoPE has the base 10,000": _rotation(rope_theta=10_000.0),
     "RoPE is not scaled": _rotation(rope_type="default"),
     "RoPE has the base 10,000 and is not scaled": _rotation(
         rope_theta=10_000.0, rope_type="default"
     ),
     # Attention
-    "slots of a block see only those before them": _slots_see(lambda q, k: k <= q),
-    "slots of a block see no other slot": _slots_see(lambda q, k: (k < 0) | (k == q)),
-    "the context ends one token too early": _slots_see(lambda q, k: (k != -1) & (q == q)),
-    "a block sees the target's state of its own anchor": _sees_anchor,
+    "slots of a draft block attend only to themselves and to earlier slots": _slots_see(
+        lambda q, k: k <= q
+    ),
+    "slots of a draft block do not attend to each other": _slots_see(
+        lambda q, k: (k < 0) | (k == q)
+    ),
+    "the draft block does not attend to the last token before its anchor": _slots_see(
+        lambda q, k: (k != -1) & (q == q)
+    ),
+    "a draft block reads the target's state of its own anchor": _sees_anchor,
     # Slots
     "the mask token is 0": _size("mask_token", lambda sizes, mask: 0),
     "the mask token is one too low": _size("mask_token", lambda sizes, mask: mask - 1),
     "the mask token is one too high": _size("mask_token", lambda sizes, mask: mask + 1),
-    "the mask token is the last one": _size("mask_token", lambda sizes, mask: sizes.vocab_size - 1),
+    "the mask token is the last token of the vocabulary": _size(
+        "mask_token", lambda sizes, mask: sizes.vocab_size - 1
+    ),
     "the mask token is the padding token": _mask("pad"),
-    "the mask token is the first token of texts": _mask("bos"),
-    "the mask token is the end of texts": _mask("eos"),
-    "the first slot holds the mask token": _put(
+    "the mask token is the BOS token": _mask("bos"),
+    "the mask token is the EOS token": _mask("eos"),
+    "the first slot of a draft block contains the mask token": _put(
         "slots",
         lambda own, plain: (
             lambda frozen, at: plain(frozen, torch.full_like(at, own.config.mask_token))
         ),
     ),
-    "all slots hold the anchor": _put(
+    "all slots of a draft block contain the anchor": _put(
         "slots",
         lambda own, plain: lambda frozen, at: frozen.embed(at.expand(-1, own.config.block_size)),
     ),
-    "drafts are read one slot off (sample_from_anchor)": _size(
+    "drafts are read from slots that are off by one (sample_from_anchor)": _size(
         "sample_from_anchor", lambda sizes, is_anchor: not is_anchor
     ),
     # Heads
@@ -298,30 +316,32 @@ CHOICES: dict[str, Choice] = {
     "the Markov head reads the anchor for every draft": _put(
         "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: memory
     ),
-    "the Markov head's state begins anew with every draft": _put(
+    "the Markov head's state is reset before every draft": _put(
         "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: own.begin(tokens)
     ),
-    "the Markov head's output is read after the state's update": _put(
+    "the Markov head's output is computed after its state is updated": _put(
         "markov_head.code", _code_after
     ),
-    "the Markov head is read as a vanilla one": _put(
+    "the Markov head is computed as if it had the type vanilla": _put(
         "markov_head.code", lambda own, plain: lambda memory, hidden: memory[..., : own.rank]
     ),
-    "draft ids are taken as tokens (d2t is left out)": _put("d2t", lambda own, d2t: 0 * d2t),
-    "d2t is taken as tokens, not as distances": _put(
+    "ids of the draft vocabulary are used as token ids (d2t is left out)": _put(
+        "d2t", lambda own, d2t: 0 * d2t
+    ),
+    "the values of d2t are used as token ids, not as offsets": _put(
         "d2t", lambda own, d2t: d2t - torch.arange(len(d2t))
     ),
-    "the target's LM head takes the place of the drafter's": _put(
+    "the target's LM head is used in place of the drafter's": _put(
         "draft_logits",
         lambda own, plain: lambda frozen, features: frozen.logits(own.normed(features)),
     ),
     # Order and precision
-    "embedding and hidden state are joined the other way round": _put(
+    "embedding and hidden state are concatenated in the wrong order": _put(
         "combine", lambda own, plain: lambda embeddings, hidden: plain(hidden, embeddings)
     ),
-    "each hidden state is joined with its own token, not the next one": _text(
+    "each hidden state is combined with its own token, not with the next token": _text(
         "draft_root", lambda row: [row[0], *row[:-1]]
     ),
-    "it computes in bfloat16": _in_bfloat16,
+    "the engine computes in bfloat16": _in_bfloat16,
 }
 """Description of a wrong choice -> the choice, in the order in which choices are tried."""

@@ -226,8 +226,9 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
             seen.add(key)
             return messages
     raise OptionInvalid(
-        f"The generator of {name!r} chats drew no new prompt in {MAX_REDRAWS} tries; {len(seen)} "
-        "prompts are in use already. Lower --n-chats or --n-held-out."
+        f"The demo cannot generate enough different chats of the family {name!r}: it found no new "
+        f"prompt in {MAX_REDRAWS} tries, after {len(seen)} prompts of all families. Lower --n-chats "
+        "or --n-held-out."
     )
 
 

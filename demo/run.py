@@ -75,10 +75,10 @@ class DemoReport:
             f"included; {same}",
             f"speed        {measured['ratio']:.2f} x plain decoding on this machine",
             *break_even,
-            f"network cut  {served['n_alone']} tokens written alone, {served['n_rolled_back']} "
-            "taken back when it returned",
+            f"network cut  {served['n_alone']} tokens written without the network, "
+            f"{served['n_rolled_back']} taken back when it returned",
             f"store        {store['bytes_per_token']:,.0f} bytes per token, {store['ratio']:.3f} "
-            "of raw",
+            "of the uncompressed size",
             f"time         {total_s:.0f} s: {', '.join(times)}{reused}",
             f"pictures     {pictures}",
         ))  # fmt: skip
@@ -93,9 +93,9 @@ class DemoReport:
             return []
         drafter, *_ = advise(self.phases["extract"]["n_tokens"], is_on_cpu=True)
         return [
-            f"chats        {chats['n_chats']:,} to train on and {chats['n_held_out']:,} to measure "
-            f"with, of the model's own questions and answers ({chats['n_answer_tokens']:,} tokens "
-            "of answers)",
+            f"chats        {chats['n_chats']:,} for training and {chats['n_held_out']:,} for the "
+            "evaluation, with questions and answers that the model wrote itself "
+            f"({chats['n_answer_tokens']:,} tokens of answers)",
             f"drafter      eagle on hidden:last: {drafter.reason}",
         ]
 
@@ -128,9 +128,9 @@ def run_demo(
         try:
             facts = phase(config, folder, noted, provenance or {})
         except (KeyboardInterrupt, Interrupted) as error:
-            progress_note = f"finished phases are kept ({', '.join(finished) or 'none yet'})"
+            progress_note = f"The finished phases ({', '.join(finished) or 'none yet'}) are kept"
             raise Interrupted(
-                f"interrupted in the {name} phase; run the same command again, {progress_note}"
+                f"interrupted in the phase {name}. {progress_note}; run the same command again."
             ) from error
         finished[name] = {"seconds": time.perf_counter() - began_s, **facts}
         _save(config, folder, finished)
@@ -189,7 +189,7 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
     if not file.is_file():
         # A demo that is killed while it starts leaves only this temporary file, so accept it.
         leftovers = {STATE_FILE + PARTIAL_SUFFIX}
-        refuse_other_files(folder, f"a demo ({STATE_FILE} is missing)", leftovers)
+        refuse_other_files(folder, f"the folder of a demo ({STATE_FILE} is missing)", leftovers)
         folder.mkdir(parents=True, exist_ok=True)
         _save(config, folder, {})
         return {}
@@ -198,7 +198,8 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
         before, finished = dict(state["settings"]), dict(state["phases"])
     except (KeyError, TypeError, ValueError) as error:
         raise OutputOccupied(
-            f"{file} cannot be read ({error}). Delete {folder}, or choose another --out."
+            f"{file}, the state of an earlier demo, cannot be read ({error}). Delete {folder}, or "
+            "choose another --out."
         ) from error
     refuse_other_inputs(folder, before, settings)
     return finished

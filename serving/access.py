@@ -79,8 +79,8 @@ def read_tokens(path: str | Path) -> list[str]:
     if tokens:
         return tokens
     raise RequestInvalid(
-        f"{path} contains no token. Write one token per line, or leave out --token-file to use no "
-        "tokens."
+        f"the token file {path} contains no token. Write one token per line into it, or leave out "
+        "--token-file if no token is needed."
     )
 
 
@@ -107,13 +107,17 @@ class BearerTokens:
             )
         header = authorization[0] if authorization else ""
         if header[: len(_SCHEME)].lower() != _SCHEME:
-            raise NotAllowed("this server requires a token; send `authorization: Bearer TOKEN`.")
+            raise NotAllowed(
+                "this server requires a token; send the header `authorization: Bearer TOKEN`, or "
+                "give `moa-data chat` the option --token-file."
+            )
         digest = _hash(header[len(_SCHEME) :].strip())
         # Compare with all tokens, so that the time does not depend on which one matches.
         matches = [hmac.compare_digest(digest, known) for known in self._hashes]
         if not any(matches):
             raise NotAllowed(
-                "this server does not know the token; ask the owner of the server for a valid one."
+                "the token that was sent is not valid for this server; ask the owner of the server "
+                "for a valid one."
             )
         return digest.hex()[:16]
 
@@ -176,13 +180,20 @@ class Guard:
         # If a request has both of these headers, a proxy and this server could disagree about the
         # end of the request (request smuggling).
         if "transfer-encoding" in headers and "content-length" in headers:
-            message = "the request has both content-length and transfer-encoding; send only one."
+            message = (
+                "the request has both the header content-length and the header transfer-encoding; "
+                "send only one of them."
+            )
             return ApiError(400, message, None, "invalid_request")
         if scope["path"] == "/health":
             return None
         if scope["moa_data.connection"].is_surplus:
             return ApiError(
-                503, "too many connections are open; try again later.", None, "overloaded", 1
+                503,
+                "the server has too many open connections; try again later.",
+                None,
+                "overloaded",
+                1,
             )
         return self._refusal_of_page(scope["method"], headers) if self.checks_pages else None
 
@@ -274,7 +285,9 @@ class Connection(H11Protocol):
         if its answer has already been sent in part or completely.
         """
         if self.cycle is None or self.cycle.response_complete:
-            _LOG.warning("%s sent bytes that are not HTTP", self.address)
+            _LOG.warning(
+                "client %s sent bytes that are not HTTP; its connection was closed", self.address
+            )
         else:
             # Nothing is logged here, because the log line of the request reports the malformed
             # body.

@@ -76,7 +76,7 @@ class ApiError(Exception):
         # This is an internal error. The server's log has the details.
         return cls(
             500,
-            "the server failed while it answered this request; its log has the details.",
+            "the server failed while it answered this request; the server's log has the details.",
             code="internal_error",
         )
 
@@ -136,9 +136,9 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
 # Setting whose value may have one of several types -> the message for any wrong value.
 _HINTS = {
-    "prompt": "prompt must be a text, a list of token ids, or a list of several prompts of one of "
-    f"these kinds. The number of prompts times n may be at most {_MAX_CHOICES}.",
-    "stop": f"stop must be a text or a list of at most {_MAX_STOPS} texts, each of 1 to "
+    "prompt": "prompt must be a string, a list of token ids, a list of strings, or a list of lists "
+    f"of token ids. The number of prompts, multiplied by n, may be at most {_MAX_CHOICES}.",
+    "stop": f"stop must be a string or a list of at most {_MAX_STOPS} strings, each of 1 to "
     f"{_MAX_STOP_CHARS} characters.",
 }
 
@@ -156,8 +156,8 @@ class Body(BaseModel):
         if body.count(b"[") + body.count(b"{") > _MAX_CONTAINERS:
             raise ApiError(
                 400,
-                f"the JSON body has more than {_MAX_CONTAINERS:,} lists and objects; send a "
-                "smaller request.",
+                f"the JSON body has more than {_MAX_CONTAINERS:,} lists and objects, which is the "
+                "limit; send a smaller request.",
                 code="invalid_value",
             )
         try:
@@ -168,7 +168,7 @@ class Body(BaseModel):
             is_known = name in _NOTHING
             if name in _OF_THE_CALLER or (is_known and value in (None, *_NOTHING[name])):
                 continue
-            message = f"{name[:60]} is not supported by this server. Leave it out."
+            message = f"this server does not support the parameter {name[:60]}. Leave it out."
             code = "unsupported_parameter" if is_known else "unknown_parameter"
             raise ApiError(400, message, name[:60], code)
         return request
@@ -234,9 +234,9 @@ class GenerationRequest(Body):
                     return "regex", "|".join(map(re.escape, texts))
         param = "structured_outputs" if self.structured_outputs is not None else "response_format"
         message = (
-            "this form of the answer is not supported. Give response_format with the type text, "
-            "json_object or json_schema, or give structured_outputs with exactly one of the keys "
-            "json, regex and choice."
+            f"{param} asks for a form of the answer that this server does not support. Give "
+            "response_format with the type text, json_object or json_schema, or give "
+            "structured_outputs with exactly one of the keys json, regex and choice."
         )
         raise ApiError(400, message, param, "invalid_value")
 
@@ -245,7 +245,7 @@ class GenerationRequest(Body):
         if self.stream_options is not None and not self.stream:
             raise ApiError(
                 400,
-                "stream_options needs a streamed answer. Set stream to true, or leave out "
+                "stream_options applies only to streamed answers. Set stream to true, or leave out "
                 "stream_options.",
                 "stream_options",
                 "invalid_value",
@@ -254,7 +254,7 @@ class GenerationRequest(Body):
         for name, value in (extra or {}).items():
             if value:
                 message = (
-                    f"stream_options: {name[:60]} is not supported by this server. Leave it out."
+                    f"this server does not support {name[:60]} in stream_options. Leave it out."
                 )
                 raise ApiError(400, message, "stream_options", "unsupported_parameter")
 
@@ -277,7 +277,8 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 400,
-                "top_logprobs needs logprobs. Set logprobs to true, or leave out top_logprobs.",
+                "top_logprobs applies only if logprobs is true. Set logprobs to true, or leave out "
+                "top_logprobs.",
                 "top_logprobs",
                 "invalid_value",
             )
@@ -334,7 +335,7 @@ class TokenizeRequest(Body):
             kind = "messages"
             settings_of_others = ("add_special_tokens",)
         else:
-            message = "the request lacks prompt or messages."
+            message = "the request has neither prompt nor messages; give one of them."
             raise ApiError(400, message, "prompt", "missing_required_parameter")
         for name in settings_of_others:
             if getattr(self, name):
@@ -353,10 +354,15 @@ def _invalid(error: ValidationError) -> ApiError:
     param = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "json_invalid":
         reason = first["msg"].removeprefix("Invalid JSON: ")
-        return ApiError(400, f"the body is not JSON: {reason}.", code="invalid_json")
+        return ApiError(400, f"the body is not valid JSON ({reason}).", code="invalid_json")
     if first["type"] == "missing":
-        return ApiError(400, f"the request lacks {param}.", param, "missing_required_parameter")
-    message = _HINTS.get(param, f"{param or 'the body'}: {first['msg'].rstrip('.')}.")
+        return ApiError(
+            400,
+            f"the request lacks the parameter {param}; add it.",
+            param,
+            "missing_required_parameter",
+        )
+    message = _HINTS.get(param, f"{param or 'the body'} is invalid: {first['msg'].rstrip('.')}.")
     return ApiError(400, message, param or None, "invalid_value")
 
 
@@ -493,7 +499,8 @@ class RequestOutput:
             if self._is_late:
                 raise ApiError(
                     408,
-                    "the answer took longer than this server allows; ask for fewer tokens.",
+                    "the answer took longer than this server allows, so it was cut off; ask for "
+                    "fewer tokens.",
                     None,
                     "timeout",
                 )

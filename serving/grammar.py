@@ -49,8 +49,8 @@ class Grammar:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             raise ServingError(
-                "the answer cannot continue in its requested form, because no token of the model "
-                f"fits ({matcher.get_error().splitlines()[0]})"
+                "the answer cannot continue, because no token of the model fits the requested JSON "
+                f"schema or regular expression: {matcher.get_error().splitlines()[0]}"
             )
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").view(bool)
 
@@ -67,8 +67,9 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise RequestInvalid(
-                f"{error.name} is not installed on the server, but answers of a given form need "
-                "it. Install it there with: pip install 'moa-data[structured]'."
+                "answers that follow a JSON schema or a regular expression need the Python package "
+                f"{error.name}, which is not installed on the server. Install it there with `pip "
+                "install 'moa-data[structured]'`."
             ) from error
         self._n_vocab = target.facts.vocab_size
         self._matcher = LLMatcher
@@ -95,7 +96,8 @@ class Grammars:
         matcher = self._matcher(self._tokenizer, grammar(form), log_level=0)
         if matcher.is_error():
             raise RequestInvalid(
-                f"the server cannot use this {kind} form for answers: "
+                "the requested form of the answer "
+                f"({'JSON schema' if kind == 'json' else 'regular expression'}) cannot be used: "
                 f"{matcher.get_error().splitlines()[0]}."
             )
         return [Grammar(matcher.deep_copy(), self._n_vocab) for _ in range(n)]

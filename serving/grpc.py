@@ -62,8 +62,8 @@ class Identities:
         """Raise ProtocolMismatch if a client's protocol, target or tokenizer differs."""
         if body.protocol != PROTOCOL:
             raise ProtocolMismatch(
-                f"the client uses version {body.protocol} of the protocol, but this server uses "
-                f"version {PROTOCOL}; install the same release of moa-data on both."
+                f"the client uses version {body.protocol} of the drafting protocol, but this "
+                f"server uses version {PROTOCOL}; install the same release of moa-data on both."
             )
         client = body.identities
         for part, theirs, ours in (
@@ -71,8 +71,8 @@ class Identities:
         ):  # fmt: skip
             if theirs and ours and theirs != ours:
                 raise ProtocolMismatch(
-                    f"the client and the server have different {part}s (hash {theirs[:12]} and "
-                    f"hash {ours[:12]}); use the same {part} on both sides."
+                    f"the client's {part} (hash {theirs[:12]}) differs from the server's {part} "
+                    f"(hash {ours[:12]}); use the same {part} on both sides."
                 )
 
     def drafter(self, identity: str) -> str:
@@ -86,8 +86,9 @@ class Identities:
         """
         if not self.drafters:
             raise RequestInvalid(
-                "this server has no drafter, but the client's drafter needs activations of the "
-                "target from it; start `moa-data serve` with the client's drafter as --drafter."
+                "the client's drafter needs activations of the target, but this server has no "
+                "drafter and therefore does not send any; start `moa-data serve` with the client's "
+                "drafter as --drafter."
             )
         for name, known_identity in self.drafters.items():
             if not identity or not known_identity or known_identity == identity:
@@ -104,17 +105,24 @@ class DraftingCounts:
     """Counters and gauges of the gRPC server."""
 
     n_sessions: int = count(
-        "moa_drafting_sessions", "Drafting sessions, with or without a stream.", True
+        "moa_drafting_sessions", "Open sessions of clients that draft, connected or not.", True
     )
-    n_streams: int = count("moa_drafting_streams", "Open streams.", True)
-    n_opened: int = count("moa_drafting_opened", "Sessions that were opened.")
-    n_resumed: int = count("moa_drafting_resumed", "Times that a session was resumed.")
-    n_rebuilt: int = count("moa_drafting_rebuilt", "Times that a resumed text was prefilled again.")
+    n_streams: int = count(
+        "moa_drafting_streams", "Open gRPC streams (connections of sessions).", True
+    )
+    n_opened: int = count("moa_drafting_opened", "Number of sessions that were opened.")
+    n_resumed: int = count(
+        "moa_drafting_resumed", "Number of times that a client resumed a session."
+    )
+    n_rebuilt: int = count(
+        "moa_drafting_rebuilt",
+        "Number of times that a resumed session had to be prefilled again.",
+    )
     n_messages: Counter[str] = count(  # noqa: RUF009
-        "moa_drafting_messages", "Messages of clients, by kind.", labels=("kind",)
+        "moa_drafting_messages", "Number of messages from clients, by kind.", labels=("kind",)
     )
     n_failures: Counter[str] = count(  # noqa: RUF009
-        "moa_drafting_failures", "Failures sent to clients, by code.", labels=("code",)
+        "moa_drafting_failures", "Number of errors sent to clients, by code.", labels=("code",)
     )
     n_bytes_in: int = count("moa_drafting_bytes_in", "Bytes of messages from clients.")
     n_bytes_out: int = count("moa_drafting_bytes_out", "Bytes of messages to clients.")
@@ -185,7 +193,8 @@ class DraftingServer:
             )
         except RuntimeError as error:
             raise ServingError(
-                f"cannot listen on {address}: {first_line(error)}. Choose another --grpc-port."
+                f"the gRPC server cannot listen on {address}: {first_line(error)}. Choose another "
+                "--grpc-port."
             ) from error
         await server.start()
         self._sweeper = asyncio.create_task(self._sweep())
@@ -223,8 +232,8 @@ class DraftingServer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
-                        f"the client has read nothing for {self._limits.write_s:g} s; open the "
-                        "session again."
+                        f"the client has read nothing for {self._limits.write_s:g} s, so the "
+                        "server disconnects it; open the session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
             raise asyncio.CancelledError from error  # grpc treats this as a cancelled stream.
@@ -247,7 +256,8 @@ class DraftingServer:
             for session in unused:
                 session.send_failure(
                     "idle",
-                    f"the session was not used for {idle_s:g} s and was removed; open it again.",
+                    f"the server removed the session, because it was not used for {idle_s:g} s; "
+                    "open it again.",
                     ends=True,
                 )
                 self._forget(session)
@@ -276,8 +286,12 @@ class DraftingServer:
         except MoaDataError as error:
             stream.fail(_code(error), str(error), ends=True)
         except Exception:  # noqa: BLE001 - other streams must go on
-            _LOG.exception("a stream failed")
-            stream.fail("internal", "the server failed; open the session again.", ends=True)
+            _LOG.exception("the gRPC stream of a client failed")
+            stream.fail(
+                "internal",
+                "the server failed while it processed a message; open the session again.",
+                ends=True,
+            )
         finally:
             late.cancel()
 
@@ -292,8 +306,8 @@ class DraftingServer:
                 message = pb.ClientMessage.FromString(data)
             except DecodeError as error:
                 raise RequestInvalid(
-                    f"a message of {len(data)} bytes does not follow the protocol moa.v1; check "
-                    "the client."
+                    f"a message of {len(data)} bytes is not a ClientMessage of the protocol "
+                    "moa.v1; correct the client."
                 ) from error
             await self._take(stream, message)
         # The client has closed its side of the stream, but may still read answers.
@@ -314,7 +328,7 @@ class DraftingServer:
         elif kind == "open" and session is None:
             await self._open(stream, message.open)
         elif session is None:
-            raise RequestInvalid("the session is not open; send Open first.")
+            raise RequestInvalid("the session is not open yet; send an Open message first.")
         elif session.stream is not stream:
             return  # Another stream has resumed the session.
         elif kind == "close":
@@ -327,9 +341,15 @@ class DraftingServer:
                 self.counts.n_failures[_code(error)] += 1
                 session.send_failure(_code(error), str(error), answers=message.sequence)
         else:
-            reason = "the session is already open" if kind == "open" else "its kind is unknown"
+            reason = (
+                "the session is already open"
+                if kind == "open"
+                else "this server does not know its kind"
+            )
             session.send_failure(
-                "invalid", f"the message is ignored, because {reason}.", answers=message.sequence
+                "invalid",
+                f"the server ignored message {message.sequence}, because {reason}.",
+                answers=message.sequence,
             )
         if session is not None:
             session.used_s = time.monotonic()
@@ -413,7 +433,9 @@ class DraftingServer:
         await known.stopped.wait()
         self.counts.n_resumed += 1
         if self._sessions.get(known.id) is not known:
-            raise Overloaded("the session was just removed; open it again.")
+            raise Overloaded(
+                "the server removed the session while the client resumed it; open it again."
+            )
         known.check_text(request)  # The engine may have added tokens meanwhile.
         if not known.must_rebuild(request):
             return False

@@ -220,7 +220,7 @@ class Service:
         if wait_s := self._rate_of(owner).take():
             raise ApiError(
                 429,
-                "too many requests; send fewer, or try again later.",
+                "this client has sent too many requests; send fewer, or try again later.",
                 None,
                 "rate_limit_exceeded",
                 wait_s,
@@ -253,7 +253,8 @@ class Service:
         limits = self.limits
         too_large = ApiError(
             413,
-            f"the body has more than {limits.max_body_bytes} bytes; send a smaller body.",
+            f"the body of the request has more than {limits.max_body_bytes} bytes, which is the "
+            "limit; send a smaller body.",
             None,
             "request_too_large",
         )
@@ -413,7 +414,8 @@ class Service:
         if least > max_tokens:
             raise ApiError(
                 400,
-                f"min_tokens is {least}, but max_tokens is only {max_tokens}; lower min_tokens.",
+                f"min_tokens is {least}, but the answer may have only {max_tokens} tokens; lower "
+                "min_tokens.",
                 "min_tokens",
                 "invalid_value",
             )
@@ -431,8 +433,8 @@ class Service:
             )
             if not is_token or type(value) not in (int, float) or not -100 <= value <= 100:
                 message = (
-                    f"logit_bias must map token ids from 0 to {n_vocab - 1} to numbers from -100 "
-                    "to 100."
+                    f"logit_bias has an invalid entry for {name[:60]!r}; expected token ids from 0 "
+                    f"to {n_vocab - 1} as keys and numbers from -100 to 100 as values."
                 )
                 raise ApiError(400, message, "logit_bias", "invalid_value")
         return tuple((int(name), value) for name, value in biases.items())
@@ -479,7 +481,7 @@ class _Tokenizer:
         If the caller is cancelled before the function starts, the function never runs.
         """
         if self._n_waiting >= self._max_waiting:
-            raise Overloaded("too many requests wait for the tokenizer; try again later.")
+            raise Overloaded("too many requests are waiting for the tokenizer; try again later.")
         self._n_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
@@ -530,10 +532,12 @@ async def _events(
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # No route matches the request.
-        message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+        message = (
+            f"this server cannot answer {request.method} {request.url.path[:200]}: {error.detail}."
+        )
         error = ApiError(error.status_code, message, None, "unknown_url")
     elif isinstance(error, ClientDisconnect):  # The client disconnected while sending its body.
-        error = ApiError(_CLIENT_GONE, "the client has gone.")
+        error = ApiError(_CLIENT_GONE, "the client disconnected before its request was complete.")
     shown = ApiError.of(error)
     request.scope["moa_data.facts"].error = shown.message
     return shown.response()
@@ -550,7 +554,7 @@ async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) 
     try:
         await first_of(task, until_gone())
         if not task.done():
-            raise ApiError(_CLIENT_GONE, "the client has gone.")
+            raise ApiError(_CLIENT_GONE, "the client disconnected before its answer was complete.")
         return task.result()
     finally:
         task.cancel()

@@ -37,20 +37,22 @@ class Metrics:
         self._registry.register(self)
         self.requests = Counter(
             "moa_http_requests",
-            "Requests by path and status.",
+            "Number of HTTP requests that have ended, by path and status.",
             ("path", "status"),
             registry=self._registry,
         )
         in_flight = Gauge(
-            "moa_http_requests_in_flight", "Requests being answered.", registry=self._registry
+            "moa_http_requests_in_flight",
+            "HTTP requests that are being answered.",
+            registry=self._registry,
         )
         in_flight.set_function(lambda: self.n_in_flight)
         self.duration = Histogram(
-            "moa_http_request_seconds", "Seconds until a request was answered completely.",
+            "moa_http_request_seconds", "Seconds from a request to the end of its answer.",
             ("path",), buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
         self.first_token = Histogram(
-            "moa_first_token_seconds", "Seconds from a request to its first token.",
+            "moa_first_token_seconds", "Seconds from a request to the first token of its answer.",
             buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
 
@@ -115,7 +117,7 @@ class RequestLog:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
             # The server is stopping, so this task ends without an error.
-            facts.error = "cut off: the server shut down before the answer was complete"
+            facts.error = "the answer was cut off, because the server shut down"
             self._metrics.n_broken_off += 1
         except Exception as error:
             facts.status, facts.error = facts.status or 500, facts.error or type(error).__name__
@@ -128,7 +130,7 @@ class RequestLog:
         connection = scope["moa_data.connection"]
         if connection.is_malformed:
             facts.status = 400
-            facts.error = "the request's body is not HTTP"
+            facts.error = "the body of the request is not valid HTTP"
         # Label the metrics with the path of the route, not with the path that the client sent.
         # Otherwise clients could create any number of labels.
         path = getattr(scope.get("route"), "path", "other")
@@ -147,7 +149,7 @@ class RequestLog:
             line |= {"prompt_tokens": facts.n_prompt, "new_tokens": output.n_tokens}
             line["finish"] = output.finish_reason or "client gone"
         if connection.is_cut:
-            facts.error = "cut off: the client took its answer too slowly"
+            facts.error = "the answer was cut off, because the client read it too slowly"
         if facts.error is not None:
             line["error"] = facts.error
         LOG.info("request", extra={"facts": line})

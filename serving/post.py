@@ -39,5 +39,8 @@ def _deliver(loop: asyncio.AbstractEventLoop) -> None:
             call()
         except Exception as error:  # noqa: BLE001 - the other calls must run
             loop.call_exception_handler(
-                {"message": "a call from another thread failed", "exception": error}
+                {
+                    "message": "a function that another thread scheduled in the event loop failed",
+                    "exception": error,
+                }
             )

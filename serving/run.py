@@ -133,7 +133,10 @@ class ServerRun:
         # Wait only for the current requests, because later requests are refused.
         work: list[asyncio.Future[None]] = list(http.server_state.tasks)
         _LOG.info(
-            "shutting down: %d requests are still being answered", self._service.metrics.n_in_flight
+            "the server is shutting down; %d requests are still being answered, and have up to "
+            "%g s to end",
+            self._service.metrics.n_in_flight,
+            self._config.grace_s,
         )
         asyncio.get_running_loop().call_later(self._config.grace_s, self._breaking_off.set)
         if self.drafting is not None:
@@ -178,7 +181,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0].rstrip(".")
         raise RequestInvalid(
-            f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
+            f"the server cannot listen on {host}, port {port}: {reason}. Choose another --host or "
+            "--port."
         ) from error
     # Connections inherit the send buffer's size from this socket. By default the kernel would
     # buffer megabytes of text for a client that does not read.

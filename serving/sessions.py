@@ -197,14 +197,13 @@ class ServerSession:
             return  # The engine failed, and the client was told.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
-                f"the tokens of this request begin at position {body.start} of the text, but must "
-                f"begin at a position from {self.request.n_prompt} (the end of the prompt) to "
-                f"{len(self.tokens)} (the end of the session's text). Open the session again with "
-                "the tokens that you have."
+                f"start is position {body.start} of the sequence, expected a position from "
+                f"{self.request.n_prompt} (the end of the prompt) to {len(self.tokens)} (the end "
+                "of the session's tokens). Open the session again with the tokens that you have."
             )
         if isinstance(body, pb.Run) and body.mode not in _RUNS:
             raise RequestInvalid(
-                f"{body.mode} is not a mode of a Run message; use RUN_MODE_PLAIN or "
+                f"the mode of the Run message is {body.mode}, expected RUN_MODE_PLAIN or "
                 "RUN_MODE_SPECULATE."
             )
         if len(self._pending) >= _MAX_PENDING:

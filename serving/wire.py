@@ -113,8 +113,9 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     size = bytes_per_position(codec, width)
     if len(values) != n_positions * size:
         raise ServingError(
-            f"contexts of {n_positions} positions take {n_positions * size} bytes with the codec "
-            f"{codec}, but {len(values)} bytes arrived; use the same drafter on client and server."
+            f"contexts (activations for the drafter) of {n_positions} positions have "
+            f"{n_positions * size} bytes with the codec {codec}, but {len(values)} bytes arrived; "
+            "use the same drafter on client and server."
         )
     if not values:
         return torch.zeros(n_positions, width)

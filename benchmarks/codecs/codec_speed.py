@@ -240,7 +240,7 @@ def devices_and_threads(
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure codecs at a shape, or the byte chain on a store."""
     if (options.store is None) == (options.shape is None):
-        raise SystemExit("give a STORE or a --shape")
+        raise SystemExit("Give either a STORE or a --shape, not both.")
     if options.shape is not None:
         return {
             "codecs": [

@@ -281,7 +281,7 @@ def load(options: argparse.Namespace) -> tuple[Target, Drafter]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all figures."""
     if bool(options.model) != bool(options.drafter):
-        raise SystemExit("--model and --drafter belong together")
+        raise SystemExit("Give --model and --drafter together, or neither of them.")
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     target, drafter = load(options)

@@ -45,8 +45,8 @@ def problem(part: str) -> str | None:
     ]
     if missing:
         return (
-            f"lacks {', '.join(missing)}; `python -m benchmarks.gpu.preflight --wheels {part}` "
-            "lists what to carry"
+            f"needs {', '.join(missing)}, which is not installed; `python -m "
+            f"benchmarks.gpu.preflight --wheels {part}` lists the packages to install"
         )
     try:
         for module in STEPS[part]:
@@ -56,7 +56,7 @@ def problem(part: str) -> str | None:
             f"{name} {metadata.version(name)}" for name in ("torch", "transformers")
         )
         return (
-            f"does not run under {versions}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"does not run under {versions} ({type(error).__name__}: {str(error).splitlines()[0]})"
         )
     return None
 
@@ -105,11 +105,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=" or ".join(NEEDS))
-    parser.add_argument("--wheels", action="store_true")
+    parser.add_argument(
+        "--wheels",
+        action="store_true",
+        help="list the packages that the parts need besides torch, transformers and their "
+        "requirements, and exit",
+    )
     options = parser.parse_args()
     parts = options.parts or list(NEEDS)
     if unknown := set(parts) - set(NEEDS):
-        parser.error(f"there is no part {', '.join(unknown)}, only {' and '.join(NEEDS)}")
+        parser.error(f"unknown part {', '.join(unknown)}; the parts are {' and '.join(NEEDS)}")
     if options.wheels:
         print("\n".join(wheels(parts)))
         return 0

@@ -22,7 +22,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 def add_out_option(parser: argparse.ArgumentParser) -> None:
     """Add the option for the record's folder."""
     parser.add_argument(
-        "--out", type=Path, default=RUNS, help="folder of the record (default runs/benchmarks)"
+        "--out",
+        type=Path,
+        default=RUNS,
+        help="folder to which the results are written (default runs/benchmarks)",
     )
 
 
@@ -68,7 +71,8 @@ def sources(records: list[Path]) -> list[dict[str, Any]]:
         of = json.loads(record.read_text())["provenance"]
         if of["git_sha"] is None or of["git_dirty"]:
             raise ValueError(
-                f"{record} was measured with code that no commit holds. Commit, and measure again."
+                f"{record} was measured outside a git repository, or with uncommitted changes. "
+                "Commit the code, and measure again."
             )
         source = {
             "commit": of["git_sha"][:12],
@@ -86,9 +90,10 @@ def sources(records: list[Path]) -> list[dict[str, Any]]:
 def main() -> None:
     """Add the commits and machines of records to a file of results."""
     parser = argparse.ArgumentParser(
-        description="Note in benchmarks/results/NAME.json where its figures come from."
+        description="Add to benchmarks/results/NAME.json the commits and machines with which its "
+        "figures were measured."
     )
-    parser.add_argument("name", help="of the file, without .json")
+    parser.add_argument("name", help="NAME of the file, without .json")
     parser.add_argument("records", type=Path, nargs="+", help="files that the benchmark wrote")
     options = parser.parse_args()
     file = RESULTS / f"{options.name}.json"

@@ -207,10 +207,12 @@ def cell(value: Any, form: str) -> str:
 def main() -> int:
     """Write the pages, or check them."""
     parser = argparse.ArgumentParser(
-        description="Write the pages of docs/ that show benchmarks/results."
+        description="Write the pages of docs/ that show the results in benchmarks/results."
     )
     parser.add_argument(
-        "--check", action="store_true", help="fail if a page is not what would be written"
+        "--check",
+        action="store_true",
+        help="write nothing, and exit with 1 if a page is not up to date",
     )
     options = parser.parse_args()
     tables = load_tables()

@@ -64,7 +64,9 @@ def server(words: list[str], threads: int, log: Path) -> Iterator[tuple[str, int
                 if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                     break
             if process.poll() is not None or time.monotonic() > ends:
-                raise SystemExit(f"{words[0]} did not start: {log.read_text()[-2000:]}")
+                raise SystemExit(
+                    f"{words[0]} did not start. The end of its log is: {log.read_text()[-2000:]}"
+                )
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:

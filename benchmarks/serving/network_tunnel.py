@@ -56,8 +56,8 @@ def unavailable_because() -> str | None:
     """Return why this machine cannot make a tunnel, as one line, or None if it can."""
     if sys.platform != "linux" or not _TUN.exists():
         return (
-            "there is no /dev/net/tun (Linux with the tun module; in a container, "
-            "--device /dev/net/tun)"
+            "the device /dev/net/tun is missing (it needs Linux with the module tun, and in a "
+            "container the option --device /dev/net/tun)"
         )
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -168,7 +168,7 @@ class Tunnel:
     def __init__(self, condition: Condition, seed: int = 0) -> None:
         reason = unavailable_because()
         if reason is not None:
-            raise RuntimeError(f"No network namespaces: {reason}.")
+            raise RuntimeError(f"This machine cannot emulate a network, because {reason}.")
         sweep()
         name = f"moa-{os.getpid()}-{secrets.token_hex(4)}"
         self.namespaces: dict[Side, str] = {"client": f"{name}-client", "server": f"{name}-server"}
@@ -242,7 +242,10 @@ class Tunnel:
             self._control.send(verb.encode())
             answer = self._control.recv(4096)
         if not answer:
-            raise RuntimeError("The process that carries the packets has ended. Make a new tunnel.")
+            raise RuntimeError(
+                "The process that carries the packets of the emulated network has ended. Make a "
+                "new tunnel."
+            )
         counts = json.loads(answer)
         return {"up": PacketCounts(**counts["up"]), "down": PacketCounts(**counts["down"])}
 
@@ -271,7 +274,7 @@ def _device() -> Iterator[BinaryIO]:
         try:
             fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", b"moa%d", _IFF_TUN | _IFF_NO_PI))
         except OSError as error:
-            raise RuntimeError(f"No TUN device: {error}.") from error
+            raise RuntimeError(f"A TUN device cannot be made ({error}).") from error
         yield file
 
 
@@ -300,7 +303,7 @@ def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(
-            f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Is this a full root?"
+            f"`ip {' '.join(arguments)}` failed ({done.stderr.strip()}). Run it as root with all capabilities."
         )
     return done.stdout
 

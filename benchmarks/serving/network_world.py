@@ -125,6 +125,6 @@ class World:
         line = program.stdout.readline()
         if not line:
             raise RuntimeError(
-                f"{program.args!r} has ended; its log is in {self._logs[0].name} or beside it"
+                f"{program.args!r} has ended; its log is in the same folder as {self._logs[0].name}"
             )
         return line

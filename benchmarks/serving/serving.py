@@ -64,7 +64,7 @@ def compare(engine: Engine, requests: list[Request], work: Work, n_repeats: int)
             if repeat:  # The first repeat sets up kernels and buffers.
                 rates[at_once].append(rate)
         if texts[True] != texts[False]:
-            raise AssertionError("texts depend on what shares their calls")
+            raise AssertionError("answers depend on the other requests of their target calls")
     ratios = [together / apart for together, apart in zip(rates[True], rates[False], strict=True)]
     counts = engine.snapshot()
     return {

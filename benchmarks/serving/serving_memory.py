@@ -67,7 +67,10 @@ class Server:
         assert self.process.stdout is not None
         ready = re.search(r"http://127\.0\.0\.1:(\d+)", self.process.stdout.readline())
         if ready is None:
-            raise SystemExit(f"the server did not start: {self._log_file.read_text()[-2000:]}")
+            raise SystemExit(
+                "The server did not start. The end of its log is: "
+                f"{self._log_file.read_text()[-2000:]}"
+            )
         self.port = int(ready[1])
 
     def resident_mb(self) -> float:
@@ -81,7 +84,10 @@ class Server:
         """Return the maximum memory that the server announced."""
         found = re.search(r"memory: up to ([\d.]+) (MB|GB)", self._log_file.read_text())
         if found is None:
-            raise SystemExit(f"{self._log_file} does not say what memory the server takes")
+            raise SystemExit(
+                f"The server's log {self._log_file} lacks the line that begins with `memory: up "
+                "to`."
+            )
         return float(found[1]) * (1000 if found[2] == "GB" else 1)
 
     def stop(self) -> None:

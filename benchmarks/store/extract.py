@@ -132,7 +132,7 @@ def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) ->
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure on the given target, or on a generated one."""
     if bool(options.model) != bool(options.dataset):
-        raise SystemExit("--model and --dataset belong together")
+        raise SystemExit("Give --model and --dataset together, or neither of them.")
     with tempfile.TemporaryDirectory(prefix="moa-data-bench-", dir=options.work) as name:
         folder = Path(name)
         model, dataset = (

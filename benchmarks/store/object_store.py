@@ -146,7 +146,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             }
     losses = {case["loss"] for case in cases.values()}
     if len(losses) > 1 and not all(math.isnan(loss) for loss in losses):
-        raise SystemExit(f"The same training gave other losses from other locations: {losses}.")
+        raise SystemExit(
+            f"The losses of the same training differ between the locations of the store: {losses}."
+        )
     return {"store_bytes": n_bytes, "cases": cases}
 
 

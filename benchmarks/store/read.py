@@ -80,7 +80,9 @@ def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None
                     not np.array_equal(array[b, :n], source[start : start + n])
                     or array[b, n:].any()
                 ):
-                    raise SystemExit(f"{name} reads {field} ({what}) of sequence {row} wrongly.")
+                    raise SystemExit(
+                        f"{name} returns wrong values for {field} ({what}) of sequence {row}."
+                    )
 
 
 def raw_bytes(data: read_data.Data, what: str, rows: list[np.ndarray]) -> int:

@@ -60,7 +60,7 @@ def load(store: Path, n_bytes: int) -> Data:
         token_bytes = source.fields["kv"].token_bytes + source.fields["hidden/last"].token_bytes
         n = int(np.searchsorted(np.cumsum(source.lengths.astype(np.int64)), n_bytes // token_bytes))
         if not n:
-            raise SystemExit(f"{store} has no sequence below --mb; raise it.")
+            raise SystemExit(f"The first sequence of {store} is larger than --mb; raise --mb.")
         chosen = np.argsort(-source.lengths[:n], kind="stable")
         kv, hidden = (
             np.concatenate([source.read(i, name) for i in chosen.tolist()])

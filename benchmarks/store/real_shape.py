@@ -66,8 +66,8 @@ def run_stage(name: str, command: list[str], log: Path, measured: Path | None = 
     seconds, peak_gb = time.perf_counter() - started, usage.ru_maxrss * 1024 / 1e9
     if process.returncode:
         sys.exit(
-            f"{name} ended with {process.returncode} after {seconds:.0f} s at {peak_gb:.1f} GB; "
-            f"see {log}"
+            f"The stage {name!r} failed with exit status {process.returncode} after "
+            f"{seconds:.0f} s and a peak memory of {peak_gb:.1f} GB. Its output is in {log}."
         )
     found = [file for file in measured.rglob("*") if file.is_file()] if measured else []
     stage = Stage(name, seconds, peak_gb, sum(file.stat().st_size for file in found), len(found))

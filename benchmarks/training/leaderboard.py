@@ -72,8 +72,8 @@ def decoded(
     wrong = [row["method"] for row in found["methods"] if row["n_exact"] != row["n_answers"]]
     if wrong:
         sys.exit(
-            f"answers of {', '.join(wrong)} differ from plain decoding's; nothing is entered. "
-            f"See {config.out}."
+            f"Some answers of {', '.join(wrong)} differ from those of plain decoding, so the page "
+            f"was not changed. {config.out} has the details."
         )
     return found
 

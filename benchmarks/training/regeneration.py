@@ -151,7 +151,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     options.out.mkdir(parents=True, exist_ok=True)
     dataset, own = answered(options)
     if len(own) < 2:
-        sys.exit("the target ended fewer than two answers; raise --max-new-tokens or --chats.")
+        sys.exit("The target completed fewer than two answers. Raise --max-new-tokens or --chats.")
     chats = {"dataset": dataset, "own": own}
     most = min(store_of(options, kind, chats[kind]) for kind in KINDS)
     n_tokens = {kind: store_of(options, kind, chats[kind], most) for kind in KINDS}

@@ -77,7 +77,8 @@ def trained(config: TrainConfig) -> dict[str, Any]:
         changed = [name for name, value in given.items() if before.get(name, value) != value]
         if changed:
             sys.exit(
-                f"{out} was trained with other settings ({', '.join(changed)}); choose another OUT."
+                f"The run {out} was trained with other values of {', '.join(changed)}. Choose "
+                "another output folder, or delete this run."
             )
         found: dict[str, Any] = json.loads(report.read_text())
         if found["n_steps"] >= (config.schedule.max_steps or 0):

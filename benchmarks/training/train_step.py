@@ -243,13 +243,13 @@ def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
     sender.close()
     found: dict[str, Any] | None = None
     if not receiver.poll(limit_s):
-        found = {"error": f"took longer than {limit_s:.0f} s"}
+        found = {"error": f"the measurement took longer than {limit_s:.0f} s"}
         process.kill()
     else:
         with contextlib.suppress(EOFError):  # The process ended without a result.
             found = receiver.recv()
     process.join()
-    return found or {"error": f"ended with exit status {process.exitcode}"}
+    return found or {"error": f"the process ended with exit status {process.exitcode}"}
 
 
 def _send(sender: Connection, *arguments: Any) -> None:

@@ -131,13 +131,11 @@ class DraftingClient:
         session_file: str | Path | None = None,
     ) -> None:
         if mode not in MODES:
-            raise RequestInvalid(
-                f"{mode!r} is not a drafting mode; expected one of {', '.join(MODES)}."
-            )
+            raise RequestInvalid(f"mode is {mode!r}, expected one of {', '.join(MODES)}.")
         if max_offline < 0 or not 0 <= offline_below < 1:
             raise RequestInvalid(
-                f"max_offline must be 0 or more (it is {max_offline}), and offline_below must be "
-                f"at least 0 and below 1 (it is {offline_below})."
+                f"max_offline is {max_offline}, expected 0 or more; offline_below is "
+                f"{offline_below}, expected at least 0 and below 1."
             )
         check_codec(codec)
         self.session_file = session_file
@@ -218,12 +216,12 @@ class DraftingClient:
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
         """Continue a saved answer. The first event contains the tokens that it already has."""
         if not -(2**63) <= saved.seed < 2**63:
-            raise DrafterError(f"seed is {saved.seed}; give a number from -2^63 to 2^63 - 1.")
+            raise DrafterError(f"seed is {saved.seed}, expected a number from -2^63 to 2^63 - 1.")
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
         if SamplingConfig(**sent) != saved.sampling:
             raise RequestInvalid(
-                f"only the sampling settings {', '.join(sent)} can be sent to a drafting server; "
-                "leave out all other settings."
+                "of all sampling settings, a server for clients that draft supports only "
+                f"{', '.join(sent)}; leave out the other ones."
             )
         n_context = self.drafter.begin(saved.tokens, saved.sampling, saved.seed)
         session = ClientSession(saved, self._settings, Detokenizer(self.text_of), n_context)
@@ -274,7 +272,10 @@ class _Turn:
         self._contexts_due_s = 0.0
         # The time at which the first new tokens arrived, and the number of these tokens.
         self._first_token: tuple[float, int] | None = None
-        self._error: ServingError = Disconnected(f"the server {self._link.address} did not answer.")
+        self._error: ServingError = Disconnected(
+            f"the server {self._link.address} did not answer. Check the address, and whether the "
+            "server runs."
+        )
         # Moving averages of three durations in seconds: a round trip, a target call with its
         # waiting time, and drafting one token. None before the first measurement.
         self._round_trip_s: float | None = None
@@ -402,7 +403,7 @@ class _Turn:
                 raise self._error
             return
         silent_s = now - self._heard_s
-        reason = f"no message came from the server {self._link.address} for {silent_s:.1f} s."
+        reason = f"the server {self._link.address} has sent nothing for {silent_s:.1f} s."
         if silent_s > timeouts.dead_s:
             self._reconnect(Disconnected(reason))
             return

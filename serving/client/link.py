@@ -154,7 +154,7 @@ class Link:
         """Disconnect, as if the network were down, until :meth:`restore`."""
         with self._changed:
             self._is_cut = True
-            self._reason = "this client has cut the network."
+            self._reason = "the network is switched off in this client."
             self._drop()
 
     def restore(self) -> None:
@@ -218,7 +218,9 @@ class Link:
         if state is _FAILED:
             raise self._refusal(channel)
         raise Disconnected(
-            self._reason or f"the server {self.address} did not answer within {_CONNECT_S:g} s."
+            self._reason
+            or f"the server {self.address} did not answer within {_CONNECT_S:g} s. Check the "
+            "address, and whether the server runs."
         )
 
     def _refusal(self, channel: grpc.Channel) -> ServingError:
@@ -228,20 +230,27 @@ class Link:
             reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
             if "WRONG_VERSION_NUMBER" in reason:
                 return ProtocolMismatch(
-                    f"{self.address} does not use TLS. Leave out --ca and https://, or start the "
-                    "server with --tls-cert and --tls-key."
+                    f"the server {self.address} does not use TLS. Leave out --ca and https://, or "
+                    "start the server with --tls-cert and --tls-key."
                 )
             if "certificate" in reason.lower():
                 return ProtocolMismatch(
-                    f"the certificate of {self.address} is not from a trusted authority. Give the "
-                    "certificate file of its authority with --ca."
+                    f"the certificate of the server {self.address} is not from a trusted "
+                    "authority. Give the certificate file of its authority with --ca."
                 )
             if "HTTP/2" in reason or "ALPN" in reason:
                 return ProtocolMismatch(f"{self.address} is not a gRPC port; {_GRPC_PORT}.")
-            return Disconnected(f"the server {self.address} cannot be reached ({reason[:200]}).")
+            return Disconnected(
+                f"the server {self.address} cannot be reached ({reason[:200]}). Check the address, "
+                "and whether the server runs."
+            )
         except (StopIteration, ValueError):
             pass
-        return Disconnected(self._reason or f"the server {self.address} cannot be reached.")
+        return Disconnected(
+            self._reason
+            or f"the server {self.address} cannot be reached. Check the address, and whether the "
+            "server runs."
+        )
 
     def _run_stream(self, channel: grpc.Channel) -> bool:
         """Run a stream until it ends, and return whether this client ended it on purpose."""
@@ -277,7 +286,8 @@ class Link:
             return Disconnected(self._reason)
         if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolMismatch(
-                f"{self.address} does not offer the drafting protocol moa.v1; {_GRPC_PORT}."
+                f"the server {self.address} does not offer the drafting protocol moa.v1; "
+                f"{_GRPC_PORT}."
             )
         details = " ".join(str(failure.details() or failure.code()).split())
         return _ERRORS.get(failure.code(), Disconnected)(details)
@@ -315,7 +325,10 @@ def _credentials(ca: str | Path | None) -> grpc.ChannelCredentials:
     try:
         certificates = Path(ca).expanduser().read_bytes()
     except OSError as error:
-        raise RequestInvalid(f"--ca {ca} cannot be read: {error.strerror}.") from error
+        raise RequestInvalid(
+            f"--ca {ca} cannot be read ({error.strerror}). Give the certificate file of an "
+            "authority."
+        ) from error
     if b"-----BEGIN CERTIFICATE-----" not in certificates:
         raise RequestInvalid(
             f"--ca {ca} contains no certificate in PEM format. Give the certificate file of the "

@@ -185,13 +185,13 @@ class SavedAnswer:
                 raise ValueError("n_prompt is larger than the number of tokens")
         except OSError as error:
             raise RequestInvalid(
-                f"the saved conversation {path} cannot be read: {error.strerror}."
+                f"the saved conversation {path} cannot be read ({error.strerror}). Check the path."
             ) from error
         # Pydantic and SamplingConfig raise ValueError for invalid values.
         except ValueError as error:
             raise RequestInvalid(
-                f"{path} is not a conversation that this release of moa-data has saved. Start a "
-                "new one."
+                f"{path} is not a file in which this release of moa-data has saved a conversation. "
+                "Give another file, or start a new conversation."
             ) from error
         return saved
 
@@ -358,7 +358,7 @@ class ClientSession:
         elif kind == "failure":
             text = (
                 message.failure.message
-                or f"the server reported the error {message.failure.code} without a reason."
+                or f"the server reported the error {message.failure.code!r} without a reason."
             )
             raise ERRORS.get(message.failure.code, Disconnected)(text)
         elif not self.is_opened:
@@ -439,13 +439,13 @@ class ClientSession:
         tokens = list(message.tokens)
         if known < 0:
             raise Disconnected(
-                f"the server skipped tokens: its message starts at index {message.start}, but the "
-                f"client has received only {len(self.tokens)} tokens."
+                f"the server has skipped tokens, because its message starts at index "
+                f"{message.start}, but the client has only {len(self.tokens)} tokens."
             )
         if tokens[:known] != self.tokens[message.start : message.start + len(tokens)]:
             raise Disconnected(
-                "the server changed tokens that it had sent before: its message that starts at "
-                f"index {message.start} differs from them."
+                "the server has changed tokens that it had sent before, because its message that "
+                f"starts at index {message.start} differs from them."
             )
         if message.answers and message.answers == self._awaited:
             if self.n_asked:
@@ -470,10 +470,10 @@ class ClientSession:
         n_known = self.n_context - context.start
         if n_known < 0 or context.start + context.n_positions > len(self.tokens):
             raise Disconnected(
-                f"the server sent contexts for {context.n_positions} positions from position "
-                f"{context.start} on, which do not fit the client's {self.n_context} contexts and "
-                f"{len(self.tokens)} tokens. Contexts must follow each other without a gap, one "
-                "for each known token."
+                "the server sent contexts (activations for the drafter) for "
+                f"{context.n_positions} positions from position {context.start} on, but the client "
+                f"has contexts of {self.n_context} positions and {len(self.tokens)} tokens. "
+                "Contexts must follow each other without a gap, and belong to known tokens."
             )
         if n_known < context.n_positions:
             self.n_context = context.start + context.n_positions

@@ -114,7 +114,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             self._listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise OptionInvalid(
-                f"The web page cannot use port {port}: {error.strerror}. Choose another port with "
+                f"The web page cannot use port {port} ({error.strerror}). Choose another port with "
                 "--web."
             ) from error
         self.port: int = self._listener.getsockname()[1]
@@ -161,7 +161,10 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             response = (
                 await serve(request)
                 if is_own
-                else _refuse(403, "This page can only be opened on the same machine, at 127.0.0.1.")
+                else _refuse(
+                    403,
+                    "This page can be opened only on the machine of `moa-data chat`, at 127.0.0.1.",
+                )
             )
             response.headers.update(_HEADERS)
             return response
@@ -201,7 +204,10 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             self._log.append({"type": "Failed", "message": first_line(error)})
         except BaseException:
             self._log.append(
-                {"type": "Failed", "message": "The client failed; its terminal shows the error."}
+                {
+                    "type": "Failed",
+                    "message": "`moa-data chat` failed; its terminal shows the error.",
+                }
             )
             raise
         finally:

@@ -580,8 +580,9 @@ def _ragged_works(
             )
     except Exception as error:  # noqa: BLE001 - a kernel may raise anything
         text = (
-            "torch's varlen_attn does not work here, so the texts of a batch are padded for "
-            f"attention, which is slower: {first_line(error):.200}"
+            f"PyTorch's varlen_attn does not work on this machine ({first_line(error):.200}). "
+            "Attention therefore pads the sequences of a target call to a common length, which is "
+            "slower."
         )
         warnings.warn(text, stacklevel=2)
         return False

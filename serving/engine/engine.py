@@ -70,25 +70,36 @@ def count(metric: str, what: str, is_gauge: bool = False, labels: tuple[str, ...
 class Counts:
     """Counters and gauges of an engine."""
 
-    n_open: int = count("moa_sequences_open", "Sequences that the engine holds.", True)
+    n_open: int = count(
+        "moa_sequences_open", "Sequences of the engine, including waiting and idle ones.", True
+    )
     n_working: int = count(
         "moa_sequences_working", "Sequences that wait for a target call or take part in one.", True
     )
-    n_calls: int = count("moa_target_calls", "Target calls.")
-    n_read: int = count("moa_tokens_read", "Tokens that the target processed, drafts included.")
-    n_committed: int = count("moa_tokens_committed", "New tokens of all sequences.")
+    n_calls: int = count("moa_target_calls", "Number of target calls.")
+    n_read: int = count(
+        "moa_tokens_read", "Number of tokens that the target processed, drafts included."
+    )
+    n_committed: int = count("moa_tokens_committed", "Number of new tokens of all sequences.")
     n_rounds: int = count(
         "moa_rounds",
-        "Times that a sequence got new tokens. Tokens / rounds is the acceptance length.",
+        "Number of times that a sequence got new tokens. moa_tokens_committed divided by "
+        "moa_rounds is the acceptance length.",
     )
-    n_drafted: int = count("moa_drafts_verified", "Drafts that were verified.")
-    n_accepted: int = count("moa_drafts_accepted", "Drafts that the target accepted.")
-    n_evicted: int = count("moa_evictions", "Times that a sequence lost its KV to another one.")
-    n_failed: int = count("moa_sequences_failed", "Sequences that ended with an error.")
-    call_s: float = count("moa_target_call_seconds", "Seconds of all target calls.")
-    draft_s: float = count("moa_draft_seconds", "Seconds in which the server made drafts.")
-    kv_used: int = count("moa_kv_tokens_used", "Positions whose KV is reserved.", True)
-    kv_tokens: int = count("moa_kv_tokens", "Positions for which there is KV memory.", True)
+    n_drafted: int = count("moa_drafts_verified", "Number of drafts that were verified.")
+    n_accepted: int = count("moa_drafts_accepted", "Number of drafts that the target accepted.")
+    n_evicted: int = count(
+        "moa_evictions", "Number of times that the KV of a sequence was evicted from the KV cache."
+    )
+    n_failed: int = count("moa_sequences_failed", "Number of sequences that ended with an error.")
+    call_s: float = count("moa_target_call_seconds", "Duration of all target calls in seconds.")
+    draft_s: float = count(
+        "moa_draft_seconds", "Duration of all drafting on the server in seconds."
+    )
+    kv_used: int = count(
+        "moa_kv_tokens_used", "Tokens of the KV cache that are reserved for sequences.", True
+    )
+    kv_tokens: int = count("moa_kv_tokens", "Size of the KV cache in tokens.", True)
 
 
 class Engine:
@@ -117,7 +128,7 @@ class Engine:
         self.max_drafts = options.max_drafts
         if target.decoding_problem or target.facts.has_states:
             raise TargetError(
-                f"{target.facts.model_type} can't be served: "
+                f"a target of type {target.facts.model_type} cannot be served: "
                 + (
                     target.decoding_problem
                     or "its layers carry a state from token to token, which the server does not "
@@ -128,9 +139,9 @@ class Engine:
         for name, drafter in self.drafters.items():
             if drafter.config.reads.kv and hasattr(target.facts.config, "kv_lora_rank"):
                 raise TargetError(
-                    f"drafter {name!r} can't be served: it reads latents (compressed keys and "
-                    f"values) of {target.facts.model_type}, which the server does not keep. "
-                    "`moa-data generate` can use this drafter."
+                    f"the drafter {name!r} cannot be served, because it reads latents (compressed "
+                    f"keys and values) of the target {target.facts.model_type}, which the server "
+                    "does not keep. `moa-data generate` can use this drafter."
                 )
         facts = target.facts
         sizes = facts.sizes | facts.attention_sizes
@@ -153,7 +164,9 @@ class Engine:
         self._scheduler = Scheduler(self._pool, options, n_own_drafts)
         self._runner = Runner(target, options.target_ms / 1000)
         if problem := self._problem():
-            raise TargetError(f"{target.facts.model_type} can't be served: {problem}.")
+            raise TargetError(
+                f"a target of type {target.facts.model_type} cannot be served: {problem}."
+            )
         self._speculations = {
             name: Speculation(
                 name, self._runner.frozen(drafter.config.target_layer_inference), drafter, shape
@@ -302,24 +315,25 @@ class Engine:
             ),
             (
                 n_tokens > limit,
-                f"prompt and answer already have {n_tokens} tokens, but the limit for this request "
-                f"is {limit}; send fewer tokens.",
+                f"prompt and answer already have {n_tokens} tokens, but this request allows at "
+                f"most {limit}; send fewer tokens.",
             ),
             (
                 limit > self.max_positions,
                 f"prompt and answer may have {limit} tokens together, but only "
-                f"{self.max_positions} fit in the server's memory; ask for fewer tokens or shorten "
-                "the prompt.",
+                f"{self.max_positions} fit into the server's KV cache; ask for fewer tokens or "
+                "shorten the prompt.",
             ),
             (
                 request.n_context > n_tokens,
-                f"n_context is {request.n_context}, but it must not exceed the {n_tokens} tokens "
-                "of prompt and answer; send the number of tokens whose contexts the client has.",
+                f"n_context is {request.n_context}, expected at most {n_tokens}, the number of "
+                "tokens of prompt and answer; send the number of tokens whose contexts "
+                "(activations for the drafter) the client has.",
             ),
             (
                 name is not None and drafter is None,
-                f"{name!r} is not a drafter of this server; its drafters: "
-                f"{', '.join(self.drafters) or 'none'}.",
+                f"{name!r} is not a drafter of this server, which has the drafters "
+                f"{', '.join(self.drafters) or '(none)'}.",
             ),
             (
                 request.wants_context and name is None,
@@ -344,7 +358,8 @@ class Engine:
         largest = self.target.facts.vocab_size - 1
         if tokens and not 0 <= min(tokens) <= max(tokens) <= largest:
             raise RequestInvalid(
-                f"token ids must be from 0 to {largest}; use the model's tokenizer."
+                "the request has token ids outside the vocabulary, expected ids from 0 to "
+                f"{largest}; use the model's tokenizer."
             )
 
     def snapshot(self) -> Counts:
@@ -365,7 +380,7 @@ class Engine:
             try:
                 is_done = not self.step()
             except Exception as error:  # noqa: BLE001 - the thread must survive
-                _LOG.exception("the engine failed; all sequences end")
+                _LOG.exception("the engine failed, so all running answers end")
                 for sequence in list(self._sequences.values()):
                     self._fail(sequence, error)
                 continue
@@ -474,7 +489,7 @@ class Engine:
                 return items
             except Exception as error:  # noqa: BLE001 - other sequences must continue
                 _LOG.warning(
-                    "the %s for %d sequences failed; retrying each sequence alone: %s",
+                    "the %s for %d sequences failed (%s), so it is repeated for each sequence alone",
                     what,
                     len(items),
                     first_line(error),
@@ -666,7 +681,7 @@ class Engine:
             sequence.on_commit(replace(sequence.commit(), error=failure))
         except Exception:  # noqa: BLE001 - other sequences must continue
             _LOG.exception(
-                "the callback of sequence %d, which reports this error, failed too", sequence.id
+                "the error of sequence %d could not be reported to its client", sequence.id
             )
 
     def _remove(self, sequence: Sequence) -> None:

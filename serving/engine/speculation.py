@@ -221,14 +221,14 @@ class Speculation:
         texts = f"{fewest} to {2 * fewest - 1} sequences" if fewest > 1 else "1 sequence"
         if policy.is_off:
             _LOG.info(
-                "drafter %s makes no drafts while the target processes %s at once, because "
-                "they cost more time than they save",
+                "the drafter %s makes no drafts while the target processes %s at once, because "
+                "drafting costs more time than it saves",
                 self._name,
                 texts,
             )
         else:
             _LOG.info(
-                "drafter %s makes drafts again while the target processes %s at once",
+                "the drafter %s makes drafts again while the target processes %s at once",
                 self._name,
                 texts,
             )

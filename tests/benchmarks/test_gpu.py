@@ -163,7 +163,7 @@ def test_the_preflight_names_what_is_missing_and_what_does_not_run(
     monkeypatch.setitem(preflight.STEPS, "decode", ("json.no_such_module",))
     assert f"does not run under torch {torch.__version__}" in preflight.problem("decode")
     monkeypatch.setitem(preflight.NEEDS, "decode", {"json": "json", "no_such_module": "its-wheel"})
-    assert preflight.problem("decode").startswith("lacks its-wheel; ")
+    assert preflight.problem("decode").startswith("needs its-wheel, ")
 
 
 def test_wheels_hold_what_is_required_beside_torch_and_transformers(

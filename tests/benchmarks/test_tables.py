@@ -54,7 +54,7 @@ def test_the_readme_quotes_the_figures() -> None:
         "rows"
     ]
     speeds = json.loads((results / "rounds.json").read_text(encoding="utf-8"))["rows"]
-    light = "the same of every second layer, one pass"
+    light = "the same, every second layer, one pass"
 
     def cell(names: set[str], tokens: str) -> str:
         found = [

@@ -281,8 +281,8 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
       for kind in ("eagle3", "dflash", "dspark")),
     (HIGH, "eagle3", {"fused_layers": (0, 2, 4)}, resized(fused_layers=(1, 3, 5))),
     (HIGH, "dflash", {}, resized(fused_layers=(2, 4))),
-    ("joined in reverse", "eagle3", {}, weighted(reverse_fused)),
-    ("joined in reverse", "dspark", {}, weighted(reverse_fused)),
+    ("in reverse order", "eagle3", {}, weighted(reverse_fused)),
+    ("in reverse order", "dspark", {}, weighted(reverse_fused)),
     ("last layer is taken after the final norm", "eagle3", {}, last_layer_normed),
     ("final norm is left out", "eagle3", {}, without("norm")),
     ("final norm is left out", "dflash", {}, without("norm")),
@@ -297,22 +297,22 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
      resized(norm_before_residual=False)),
     ("(norm_output)", "eagle3", {}, resized(norm_output=True)),
     ("(norm_output)", "eagle3", EAGLE31, resized(norm_output=False)),
-    ("input norm is added", "eagle", {}, resized(eagle_input_norm=True)),
-    ("input norm is added", "eagle", {"eagle_input_norm": True}, resized(eagle_input_norm=False)),
+    ("drafter's first layer is added", "eagle", {}, resized(eagle_input_norm=True)),
+    ("drafter's first layer is added", "eagle", {"eagle_input_norm": True}, resized(eagle_input_norm=False)),
     ("(q_norm, k_norm)", "dflash", {}, patched(
         layers.Attention, "_heads", lambda plain, self, name, x, scale=None:
         getattr(self, f"{name}_proj")(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2),
     )),
-    ("go without k_norm", "dspark", {}, heads(normed="q")),
-    ("normed again by each layer", "dflash", {}, context_of(normed=True)),
-    ("normed again by each layer", "dspark", {}, context_of(normed=True)),
-    ("block's positions are one too high", "dflash", {}, context_of(by=-1)),
-    ("block's positions are one too low", "dspark", {}, context_of(by=1)),
+    ("k_norm is not applied", "dspark", {}, heads(normed="q")),
+    ("of committed tokens once more", "dflash", {}, context_of(normed=True)),
+    ("of committed tokens once more", "dspark", {}, context_of(normed=True)),
+    ("block are one too high", "dflash", {}, context_of(by=-1)),
+    ("block are one too low", "dspark", {}, context_of(by=1)),
     ("have its first position", "dflash", {}, patched(
         block.BlockDrafter, "run_layers",
         lambda plain, self, x, at, *rest: plain(self, x, 0 * at + at[0, 0], *rest)
     )),
-    ("keys are not rotated", "dspark", {}, heads(rotated=False)),
+    ("RoPE is not applied", "dspark", {}, heads(rotated=False)),
     ("after the first are one too high", "eagle", {}, at_depth(lambda depth: depth + 1)),
     ("after the first are one too high", "eagle3", {}, at_depth(lambda depth: depth + 1)),
     ("have the position of the first", "independent", {}, at_depth(lambda depth: 0)),
@@ -321,19 +321,19 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
      resized(rope_parameters={"rope_theta": 500.0, "rope_type": "default"})),
     ("10,000 and is not scaled", "dflash", {},
      resized(rope_parameters={"rope_theta": 1e4, "rope_type": "default"})),
-    ("see only those before them", "dflash", {}, slots_see(lambda q, k: k <= q)),
-    ("see only those before them", "dspark", {}, slots_see(lambda q, k: k <= q)),
-    ("see no other slot", "dspark", {}, slots_see(lambda q, k: k < 0 or k == q)),
-    ("ends one token too early", "dflash", {}, slots_see(lambda q, k: k != -1)),
+    ("themselves and to earlier slots", "dflash", {}, slots_see(lambda q, k: k <= q)),
+    ("themselves and to earlier slots", "dspark", {}, slots_see(lambda q, k: k <= q)),
+    ("do not attend to each other", "dspark", {}, slots_see(lambda q, k: k < 0 or k == q)),
+    ("last token before its anchor", "dflash", {}, slots_see(lambda q, k: k != -1)),
     ("mask token is 0", "dflash", {}, resized(mask_token=0)),
     ("mask token is one too low", "dspark", {}, resized(mask_token=32)),
     ("mask token is one too high", "dspark", {}, resized(mask_token=34)),
-    ("mask token is the last one", "dflash", {}, resized(mask_token=66)),
+    ("mask token is the last token", "dflash", {}, resized(mask_token=66)),
     ("mask token is the padding token", "dflash", {}, resized(mask_token=5)),
-    ("mask token is the end of texts", "dspark", {}, resized(mask_token=7)),
-    ("mask token is the first token", "dspark", {}, resized(mask_token=1)),
-    ("first slot holds the mask", "dflash", {}, slots_hold(lambda tokens, anchor: tokens)),
-    ("all slots hold the anchor", "dspark", {},
+    ("mask token is the EOS token", "dspark", {}, resized(mask_token=7)),
+    ("mask token is the BOS token", "dspark", {}, resized(mask_token=1)),
+    ("block contains the mask", "dflash", {}, slots_hold(lambda tokens, anchor: tokens)),
+    ("block contain the anchor", "dspark", {},
      slots_hold(lambda tokens, anchor: torch.full_like(tokens, anchor))),
     ("(sample_from_anchor)", "dflash", {}, resized(sample_from_anchor=True)),
     ("(sample_from_anchor)", "dspark", {}, resized(sample_from_anchor=False)),
@@ -342,24 +342,24 @@ WRONG: list[tuple[str, str, dict[str, Any], Wrong]] = [
     ("reads the anchor for every draft", "dspark", {}, patched(
         MarkovHead, "follow", lambda plain, self, memory, hidden, tokens: memory
     )),
-    ("begins anew with every draft", "dspark", RNN, patched(
+    ("reset before every draft", "dspark", RNN, patched(
         RecurrentMarkovHead, "follow",
         lambda plain, self, memory, hidden, tokens: self.begin(tokens)
     )),
-    ("after the state's update", "dspark", RNN, patched(RecurrentMarkovHead, "code", code_after)),
-    ("read as a vanilla one", "dspark", GATED, patched(
+    ("after its state is updated", "dspark", RNN, patched(RecurrentMarkovHead, "code", code_after)),
+    ("as if it had the type vanilla", "dspark", GATED, patched(
         GatedMarkovHead, "code", lambda plain, self, memory, hidden: memory
     )),
     ("d2t is left out", "eagle3", {}, weighted(lambda weights: weights["d2t"].zero_())),
-    ("d2t is taken as tokens", "eagle3", {},
+    ("not as offsets", "eagle3", {},
      weighted(lambda weights: weights["d2t"].sub_(torch.arange(40)))),
     ("target's LM head", "eagle3", {"draft_vocabulary": 67}, lambda patch, drafter, target: (
         drafter.lm_head.weight.data.copy_(target.model.lm_head.weight), drafter)[1]),
-    ("joined the other way round", "eagle", {}, weighted(swap_halves)),
-    ("joined the other way round", "eagle3", {}, patched(
+    ("in the wrong order", "eagle", {}, weighted(swap_halves)),
+    ("in the wrong order", "eagle3", {}, patched(
         eagle3.Eagle3Drafter, "combine", lambda plain, self, one, two: torch.cat((two, one), dim=-1)
     )),
-    ("its own token, not the next", "eagle", {}, patched(
+    ("its own token, not with the next", "eagle", {}, patched(
         FeatureState, "fresh_rows",
         lambda plain, self, text: plain(self, [[row[0], *row[:-1]] for row in text])
     )),
@@ -451,7 +451,7 @@ def test_a_block_that_sees_its_anchors_state_is_named(
         rounds = [(int(at) + 1, row) for at, row in zip(anchors[0], drafts, strict=True)]
         answers.append({"tokens": tokens, "rounds": rounds})
     found = compare(drafter, target, prompts, answers, 10)
-    assert found.causes == ["a block sees the target's state of its own anchor"]
+    assert found.causes == ["a draft block reads the target's state of its own anchor"]
 
 
 def test_another_dtype_is_named(target: Target) -> None:
@@ -466,7 +466,7 @@ def test_another_dtype_is_named(target: Target) -> None:
     answers = answers_of(copy.deepcopy(drafter).to(torch.bfloat16), other, prompts)
     found = compare(drafter, target, prompts, answers, N_NEW)
     assert found.partings
-    assert "it computes in bfloat16" in [*found.causes, *(found.nearest or ())]
+    assert "the engine computes in bfloat16" in [*found.causes, *(found.nearest or ())]
 
 
 def test_what_nobody_knows_is_told_as_such(target: Target) -> None:
@@ -477,7 +477,7 @@ def test_what_nobody_knows_is_told_as_such(target: Target) -> None:
         answers = answers_of(weighted(reverse_fused)(patch, wrong, target), target, prompts)
     found = compare(drafter, target, prompts, answers, N_NEW)
     assert not found.causes
-    assert "none of the known ones" in found.describe()
+    assert "no known mistake" in found.describe()
 
 
 @pytest.fixture(scope="module")
@@ -569,7 +569,9 @@ def test_the_command(
         *words, "--with", "vllm", "--n-prompts", "2", "--out", str(tmp_path / "found.json")
     )
     assert result.exit_code == code, result.output
-    assert ("cause        the first layer's input norm" in result.stdout) == (kind == "eagle")
+    assert ("cause        the input norm of the drafter's first layer" in result.stdout) == (
+        kind == "eagle"
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert bool(found["partings"]) == bool(code)
     if kind == "eagle":
@@ -579,4 +581,4 @@ def test_the_command(
     monkeypatch.setattr(
         "moa_data.conform.run.ask_engine", lambda job, *_: [nothing] * len(job["prompts"])
     )
-    refused(run(*words, "--with", "vllm"), "drafted nothing")
+    refused(run(*words, "--with", "vllm"), "made no drafts")

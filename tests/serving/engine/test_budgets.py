@@ -229,6 +229,6 @@ def test_texts_are_padded_where_flash_attention_gives_other_values(
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *_, **__: q)
     arguments = torch.device("cuda", 0), torch.float16, 4, 2, 8
     attention._ragged_works.cache_clear()
-    with pytest.warns(UserWarning, match="padded for attention"):
+    with pytest.warns(UserWarning, match="pads the sequences"):
         assert not attention._ragged_works(*arguments)
     attention._ragged_works.cache_clear()

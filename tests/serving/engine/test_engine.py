@@ -542,7 +542,7 @@ def test_a_fault_in_one_text_ends_that_one_alone(
         assert readers[index].tokens == plain(target, PROMPTS[index])
     counts = engine.snapshot()
     assert (counts.n_failed, counts.n_open, counts.kv_used) == (2, 3, 0)
-    assert "retrying each sequence alone" in caplog.text
+    assert "repeated for each sequence alone" in caplog.text
 
 
 class Fault(Exception):
