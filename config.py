@@ -232,40 +232,41 @@ class TargetSettings(Config):
     """Which target is loaded for decoding, and how."""
 
     model: Common[str]
-    """The target, which is the large language model: a folder, a GGUF file, or a Hugging Face Hub
-    id (OWNER/NAME)."""
+    """The target, which is the large language model that writes the final text: a folder, a GGUF
+    file, or a Hugging Face Hub id (OWNER/NAME)."""
     revision: str | None = None
     """Branch, tag or commit of the target, if it is a model on the Hugging Face Hub. A commit
     always gives the same weights. Default: main."""
     template_kwargs: TemplateKwargs = ()
     """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
-    Default: the arguments recorded by the store that the drafters were trained from."""
+    Default: the arguments that are recorded in the store that the drafters were trained from."""
     dtype: Common[Dtype] = "float32"
     """Data type of the weights and computations of target and drafters. Only float32 guarantees
-    that the output equals that of plain decoding, token for token. bfloat16 and float16 need half
-    the memory."""
+    exactly the same tokens as decoding without drafts. bfloat16 and float16 need half the
+    memory."""
     device: Common[str] = "auto"
     """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
-    there is one, otherwise the CPU."""
+    the machine has one, otherwise the CPU."""
 
 
 class SamplingSettings(Config):
     """Settings of sampling."""
 
     temperature: Common[NonNegative] = 0.0
-    """Sampling temperature. 0 is greedy decoding: always the most likely token. Above 0, tokens are
-    sampled from the target's distribution; a drafter does not change this distribution."""
+    """Sampling temperature. 0 always takes the most likely token (greedy decoding). Above 0, tokens
+    are sampled from the target's distribution, which drafters do not change."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only from the smallest set of most likely tokens whose probabilities add up to at
     least this value. 1 allows all tokens."""
     top_k: Natural = 0
-    """Sample only from this many of the most likely tokens. 0 allows all tokens."""
+    """Sample only from this number of most likely tokens. 0 allows all tokens."""
     repetition_penalty: Positive = 1.0
-    """A value above 1 makes tokens that have already occurred less likely: their logits are divided
-    by it if positive, and multiplied by it if negative. 1 turns this off."""
+    """A value above 1 makes tokens less likely if they have already occurred in the prompt or the
+    answer: positive logits are divided by the value, negative logits are multiplied by it. 1 turns
+    this off."""
     seed: SamplingSeed = 0
-    """Seed of the random numbers for sampling. Prompts are counted from 0, and prompt i uses seed +
-    i."""
+    """Seed of the random numbers for sampling. With several prompts, prompt i uses seed + i,
+    counted from 0."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``moa.decoding.sampling.SamplingConfig``: all but the seed."""

@@ -51,42 +51,45 @@ class ChatConfig(Config):
     """Settings of `moa-data chat`."""
 
     server: Common[str]
-    """Address of the server's gRPC port: HOST:PORT, or https://HOST:PORT for TLS, which is checked
-    with the certificates of this system."""
+    """Address of the server's gRPC port: HOST:PORT, or https://HOST:PORT for TLS. The server's
+    certificate is checked with the certificates of this system."""
     token_file: Common[str | None] = None
-    """File whose first line is the bearer token for the server. Default: no token."""
+    """File with the bearer token for the server in its first line. Default: no token."""
     ca: str | None = None
-    """File with the certificate of a private certificate authority (PEM), to check the server's TLS
-    certificate."""
+    """File with the certificate of your own certificate authority (PEM), with which the server's
+    TLS certificate is checked. Default: the certificates of this system."""
     drafter: Common[str]
     """The drafter: a run of `moa-data train`, or a folder with a drafter. Its kind must be moa,
     eagle, dspark, dflash or independent."""
     bundle: Common[str | None] = None
-    """The store that the drafter was trained from, or its folder target/. It contains the target's
-    tokenizer and the weights of the target that the drafter needs. Default: the store that the run
-    records."""
+    """The store that the drafter was trained from, or the store's folder target/. It contains the
+    target's tokenizer and the target's weights that the drafter needs. Default: the store that is
+    recorded in the drafter's run."""
     mode: Common[Literal["server", "client"]] = "server"
-    """Which machine drafts while the server can be reached. server: the server drafts and streams
+    """Which machine drafts while the server can be reached. server: the server drafts and sends
     text. client: this machine drafts, which is faster only if drafts are expensive for the server
-    and the network is fast. Without a network, this machine drafts in both modes."""
+    and the network is fast. If the network fails, this machine drafts in both modes."""
     max_new_tokens: Common[Count] = 512
     """Maximum length of an answer in tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"
-    """Data type in which the server sends activations to the drafter. Fewer bits mean less network
-    traffic; with int4, drafts are slightly worse. The text of the answer stays the same."""
+    """Data type in which the server sends the target's activations to the drafter. Fewer bits mean
+    less network traffic; with int4, drafts are slightly worse. The text of the answer does not
+    change."""
     max_offline: Natural = 64
-    """Maximum number of tokens that the drafter writes alone while the network is down."""
+    """Maximum number of tokens that the drafter writes on its own while the network is down. 0
+    turns this off."""
     offline_below: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Without a network, the drafter stops when the estimated probability that all its tokens are
-    right falls below this value."""
+    """Probability at which the drafter stops writing on its own while the network is down. It stops
+    when it estimates that all its tokens are right with a lower probability."""
     connect_s: Positive = 10.0
-    """Time in seconds to wait for the first response of the server."""
+    """Maximum time in seconds to wait for the first response of the server."""
     template_kwargs: TemplateKwargs = ()
     """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
-    Default: the arguments recorded by the store that the drafter was trained from."""
+    Default: the arguments that are recorded in the store that the drafter was trained from."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     dtype: Dtype = "float32"
-    """Data type of the drafter. It does not change the text of the answer."""
+    """Data type of the drafter's weights and computations. It does not change the text of the
+    answer."""
     device: str = "cpu"
     """Device that runs the drafter: cpu, cuda, or one GPU such as cuda:1."""
 

@@ -25,17 +25,19 @@ class GenerateConfig(DecodingConfig):
     """Settings of `moa-data generate`."""
 
     drafter: Common[str]
-    """The drafter: a run of `moa-data train`, or a folder with a drafter, which may come from the
-    EAGLE or MoA authors."""
+    """The drafter: a run of `moa-data train`, or a folder with a drafter, which may also come from
+    the authors of EAGLE or MoA."""
     max_new_tokens: Common[Count] = 256
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "auto"
-    """How many tokens are drafted per target call. 5: a chain of five tokens. 10@0.2 or 7c0.3: a
-    chain of at most 10 or 7 tokens, which ends when its acceptance becomes unlikely. 6x8x62: a tree
-    of depth 6, breadth 8 and 62 nodes. auto: 10@0.2, and no drafts while drafting would make
-    decoding slower (docs/decoding.md)."""
+    """How many tokens are drafted per target call. 5: a chain of five drafts. 10@0.2: a chain of at
+    most ten drafts, which ends when it becomes unlikely (below 0.2) that all of them are accepted.
+    7c0.3: a chain of at most seven drafts, which ends before the first draft that dspark's
+    confidence head rates below 0.3. 6x8x62: a tree with 6 levels, of which the target verifies the
+    62 most likely nodes. auto: 10@0.2, but no drafts while they would make decoding slower. See
+    docs/decoding.md."""
     compare: Common[bool] = False
-    """Also decode without drafts, and compare the tokens and the speed."""
+    """Also decode without drafts, and compare the tokens and the speed. This takes more time."""
 
     @override
     def tree_shape(self) -> "TreeShape | None":

@@ -87,7 +87,7 @@ def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
     for setting in TrainConfig.settings():
         assert (option_name(setting.name) if setting.name != "store" else "STORE") in text
     assert "Drafter (eagle3):" in text
-    assert "expected acceptance length in validation. [default: 5]" in text
+    assert "(tokens committed per target call). [default: 5]" in text
 
 
 def test_pages_made_from_the_code_are_current() -> None:
