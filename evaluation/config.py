@@ -113,12 +113,12 @@ class EvalConfig(DecodingConfig):
         problems = super().problems()
         if self.method[:1] != ("plain",):
             problems.append(
-                f"method is {','.join(self.method) or 'empty'}, expected plain as the first one, "
+                f"method is {','.join(self.method) or 'empty'}, expected plain as the first method, "
                 "because it is the baseline"
             )
         if self.needs_drafters and not self.drafter:
             problems.append(
-                f"the methods {', '.join(DRAFTING)} and the setting disconnect need a drafter: "
-                "give --drafter RUN, or --method plain"
+                f"the methods {', '.join(DRAFTING)} and the setting disconnect need a drafter; give "
+                "--drafter RUN, or --method plain without --disconnect"
             )
         return problems

@@ -509,8 +509,8 @@ def load_scorer(name: str) -> Scorer:
     except Exception as error:  # The user's module may raise anything.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
-            f"--scorer {name} cannot be loaded ({reason}); expected module:function or "
-            "file.py:function."
+            f"--scorer {name} cannot be loaded ({reason}). Write it as module:function or "
+            "file.py:function, and check that Python can import the function."
         ) from error
     return scorer
 
@@ -525,11 +525,9 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
     except Exception as error:  # The user's function may raise anything.
-        reason = (
-            f"on an answer to prompt {cut.row.prompt_id} ({type(error).__name__}: "
-            f"{first_line(error)})"
-        )
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
-            f"the function of --scorer failed {reason}; correct the function."
+            "the function that --scorer names failed for an answer to the prompt "
+            f"{cut.row.prompt_id} ({reason}). Correct the function."
         ) from error
     return float(score)
