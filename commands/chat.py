@@ -123,13 +123,14 @@ def chat(
     resume: Path | None,
     web: int | None,
 ) -> None:
-    """Chat with a target on a server, drafting on this machine.
+    """Chat with a target on a server, and draft on this machine.
 
-    The server runs the target (`moa-data serve`), this machine only a drafter. Green text was
-    drafted on this machine and verified by the server. Plain text comes from the server. If the
-    network fails, the drafter continues alone in dim text. When the network is back, the server
-    verifies this text in one call, wrong tokens are removed, and the answer continues. The final
-    answer is exactly the target's own. If the output is a pipe, only verified text is written.
+    The server runs the target (`moa-data serve`), and this machine runs only a drafter. Green text
+    was drafted on this machine and verified by the server. Plain text comes from the server. If the
+    network fails, the drafter continues alone, and its text is dim. When the network is back, the
+    server verifies this text in one call, wrong tokens are removed, and the answer continues. The
+    final answer is exactly the target's own. If the output is a pipe or a file, only verified text
+    is written.
 
     \b
     Examples:
@@ -142,8 +143,8 @@ def chat(
     """
     if prompt is not None and (resume or web is not None):
         raise click.UsageError(
-            "--prompt answers a single prompt, so it works with neither --resume nor --web; leave "
-            "it out."
+            "--prompt answers a single prompt, so it cannot be combined with --resume or --web. "
+            "Leave out --prompt, or the other option."
         )
     import torch
 
@@ -240,7 +241,7 @@ def _figures(stats: "Stats") -> list[str]:
     if stats.round_trip_ms is not None:
         figures.append(f"round trip {stats.round_trip_ms:.1f} ms")
     if stats.acceptance_length is not None:
-        figures.append(f"{stats.acceptance_length:.2f} tokens a call")
+        figures.append(f"{stats.acceptance_length:.2f} tokens/call")
     return figures
 
 
@@ -251,7 +252,7 @@ def _serve_page(conversation: _Conversation, port: int) -> None:
         conversation.client.restore() if is_up else conversation.client.cut()
 
     with ChatPage(conversation.ask, set_network, port) as page:
-        out.print(f"chat on {page.url} until Ctrl-C")
+        out.print(f"The chat page is {page.url}. Ctrl-C ends it.")
         sys.stdout.flush()
         threading.Event().wait()
 
@@ -403,7 +404,7 @@ class TerminalView:
         if (stats := self._stats) is not None and stats.n_tokens:
             parts += _figures(stats)
             if stats.n_rolled_back:
-                parts.append(f"{stats.n_rolled_back} taken back")
+                parts.append(f"{stats.n_rolled_back} wrong tokens taken back")
         width, _ = self._size()
         status = printable(" | ".join(parts))[: width - 1].rstrip()
         self._status = f"{_STYLES['unverified']}{status}{_RESET}"

@@ -56,7 +56,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert wrong.exit_code == 2
     assert "--n-steps is 'x', expected a whole number" in wrong.output
     missing = CliRunner().invoke(command, ["--dry-run"])
-    assert "missing: STORE." in missing.output
+    assert "required settings are missing (STORE)." in missing.output
 
 
 def test_help_shows_what_is_common_and_help_all_everything() -> None:
