@@ -193,7 +193,7 @@ class Config(BaseModel):
             ):
                 raise OptionInvalid(
                     f"{name_in_group} is given twice with different values, {value!r} and "
-                    f"{group_values[name_in_group]!r}. Leave out one of the two."
+                    f"{group_values[name_in_group]!r}. Leave out one of them."
                 )
             grouped = _merge(grouped, _nested(key, value))
         return grouped
@@ -365,12 +365,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionInvalid(
-            f"--config {path} is not valid YAML ({' '.join(str(error).split())}). Correct the file."
+            f"--config {path} is not a valid YAML file ({' '.join(str(error).split())}). Correct the "
+            "file."
         ) from error
     if not isinstance(loaded, dict | None):
         raise OptionInvalid(
-            f"--config {path} contains a {type(loaded).__name__}. Write the settings as lines of "
-            "the form 'key: value'."
+            f"--config {path} contains a {type(loaded).__name__}, expected settings. Write them as "
+            "lines of the form 'name: value'."
         )
     return dict(_with_underscores(loaded or {}))
 
@@ -388,7 +389,7 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise OptionInvalid(
-                f"--set {text!r} does not have the form KEY=VALUE. Write it as in --set "
+                f"--set is {text!r}, expected NAME=VALUE, for example --set "
                 "optimizer.learning_rate=1e-4."
             )
         keys[key.strip().replace("-", "_")] = (
@@ -431,7 +432,8 @@ def resolve(
         if preset is not None:
             if preset not in presets:
                 raise OptionInvalid(
-                    f"unknown preset {preset!r} ({_hint(str(preset), presets, 'presets')})."
+                    f"the preset {preset!r} does not exist "
+                    f"({_hint(str(preset), presets, 'presets')})."
                 )
             layers.insert(0, (f"preset {preset}", dict(presets[preset])))
     merged: dict[str, Any] = {}
@@ -468,12 +470,8 @@ def _message(
         problems.setdefault(source and f"{source}: ", []).append(text)
     lines = [where + "; ".join(texts) for where, texts in problems.items()]
     if missing:
-        where = (
-            ""
-            if spell is str
-            else ". Give each missing option on the command line or in --config FILE"
-        )
-        lines.append(f"missing: {', '.join(missing)}{where}")
+        where = "" if spell is str else ". Give them on the command line or in --config FILE"
+        lines.append(f"required settings are missing ({', '.join(missing)}){where}")
 
     def spelled(flag: re.Match[str]) -> str:
         name = flag[1].replace("-", "_")
@@ -543,9 +541,10 @@ def _unknown(config_class: type[Config], name: str, called: str, kind: str | Non
         return f"{called} is a setting of {' or '.join(owners)}, not of {kind}; leave it out"
     names = sorted({setting.name for setting in settings})
     last = name.rpartition(".")[2]
-    return f"unknown setting {name!r} ({_hint(last if last in names else name, names, 'settings')})"
+    hint = _hint(last if last in names else name, names, "settings")
+    return f"the setting {name!r} does not exist ({hint})"
 
 
 def _hint(name: str, known: Collection[str], kind: str) -> str:
     near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known {kind}: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"the {kind} are {', '.join(known)}"

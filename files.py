@@ -201,7 +201,7 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
             raise
         advice = _ADVICE[errno.EFBIG] if cause.errno == errno.EFBIG else advice
         raise StorageUnavailable(
-            f"No space left while writing {path} ({os.strerror(cause.errno)}). {advice}"
+            f"{path} cannot be written ({os.strerror(cause.errno)}). {advice}"
         ) from error
 
 
@@ -241,8 +241,9 @@ def machine_trouble(error: BaseException) -> StorageUnavailable | None:
     cause = system_error(error)
     if cause is None or cause.errno not in _ADVICE:
         return None
-    path = cause.filename if cause.filename is not None else "a file"
-    return StorageUnavailable(f"{path}: {os.strerror(cause.errno)}.", _ADVICE[cause.errno])
+    path = cause.filename if cause.filename is not None else "A file"
+    reason = os.strerror(cause.errno)
+    return StorageUnavailable(f"{path} cannot be used ({reason}).", _ADVICE[cause.errno])
 
 
 def read_only(path: object, number: int) -> StorageUnavailable:
@@ -319,7 +320,7 @@ def refuse_other_inputs(
     recorded: Mapping[str, Any],
     current: Mapping[str, Any],
     free_to_change: Collection[str] = (),
-    advice: str = "Give the earlier settings, or choose another --out.",
+    advice: str = "Give the same settings as before, or choose another --out.",
 ) -> None:
     """Refuse to continue an output that was started with other inputs.
 
@@ -340,7 +341,9 @@ def refuse_other_inputs(
         if value != earlier and name not in free_to_change:
             changes.append(f"{name} was {earlier!r}, now {value!r}")
     if changes:
-        raise OutputOccupied(f"{out} was started with other inputs: {'; '.join(changes)}. {advice}")
+        raise OutputOccupied(
+            f"{out} was started with other settings ({'; '.join(changes)}). {advice}"
+        )
 
 
 # Locks use flock directly. The filelock package supports neither shared locks nor messages that

@@ -157,15 +157,16 @@ class ScaleSettings(Config):
             if not (self.address or "").startswith("ray://"):
                 return []
             return [
-                f"--address is {self.address!r}, but Ray Client (ray://) is not supported; give "
-                "HOST:PORT on a machine of the cluster, or start the command there with `ray job "
-                "submit`"
+                f"--address is {self.address!r}, but Ray Client (ray://) is not supported; run the "
+                "command on a machine of the cluster with --address HOST:PORT, or start it there "
+                "with `ray job submit`"
             ]
         problems: list[str] = []
         for name in ("address", "gpus_per_worker"):
             if getattr(self, name) is not None:
                 problems.append(
-                    f"{name} has an effect only with Ray; add --engine ray, or leave {name} out"
+                    f"{name} has an effect only with --engine ray; give this option too, or leave out "
+                    f"{name}"
                 )
         return problems
 
@@ -265,7 +266,7 @@ class AddConfig(Config):
         if self.activations or self.target_layers:
             return []
         return [
-            "nothing to add is given; give --activations, for example hidden:layer:3, or "
+            "the command has nothing to add; give --activations, for example hidden:layer:3, or "
             "--target-layers"
         ]
 
@@ -360,10 +361,10 @@ class RegenerateConfig(Config):
     @override
     def problems(self) -> list[str]:
         if (self.dataset is None) == (self.self_prompted is None):
-            return ["give exactly one of --dataset and --self-prompted"]
+            return ["questions need a source; give either --dataset or --self-prompted"]
         if self.server is None:
             if self.model is None:
-                return ["neither a model nor a server is given: give --model MODEL or --server URL"]
+                return ["no target answers the questions; give --model MODEL or --server URL"]
             if self.tree is not None and self.drafter is None:
                 return [
                     f"--tree is {self.tree!r}, but no drafter is given; give --drafter RUN, or "
@@ -373,8 +374,8 @@ class RegenerateConfig(Config):
         for name in ("drafter", "tree", "revision", "self_prompted"):
             if getattr(self, name) is not None:
                 return [
-                    f"{name} has an effect only on a target that this command loads itself; "
-                    "leave it out with --server"
+                    f"{name} works only with a target that this command loads itself, and not with "
+                    "--server; leave out one of them"
                 ]
         if not self.server.startswith(("http://", "https://")):
             return [f"--server is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
@@ -456,9 +457,8 @@ def parse_activations(
         layer = int(number[1]) if number else n_layers
         if not -n_layers <= layer < n_layers:
             raise OptionInvalid(
-                f"Activation {name!r} does not exist. Expected kv, hidden:last or hidden:layer:K, "
-                f"where K is one of the target's decoder layers 0 to {n_layers - 1}. Change "
-                "--activations."
+                f"--activations contains {name!r}, expected kv, hidden:last or hidden:layer:K, where "
+                f"K is a decoder layer of the target from 0 to {n_layers - 1}."
             )
         layers.add(layer % n_layers)
     if target_layers > n_layers:
@@ -481,8 +481,8 @@ def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     for name in names:
         if not re.fullmatch(r"kv(/\w+)?|hidden/last|hidden/layer_\d{1,9}", name):
             raise OptionInvalid(
-                f"Field {name!r} is not an activation that `extract` writes. Expected kv, "
-                "hidden/last or hidden/layer_<k>."
+                f"the field {name!r} contains activations that `moa-data extract` does not write, "
+                "expected kv, hidden/last or hidden/layer_K."
             )
     kv_fields = tuple(name for name in names if activation_name(name) == KV)
     return parse_activations(map(activation_name, names), 0, 10**9, kv_fields or (KV,))

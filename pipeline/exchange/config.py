@@ -44,11 +44,11 @@ class ExportConfig(Config):
         problems = _layer_problems(self.format, self.layers)
         if self.kv and self.format != "speculators":
             problems.append(
-                "--kv is supported only with --format speculators, because other formats lack keys "
-                "and values; leave it out"
+                "--kv works only with --format speculators, because the other formats contain no "
+                "keys and values; leave it out"
             )
         if self.rows_only and self.format != "speculators":
-            problems.append("--rows-only is supported only with --format speculators; leave it out")
+            problems.append("--rows-only works only with --format speculators; leave it out")
         return problems
 
 
@@ -92,12 +92,12 @@ def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
     problems = []
     if layers and name in ("eagle", "index"):
         problems.append(
-            f"--layers has no meaning with --format {name}, which holds no outputs of chosen "
-            "layers; leave it out"
+            f"--layers has no effect with --format {name}, because this format contains no outputs "
+            "of chosen layers; leave it out"
         )
     if len(set(layers)) < len(layers):
         problems.append(
-            f"--layers names a layer more than once: {','.join(map(str, layers))}; leave out the "
-            "repetition"
+            f"--layers is {','.join(map(str, layers))}, which names a layer more than once; leave "
+            "out the repetition"
         )
     return problems
