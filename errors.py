@@ -109,7 +109,7 @@ class StoreMismatch(StoreError):
             lines.setdefault(prefix, line)
         shown = list(lines.values())[: self._MAX_SHOWN]
         if n_more := len(changes) - len(shown):
-            shown.append(f"{n_more} more, which the same command lists with `moa-data --debug ...`")
+            shown.append(f"{n_more} more, which `moa-data --debug ...` lists for the same command")
         super().__init__(
             f"{path} was made from another model or dataset, or with other settings "
             f"({'; '.join(shown)}).",

@@ -339,7 +339,7 @@ def refuse_other_inputs(
     for name, value in current.items():
         earlier = recorded.get(name)
         if value != earlier and name not in free_to_change:
-            changes.append(f"{name} was {earlier!r}, now {value!r}")
+            changes.append(f"{name} was {earlier!r} and is now {value!r}")
     if changes:
         raise OutputOccupied(
             f"{out} was started with other settings ({'; '.join(changes)}). {advice}"
@@ -507,7 +507,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
         raise ValueError("its lists and objects are nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError(
-            f"it contains a JSON {type(document).__name__}, but a JSON object is expected"
+            f"it contains a JSON value of the type {type(document).__name__}, expected a JSON object"
         )
     return document
 
@@ -533,10 +533,10 @@ def relative_name(name: object) -> str:
             empty, ``.`` or ``..``.
     """
     if not isinstance(name, str) or "\0" in name or len(name) > 1024:
-        raise ValueError(f"{_shown(name)} is not a relative path")
+        raise ValueError(f"{_shown(name)} is not a relative path of at most 1,024 characters")
     for step in name.split("/"):
         if step in ("", ".", "..") or len(step.encode()) > 255:
-            raise ValueError(f"{_shown(name)} is not a relative path")
+            raise ValueError(f"{_shown(name)} is not a relative path without . and ..")
     return name
 
 

@@ -60,9 +60,9 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     (the token that the target adds after the accepted drafts). --compare also decodes the same
     prompts without drafts and prints the same figures.
 
-    With temperature 0, the tokens are the same as without drafts. With a higher temperature, they
-    have the same distribution as without drafts. The same seed then gives the same answer only if
-    --tree is a fixed shape, because auto depends on the timing of the machine.
+    With temperature 0 and float32, the tokens are the same as without drafts. With a higher
+    temperature, they have the same distribution as without drafts. The same seed then gives the
+    same answer only if --tree is a fixed shape, because auto depends on the timing of the machine.
 
     \b
     Examples:

@@ -89,9 +89,9 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
     --target-layers to an existing store, use `moa-data add`.
 
     With --workers N, the command starts N worker processes with one device each. The same command
-    can also be started several times, on one machine or on machines that share the disk. Each of
-    them then writes other parts of the store. With --engine ray, workers run on all machines of a
-    Ray cluster, and a lost worker is started again.
+    can also be started several times, on one machine or on machines that share the disk. They then
+    divide the parts of the store among themselves. With --engine ray, workers run on all machines
+    of a Ray cluster, and a lost worker is started again.
 
     \b
     Examples:
@@ -118,11 +118,11 @@ def plan(config: ExtractConfig) -> None:
     """Estimate the cost of an extraction, and recommend a drafter and activations.
 
     The options are those of `moa-data extract`. The command reads the dataset, the tokenizer and
-    the target's config.json, but not its weights. It runs three batches on this machine, with
-    random weights in place of the target's, and measures how long this and writing to the disk of
-    --out take. Then it prints ranges for bytes, memory and time. No files are left. The command
-    ends with an error if the target does not fit into memory, or if the store does not fit on the
-    disk.
+    the target's config.json, but not its weights. To measure the speed, it runs three batches on
+    this machine, with random weights in place of the target's, and writes their activations to the
+    disk of --out. Then it prints ranges for bytes, memory and time, and deletes what it has
+    written. The command ends with an error if the target does not fit into memory, or if the store
+    does not fit on the disk.
 
     \b
     Example:
@@ -154,7 +154,9 @@ def plan(config: ExtractConfig) -> None:
 
 
 @stage_command(AddConfig, arguments=("store",))
-@click.option("--dry-run", is_flag=True, help="Only print what would be added, and its cost.")
+@click.option(
+    "--dry-run", is_flag=True, help="Write nothing; print what would be added, and its cost."
+)
 def add(config: AddConfig, dry_run: bool) -> None:
     """Add activations to a store. The activations that it already has do not change.
 
@@ -338,7 +340,8 @@ def repair(
         with ProgressLine() as progress:
             damages = drop_damage(store, progress)
         lines = [
-            f"{damage.path} is damaged ({damage.message}). It was deleted, with all files of its part."
+            f"{damage.path} was damaged ({damage.message}). It was deleted, with the files that belong "
+            "to it."
             for damage in damages
         ]
         out.print("\n".join(lines) or f"{store} has no damage, so nothing was deleted")

@@ -56,9 +56,9 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         "tokens": f"{summary.n_tokens:,} of {summary.manifest.n_tokens:,} planned"
         f", {summary.n_response_tokens / max(summary.n_tokens, 1):.0%} in responses",
         "parts": f"{summary.manifest.n_parts - summary.n_pending_parts} of "
-        f"{summary.manifest.n_parts} committed",
-        "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of "
-        f"{format_bytes(summary.raw_bytes)} raw, {summary.bytes_per_token:,.0f} bytes per token",
+        f"{summary.manifest.n_parts} finished",
+        "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of the uncompressed "
+        f"{format_bytes(summary.raw_bytes)}, {summary.bytes_per_token:,.0f} bytes per token",
         "codec": summary.codec,
         "frozen weights": "in target/" if summary.has_target else "missing",
     }

@@ -396,7 +396,7 @@ def measure_disconnections(
         for tokens in opening_tokens(target, [prompt]):
             usable.append((prompt, tokens))
     cuts: list[_Cut] = []
-    answering = progress.of("answer", "prompt")
+    answering = progress.of("answer prompts", "prompt")
     for start in range(0, len(usable), batch_size):
         batch = usable[start : start + batch_size]
         answers = generate_batch(
@@ -410,7 +410,7 @@ def measure_disconnections(
                 reference = answer.tokens[point : point + n_tokens]
                 cuts.append(_Cut(row, prompt, tokens + answer.tokens[:point], reference))
         answering(start + len(batch), len(usable))
-    continuing = progress.of("continue", "cut")
+    continuing = progress.of("continue cut answers", "cut")
     for start in range(0, len(cuts), batch_size):
         _continue_batch(target, drafters, cuts[start : start + batch_size], n_tokens, scorer)
         continuing(min(start + batch_size, len(cuts)), len(cuts))

@@ -191,7 +191,7 @@ def _cost_table(report: EvaluationReport) -> list[str]:
 
 def _break_even_part(report: EvaluationReport) -> list[str]:
     lines = break_even_lines(report)
-    return ["", "Break-even:", "", *lines] if lines else []
+    return ["", "Which methods are faster than the baseline:", "", *lines] if lines else []
 
 
 def break_even_lines(report: EvaluationReport) -> list[str]:
@@ -222,8 +222,8 @@ def _what_helps(report: EvaluationReport, summary: MethodSummary) -> str:
             "make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)"
         )
     if not summary.method.startswith("auto"):
-        advice.append("decode with --method auto, which drafts only if it pays")
-    return f"What helps: {'; '.join(advice)}."
+        advice.append("decode with --method auto, which drafts only while this is faster")
+    return f"To make it faster, {'; or '.join(advice)}."
 
 
 def _category_table(report: EvaluationReport) -> list[str]:
@@ -376,7 +376,7 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     axes.set_yticks(range(len(summaries)), [summary.method for summary in reversed(summaries)])
     axes.set_xlim(left=0)
     axes.set_xlabel(
-        f"tokens/s over {report.methods[0].method} decoding, on {report.environment['device']}"
+        f"tokens/s relative to {report.methods[0].method} decoding, on {report.environment['device']}"
     )
     _save(figure, path)
 
@@ -415,7 +415,7 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
         bounded = offsets[: len(lows)]
         axes.fill_between(bounded, lows, highs, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set_ylim(0, 1)
-    axes.set_xlabel("tokens since the target was last reached")
+    axes.set_xlabel("tokens since the connection to the target was cut")
     axes.set_ylabel("agreement with the target")
     axes.legend()
     _save(figure, path)

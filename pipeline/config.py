@@ -221,8 +221,8 @@ class ExtractConfig(Config):
         mistakes = []
         if not self.scale.is_alone:
             mistakes.append(
-                "--workers and --engine are supported only with --source transformers; leave them "
-                "out"
+                "--workers and --engine work only with --source transformers, and not with vllm; leave "
+                "them out"
             )
         if self.forward.device != "auto":
             mistakes.append(
@@ -361,10 +361,12 @@ class RegenerateConfig(Config):
     @override
     def problems(self) -> list[str]:
         if (self.dataset is None) == (self.self_prompted is None):
-            return ["questions need a source; give either --dataset or --self-prompted"]
+            return [
+                "questions come from --dataset or from --self-prompted; give exactly one of them"
+            ]
         if self.server is None:
             if self.model is None:
-                return ["no target answers the questions; give --model MODEL or --server URL"]
+                return ["neither a model nor a server is given; give --model MODEL or --server URL"]
             if self.tree is not None and self.drafter is None:
                 return [
                     f"--tree is {self.tree!r}, but no drafter is given; give --drafter RUN, or "

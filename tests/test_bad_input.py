@@ -573,7 +573,7 @@ def test_other_inputs_for_a_store_are_named_in_a_line_that_can_be_read(work: Pat
     refused(
         done,
         "or with other settings (identities.dataset",
-        "more, which the same command lists with",
+        "more, which `moa-data --debug ...` lists",
     )
     assert len(done.stderr.strip().splitlines()[-1]) < 600
 
