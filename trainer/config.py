@@ -107,7 +107,7 @@ class LayerSettings(Config):
 
     self_attention_kv_heads: Count | None = None
     """Number of key and value heads in the drafter's self-attention. Default: the target's number
-    of key and value heads. With the setting context=kv of dspark and dflash, only the default
+    of key and value heads. If the setting context of dspark or dflash is kv, only the default
     works."""
     self_attention_mlp_width: Count | None = None
     """Width of the MLP (feed-forward network) after the drafter's self-attention. Default: the
@@ -162,36 +162,37 @@ class MemorySettings(Config):
     target's keys and values. The averages of all groups are concatenated, and the encoded KV (the
     vectors that the drafter attends to) is computed from them. More than 1 group speeds up
     learning. The MoA paper, the MoA authors' code and vLLM use 1 group (docs/decisions/0006).
-    dspark and dflash use this setting only with context memory."""
+    dspark and dflash use this setting only if the setting context is memory."""
     layer_stride: Count = 1
     """Encode the keys and values of every n-th layer of the target only, where n is this number.
     Layers are counted down from the last one. 1 encodes all layers, as in the MoA paper. 2 halves
     the bytes that training reads from the store, and the cost of layer self-attention (the
-    attention over the target's layers). dspark and dflash use this setting only with context
-    memory."""
+    attention over the target's layers). dspark and dflash use this setting only if the setting
+    context is memory."""
     unrotated_keys: bool | None = None
     """Undo RoPE (rotary position embedding) in the target's keys before the drafter encodes them,
     so that the same content looks the same at every position. The MoA paper and the MoA authors'
     code use keys after RoPE (docs/decisions/0006). Default: true if the target applies RoPE as
-    Llama does, otherwise false. dspark and dflash use this setting only with context memory."""
+    Llama does, otherwise false. dspark and dflash use this setting only if the setting context is
+    memory."""
     layer_attention: bool = True
     """Let the drafter combine the keys and values of the target's layers by attention over the
     layers (layer self-attention). If false, only the keys and values of the last layer are read and
-    encoded. dspark and dflash use this setting only with context memory."""
+    encoded. dspark and dflash use this setting only if the setting context is memory."""
     layer_attention_heads: Count | None = None
     """Number of query heads in layer self-attention (the attention over the target's layers). It
     must divide the KV width, which is the number of values in the keys and values of one token in
     one layer of the target. Default: the largest divisor that is at most the target's number of
-    query heads. dspark and dflash use this setting only with context memory."""
+    query heads. dspark and dflash use this setting only if the setting context is memory."""
     layer_attention_kv_heads: Count | None = None
     """Number of key and value heads in layer self-attention (the attention over the target's
     layers). Default: the target's number of key and value heads. dspark and dflash use this setting
-    only with context memory."""
+    only if the setting context is memory."""
     layer_attention_mlp_width: Count | None = None
     """Width of the MLP (feed-forward network) in layer self-attention (the attention over the
     target's layers). Default: 1.5 times the KV width, which is the number of values in the keys and
-    values of one token in one layer of the target. dspark and dflash use this setting only with
-    context memory."""
+    values of one token in one layer of the target. dspark and dflash use this setting only if the
+    setting context is memory."""
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
@@ -310,8 +311,8 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     """The decoder layers of the target that the drafter reads, counted from 0 and separated by
     commas. With context hidden, the first one may be -1, which means the embedding. With context
     kv, the number of layers must be a multiple of block_layers. With context memory, leave this
-    setting out. Default for a target of L layers: five layers from 1 to L - 3, or block_layers
-    layers with context kv."""
+    setting out. Default for a target of L layers: five evenly spaced layers from 1 to L - 3, or
+    block_layers such layers with context kv."""
     block_layers: Count = 5
     """Number of decoder layers in the drafter. More layers make drafts more expensive."""
     mask_token: Natural | None = None
@@ -352,8 +353,8 @@ class DSparkSettings(BlockSettings):
     """DSpark."""
     markov_head: Literal["none", "vanilla", "gated", "rnn", "product"] = "vanilla"
     """Kind of the Markov head, which makes each draft depend on the previous draft. none: no Markov
-    head. vanilla, gated, rnn: the three kinds published with DSpark. product: multiplies a slot's
-    hidden state by the previous token's embedding, as in DFlash 2."""
+    head. vanilla, gated, rnn: the three kinds published with DSpark. product: multiplies the hidden
+    state at a position by the embedding of the previous token, as in DFlash 2."""
     markov_rank: Count = 256
     """Rank of the low-rank matrices in the Markov head, which makes each draft depend on the
     previous draft. A higher rank makes the head more expressive and drafts more expensive."""
