@@ -39,7 +39,7 @@ A whole job:
   moa-data eval     --model M --drafter RUN --prompts P   acceptance length, speed
   moa-data generate --model M --drafter RUN --prompt "Why is the sky blue?"
   moa-data serve    --model M --drafter RUN               OpenAI's API, with drafts
-  moa-data chat     --server HOST:PORT --drafter RUN      drafts here, verified there
+  moa-data chat     --server HOST:PORT --drafter RUN      drafts also without network
 
 \b
 Exit codes:

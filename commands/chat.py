@@ -123,14 +123,14 @@ def chat(
     resume: Path | None,
     web: int | None,
 ) -> None:
-    """Chat with a target on a server, and draft on this machine.
+    """Chat with a target on a server. If the network fails, a drafter on this machine continues.
 
-    The server runs the target (`moa-data serve`), and this machine runs only a drafter. Green text
-    was drafted on this machine and verified by the server. Plain text comes from the server. If the
-    network fails, the drafter continues alone, and its text is dim. When the network is back, the
-    server verifies this text in one call, wrong tokens are removed, and the answer continues. The
-    final answer is exactly the target's own. If the output is a pipe or a file, only verified text
-    is written.
+    The server runs the target (`moa-data serve`), and this machine runs only a drafter. With --mode
+    client, this machine drafts all the time. Green text was drafted on this machine and verified by
+    the server. Plain text comes from the server. If the network fails, the drafter continues alone,
+    and its text is dim. When the network is back, the server verifies this text in one call, wrong
+    tokens are removed, and the answer continues. The final answer is exactly the target's own. If
+    the output is a pipe or a file, only verified text is written.
 
     \b
     Examples:

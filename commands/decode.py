@@ -172,7 +172,7 @@ def evaluate(config: EvalConfig) -> None:
       moa-data eval --model ./llama3-8b --drafter runs/moa --prompts test.jsonl --out report.json
       moa-data eval --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts spec_bench.jsonl \\
           --method plain,chain,tree,auto,prompt-lookup --repeats 3
-      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain  measure noise
+      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain  # the noise
       moa-data eval --model ./llama3-8b --drafter runs/moa --prompts gsm8k.jsonl --method plain \\
           --disconnect 256 --scorer my_scores.py:exact_answer
     """
@@ -239,9 +239,9 @@ def conform(
 
     Both engines decode the same prompts greedily, and the drafts of every round are compared. If
     drafts differ, the command looks for the cause: it makes known mistakes on purpose, one at a
-    time, and names the mistake with which moa-data makes all drafts of the other engine. Examples
-    of such mistakes are layer numbers off by one, missing norms, and wrong positions. If DRAFTER is
-    a run of `moa-data train`, it is first exported for the engine. A folder of another program is
+    time, and names the mistake that leads to exactly the drafts of the other engine. Examples of
+    such mistakes are layer numbers off by one, missing norms, and wrong positions. If DRAFTER is a
+    run of `moa-data train`, it is first exported for the engine. A folder of another program is
     used unchanged.
 
     The exit code is 0 if all drafts are equal, 1 if they differ, and 2 if the engine or the drafter

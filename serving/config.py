@@ -143,7 +143,7 @@ class ServeConfig(TargetSettings):
     """Port of the HTTP server. 0 takes any free port."""
     grpc_port: Common[Port | None] = 8001
     """Port of the gRPC server for clients that draft themselves, such as `moa-data chat`. 0 takes
-    any free port. none starts no gRPC server."""
+    any free port. With the value none, no gRPC server is started."""
     allowed_host: tuple[str, ...] = ()
     """Only without --token-file: further host names, separated by commas, under which web pages and
     proxies may reach the server. localhost and IP addresses are always allowed."""
