@@ -108,8 +108,8 @@ class DemoConfig(Config):
         if self.hidden_size % (2 * self.n_heads) or self.n_heads % self.n_kv_heads:
             errors.append(
                 f"hidden_size {self.hidden_size}, n_heads {self.n_heads} and n_kv_heads "
-                f"{self.n_kv_heads} do not fit together; n_kv_heads must divide n_heads, n_heads "
-                "must divide hidden_size, and hidden_size / n_heads must be even"
+                f"{self.n_kv_heads} do not fit: n_kv_heads must divide n_heads, n_heads must "
+                "divide hidden_size, and the head dim must be even"
             )
         if self.n_eval_prompts > self.n_held_out:
             errors.append(
@@ -121,7 +121,7 @@ class DemoConfig(Config):
             for name in _OF_TRAINED_TARGET:
                 if getattr(self, name) != fields[name].default:
                     errors.append(
-                        f"{name} has an effect only on the small target that the demo trains without "
-                        "--model; leave out one of them"
+                        f"{name} is only for the small target that the demo trains; leave it out "
+                        "with --model"
                     )
         return errors

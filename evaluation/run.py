@@ -77,7 +77,7 @@ def evaluate(
     if not measurement.rows:
         raise OptionInvalid(
             f"each of the {len(file.prompts)} prompts of {config.prompts} fills the target's "
-            f"{target.max_positions:,} positions, so the target cannot write an answer. Give shorter "
+            f"{target.max_positions:,} positions, so the target cannot write an answer; give shorter "
             "prompts."
         )
     auto: dict[str, str] = {}

@@ -289,7 +289,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     )),
     "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("rewrites only the damaged part",)}),
     "long prompts": (ask_much, {
-        EVAL: ("Give shorter prompts",),
+        EVAL: ("give shorter prompts",),
         f"generate {DECODE} --prompt '{'word ' * 512}'": ("it must have fewer than 512",),
     }),
     "control tokens": (ask_for_control, dict.fromkeys(

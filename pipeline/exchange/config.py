@@ -16,39 +16,39 @@ class ExportConfig(Config):
     store: str
     """The store to export: a folder, or the URL of a store in a bucket."""
     format: ExportFormat
-    """Format to write. speculators, specforge (EAGLE-3) and eagle (EAGLE v1): files from which
-    these projects train. index: one Parquet file that lists all sequences of the store, without
-    their activations."""
+    """Format to write. speculators, specforge (EAGLE-3) and eagle (EAGLE v1): files that these
+    projects train from. index: one Parquet file that lists all sequences, without their
+    activations."""
     out: str
-    """Folder to write. With --format index, the file to write. If the folder is incomplete, the
-    command continues it."""
+    """Folder to write, or with --format index the file to write. If the folder is incomplete, the
+    same command continues it."""
     max_sequences: Count | None = None
     """Maximum number of sequences to write, from the start of the store. Default: all."""
     layers: tuple[int, ...] = ()
-    """Only with --format speculators or specforge: decoder layers whose outputs are written in
-    addition to that of the last layer, counted from 0 and separated by commas. Default for a target
-    of L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
+    """Decoder layers whose outputs are written in addition to the last layer's, counted from 0 and
+    separated by commas; only with --format speculators or specforge. Default for a target of L
+    layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     kv: bool = False
-    """Only with --format speculators: also write the keys and values of two layers. kv_last_local_k
-    and kv_last_local_v are from the target's last layer with a sliding window. kv_last_global_k and
-    kv_last_global_v are from its last layer without one. If the target has no such layer, its two
-    arrays are left out."""
+    """Also write the keys and values of two layers; only with --format speculators. The arrays
+    kv_last_local_k and kv_last_local_v are from the target's last layer with a sliding window,
+    kv_last_global_k and kv_last_global_v from its last layer without one. If the target lacks one
+    of these layers, the layer's two arrays are left out."""
 
     rows_only: bool = False
-    """Only with --format speculators: write token ids and loss masks, but no hidden states. The
-    trainer of speculators then reads the hidden states from the store (docs/interop.md shows the
-    command)."""
+    """Write only token ids and loss masks, no hidden states; only with --format speculators. The
+    trainer of speculators then reads the hidden states from the store, with a command that
+    docs/interop.md shows."""
 
     @override
     def problems(self) -> list[str]:
         problems = _layer_problems(self.format, self.layers)
         if self.kv and self.format != "speculators":
             problems.append(
-                "--kv works only with --format speculators, because the other formats contain no "
-                "keys and values; leave it out"
+                "--kv is supported only with --format speculators, because other formats lack keys "
+                "and values; leave it out"
             )
         if self.rows_only and self.format != "speculators":
-            problems.append("--rows-only works only with --format speculators; leave it out")
+            problems.append("--rows-only is supported only with --format speculators; leave it out")
         return problems
 
 
@@ -56,32 +56,32 @@ class ImportConfig(Config):
     """Settings of `moa-data import`: the other project's folder, its target, and the new store."""
 
     folder: str
-    """The folder to import. It contains files in the format of another project."""
+    """The folder to import, with files in the format of another project."""
     format: Format
     """Format of the folder: speculators, specforge (EAGLE-3) or eagle (EAGLE v1)."""
     model: str
-    """The target from which the hidden states were computed: a folder, a GGUF file, or a Hugging
+    """The target that the hidden states were computed with: a folder, a GGUF file, or a Hugging
     Face Hub id (OWNER/NAME)."""
     out: str
-    """Folder of the new store. If it is incomplete, the command continues it."""
+    """Folder of the new store. If it is incomplete, the same command continues it."""
     max_sequences: Count | None = None
     """Maximum number of sequences to read, from the start of the folder. Default: all."""
     layers: tuple[int, ...] = ()
-    """Only with --format speculators or specforge: decoder layers whose outputs the files contain
-    in addition to that of the last layer, counted from 0 and separated by commas. Default for a
-    target of L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
+    """Decoder layers whose outputs the files contain in addition to the last layer's, counted from
+    0 and separated by commas; only with --format speculators or specforge. Default for a target of
+    L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     target_layers: Natural = 0
-    """Number of the target's last decoder layers whose weights are copied to the store. Only
-    drafters that are trained with --target-layer-inference need these layers."""
+    """Number of the target's last decoder layers whose weights are kept in the store. Only drafters
+    with Target Layer Inference need these layers: they run their drafts through them."""
     part_tokens: Count = 65_536
-    """Number of tokens in a part of the store. A store is written part by part, and an interruption
-    loses only the part that is being written. Smaller parts lose less, but make more files."""
+    """Number of tokens in a part. A store is written part by part, so an interruption loses at most
+    the part that is being written. Smaller parts lose less, but make more files."""
     target_license: str | None = None
-    """Licence of the target as the Hugging Face Hub names it, for example apache-2.0. It is written
-    to the store's card (README.md). Default: the card gets a blank to fill in."""
+    """Licence of the target, as the Hugging Face Hub names it, for example apache-2.0. It is
+    written to the store's card (README.md). Default: a blank to fill in."""
     dataset_license: str | None = None
-    """Licence of the dataset as the Hugging Face Hub names it, for example apache-2.0. It is
-    written to the store's card (README.md). Default: the card gets a blank to fill in."""
+    """Licence of the dataset, as the Hugging Face Hub names it, for example apache-2.0. It is
+    written to the store's card (README.md). Default: a blank to fill in."""
 
     @override
     def problems(self) -> list[str]:
@@ -92,12 +92,12 @@ def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
     problems = []
     if layers and name in ("eagle", "index"):
         problems.append(
-            f"--layers has no effect with --format {name}, because this format contains no outputs "
-            "of chosen layers; leave it out"
+            f"--layers has no meaning with --format {name}, which holds no outputs of chosen "
+            "layers; leave it out"
         )
     if len(set(layers)) < len(layers):
         problems.append(
-            f"--layers is {','.join(map(str, layers))}, which names a layer more than once; leave "
-            "out the repetition"
+            f"--layers names a layer more than once: {','.join(map(str, layers))}; leave out the "
+            "repetition"
         )
     return problems

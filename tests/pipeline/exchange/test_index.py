@@ -104,5 +104,5 @@ def test_an_index_replaces_its_own_kind_alone(
     assert out.read_text() == "a note"
     refused(
         run("export", store, "--format", "index", "--layers", "1", "--out", out),
-        "--layers has no effect with --format index",
+        "--layers has no meaning with --format index",
     )
