@@ -39,14 +39,14 @@ A whole job:
   moa-data eval     --model M --drafter RUN --prompts P   acceptance length, speed
   moa-data generate --model M --drafter RUN --prompt "Why is the sky blue?"
   moa-data serve    --model M --drafter RUN               OpenAI's API, with drafts
-  moa-data chat     --server HOST:PORT --drafter RUN      drafts here, verified there
+  moa-data chat     --server HOST:PORT --drafter RUN      drafts also without network
 
 \b
 Exit codes:
   0    success
-  1    the command ran, and verify, repair or audit found something wrong
+  1    the command ran and found a problem (verify, repair, audit, conform)
   2    the input or the options can't be used; one line on stderr says why
-  3    verify or repair found nothing wrong, but parts of the store are missing
+  3    verify or repair found no damage, but parts of the store are missing
   70   a bug in moa-data; please report the lines on stderr
   130  interrupted by Ctrl-C (143 by SIGTERM, 129 by SIGHUP); stderr says how to continue
 """
@@ -100,8 +100,8 @@ class LazyGroup(StageGroup):
 def main(debug: bool) -> None:
     """Turn a language model's activations into a dataset, and train drafters from it.
 
-    Run the target once over a chat dataset (extract), train as many drafters as you like from the
-    store (train), and use them for speculative decoding (generate, eval, serve). `moa-data demo`
-    shows all of this on a small machine.
+    Run the language model (the target) once over a chat dataset with `extract`, train any number of
+    drafters from its activations with `train`, and use them for speculative decoding with
+    `generate`, `eval` and `serve`. `moa-data demo` shows all of this on a small machine.
     """
     quiet_libraries()

@@ -193,7 +193,7 @@ class Config(BaseModel):
             ):
                 raise OptionInvalid(
                     f"{name_in_group} is given twice with different values, {value!r} and "
-                    f"{group_values[name_in_group]!r}. Leave out one of the two."
+                    f"{group_values[name_in_group]!r}. Leave out one of them."
                 )
             grouped = _merge(grouped, _nested(key, value))
         return grouped
@@ -232,40 +232,41 @@ class TargetSettings(Config):
     """Which target is loaded for decoding, and how."""
 
     model: Common[str]
-    """The target, which is the large language model: a folder, a GGUF file, or a Hugging Face Hub
-    id (OWNER/NAME)."""
+    """The target, which is the large language model that writes the final text: a folder, a GGUF
+    file, or a Hugging Face Hub id (OWNER/NAME)."""
     revision: str | None = None
     """Branch, tag or commit of the target, if it is a model on the Hugging Face Hub. A commit
     always gives the same weights. Default: main."""
     template_kwargs: TemplateKwargs = ()
     """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
-    Default: the arguments recorded by the store that the drafters were trained from."""
+    Default: the arguments that are recorded in the store that the drafters were trained from."""
     dtype: Common[Dtype] = "float32"
     """Data type of the weights and computations of target and drafters. Only float32 guarantees
-    that the output equals that of plain decoding, token for token. bfloat16 and float16 need half
-    the memory."""
+    exactly the same tokens as decoding without drafts. bfloat16 and float16 need half the
+    memory."""
     device: Common[str] = "auto"
     """Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if
-    there is one, otherwise the CPU."""
+    the machine has one, otherwise the CPU."""
 
 
 class SamplingSettings(Config):
     """Settings of sampling."""
 
     temperature: Common[NonNegative] = 0.0
-    """Sampling temperature. 0 is greedy decoding: always the most likely token. Above 0, tokens are
-    sampled from the target's distribution; a drafter does not change this distribution."""
+    """Sampling temperature. 0 always takes the most likely token (greedy decoding). Above 0, tokens
+    are sampled from the target's distribution, which drafters do not change."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample only from the smallest set of most likely tokens whose probabilities add up to at
     least this value. 1 allows all tokens."""
     top_k: Natural = 0
-    """Sample only from this many of the most likely tokens. 0 allows all tokens."""
+    """Sample only from this number of most likely tokens. 0 allows all tokens."""
     repetition_penalty: Positive = 1.0
-    """A value above 1 makes tokens that have already occurred less likely: their logits are divided
-    by it if positive, and multiplied by it if negative. 1 turns this off."""
+    """A value above 1 makes tokens less likely if they have already occurred in the prompt or the
+    answer: positive logits are divided by the value, negative logits are multiplied by it. 1 turns
+    this off."""
     seed: SamplingSeed = 0
-    """Seed of the random numbers for sampling. Prompts are counted from 0, and prompt i uses seed +
-    i."""
+    """Seed of the random numbers for sampling. With several prompts, prompt i uses seed + i,
+    counted from 0."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of ``moa.decoding.sampling.SamplingConfig``: all but the seed."""
@@ -364,12 +365,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionInvalid(
-            f"--config {path} is not valid YAML ({' '.join(str(error).split())}). Correct the file."
+            f"--config {path} is not a valid YAML file ({' '.join(str(error).split())}). Correct the "
+            "file."
         ) from error
     if not isinstance(loaded, dict | None):
         raise OptionInvalid(
-            f"--config {path} contains a {type(loaded).__name__}. Write the settings as lines of "
-            "the form 'key: value'."
+            f"--config {path} contains a {type(loaded).__name__}, expected settings. Write them as "
+            "lines of the form 'name: value'."
         )
     return dict(_with_underscores(loaded or {}))
 
@@ -387,7 +389,7 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise OptionInvalid(
-                f"--set {text!r} does not have the form KEY=VALUE. Write it as in --set "
+                f"--set is {text!r}, expected NAME=VALUE, for example --set "
                 "optimizer.learning_rate=1e-4."
             )
         keys[key.strip().replace("-", "_")] = (
@@ -430,7 +432,8 @@ def resolve(
         if preset is not None:
             if preset not in presets:
                 raise OptionInvalid(
-                    f"unknown preset {preset!r} ({_hint(str(preset), presets, 'presets')})."
+                    f"the preset {preset!r} does not exist "
+                    f"({_hint(str(preset), presets, 'presets')})."
                 )
             layers.insert(0, (f"preset {preset}", dict(presets[preset])))
     merged: dict[str, Any] = {}
@@ -467,12 +470,8 @@ def _message(
         problems.setdefault(source and f"{source}: ", []).append(text)
     lines = [where + "; ".join(texts) for where, texts in problems.items()]
     if missing:
-        where = (
-            ""
-            if spell is str
-            else ". Give each missing option on the command line or in --config FILE"
-        )
-        lines.append(f"missing: {', '.join(missing)}{where}")
+        where = "" if spell is str else ". Give them on the command line or in --config FILE"
+        lines.append(f"required settings are missing ({', '.join(missing)}){where}")
 
     def spelled(flag: re.Match[str]) -> str:
         name = flag[1].replace("-", "_")
@@ -542,9 +541,10 @@ def _unknown(config_class: type[Config], name: str, called: str, kind: str | Non
         return f"{called} is a setting of {' or '.join(owners)}, not of {kind}; leave it out"
     names = sorted({setting.name for setting in settings})
     last = name.rpartition(".")[2]
-    return f"unknown setting {name!r} ({_hint(last if last in names else name, names, 'settings')})"
+    hint = _hint(last if last in names else name, names, "settings")
+    return f"the setting {name!r} does not exist ({hint})"
 
 
 def _hint(name: str, known: Collection[str], kind: str) -> str:
     near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known {kind}: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"the {kind} are {', '.join(known)}"

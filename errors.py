@@ -95,8 +95,8 @@ class StoreMismatch(StoreError):
         path: str,
         changes: Mapping[str, tuple[Any, Any]],
         advice: str = (
-            "To continue this store, use its inputs again. To make a new store, choose "
-            "another output folder."
+            "To continue this store, give the same model, dataset and settings as before. To make "
+            "a new store, choose another output folder."
         ),
     ) -> None:
         self.changes = dict(changes)
@@ -109,8 +109,12 @@ class StoreMismatch(StoreError):
             lines.setdefault(prefix, line)
         shown = list(lines.values())[: self._MAX_SHOWN]
         if n_more := len(changes) - len(shown):
-            shown.append(f"{n_more} more, which the same command lists as `moa-data --debug ...`")
-        super().__init__(f"{path} was made from other inputs ({'; '.join(shown)}).", advice)
+            shown.append(f"{n_more} more, which `moa-data --debug ...` lists for the same command")
+        super().__init__(
+            f"{path} was made from another model or dataset, or with other settings "
+            f"({'; '.join(shown)}).",
+            advice,
+        )
 
     def _rank(self, key: str) -> list[bool]:
         """Return a sort key that orders changes as their prefixes are ordered in ``_CAUSES``."""

@@ -205,7 +205,7 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
             raise
         advice = _ADVICE[errno.EFBIG] if cause.errno == errno.EFBIG else advice
         raise StorageUnavailable(
-            f"No space left while writing {path} ({os.strerror(cause.errno)}). {advice}"
+            f"{path} cannot be written ({os.strerror(cause.errno)}). {advice}"
         ) from error
 
 
@@ -245,8 +245,9 @@ def machine_trouble(error: BaseException) -> StorageUnavailable | None:
     cause = system_error(error)
     if cause is None or cause.errno not in _ADVICE:
         return None
-    path = cause.filename if cause.filename is not None else "a file"
-    return StorageUnavailable(f"{path}: {os.strerror(cause.errno)}.", _ADVICE[cause.errno])
+    path = cause.filename if cause.filename is not None else "A file"
+    reason = os.strerror(cause.errno)
+    return StorageUnavailable(f"{path} cannot be used ({reason}).", _ADVICE[cause.errno])
 
 
 def read_only(path: object, number: int) -> StorageUnavailable:
@@ -323,7 +324,7 @@ def refuse_other_inputs(
     recorded: Mapping[str, Any],
     current: Mapping[str, Any],
     free_to_change: Collection[str] = (),
-    advice: str = "Give the earlier settings, or choose another --out.",
+    advice: str = "Give the same settings as before, or choose another --out.",
 ) -> None:
     """Refuse to continue an output that was started with other inputs.
 
@@ -342,9 +343,11 @@ def refuse_other_inputs(
     for name, value in current.items():
         earlier = recorded.get(name)
         if value != earlier and name not in free_to_change:
-            changes.append(f"{name} was {earlier!r}, now {value!r}")
+            changes.append(f"{name} was {earlier!r} and is now {value!r}")
     if changes:
-        raise OutputOccupied(f"{out} was started with other inputs: {'; '.join(changes)}. {advice}")
+        raise OutputOccupied(
+            f"{out} was started with other settings ({'; '.join(changes)}). {advice}"
+        )
 
 
 # Locks use flock directly. The filelock package supports neither shared locks nor messages that
@@ -508,7 +511,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
         raise ValueError("its lists and objects are nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError(
-            f"it contains a JSON {type(document).__name__}, but a JSON object is expected"
+            f"it contains a JSON value of the type {type(document).__name__}, expected a JSON object"
         )
     return document
 
@@ -534,10 +537,10 @@ def relative_name(name: object) -> str:
             empty, ``.`` or ``..``.
     """
     if not isinstance(name, str) or "\0" in name or len(name) > 1024:
-        raise ValueError(f"{_shown(name)} is not a relative path")
+        raise ValueError(f"{_shown(name)} is not a relative path of at most 1,024 characters")
     for step in name.split("/"):
         if step in ("", ".", "..") or len(step.encode()) > 255:
-            raise ValueError(f"{_shown(name)} is not a relative path")
+            raise ValueError(f"{_shown(name)} is not a relative path without . and ..")
     return name
 
 

@@ -51,42 +51,45 @@ class ChatConfig(Config):
     """Settings of `moa-data chat`."""
 
     server: Common[str]
-    """Address of the server's gRPC port: HOST:PORT, or https://HOST:PORT for TLS, which is checked
-    with the certificates of this system."""
+    """Address of the server's gRPC port: HOST:PORT, or https://HOST:PORT for TLS. The server's
+    certificate is checked with the certificates of this system."""
     token_file: Common[str | None] = None
-    """File whose first line is the bearer token for the server. Default: no token."""
+    """File with the bearer token for the server in its first line. Default: no token."""
     ca: str | None = None
-    """File with the certificate of a private certificate authority (PEM), to check the server's TLS
-    certificate."""
+    """File with the certificate of your own certificate authority (PEM), with which the server's
+    TLS certificate is checked. Default: the certificates of this system."""
     drafter: Common[str]
     """The drafter: a run of `moa-data train`, or a folder with a drafter. Its kind must be moa,
     eagle, dspark, dflash or independent."""
     bundle: Common[str | None] = None
-    """The store that the drafter was trained from, or its folder target/. It contains the target's
-    tokenizer and the weights of the target that the drafter needs. Default: the store that the run
-    records."""
+    """The store that the drafter was trained from, or the store's folder target/. It contains the
+    target's tokenizer and the target's weights that the drafter needs. Default: the store that is
+    recorded in the drafter's run."""
     mode: Common[Literal["server", "client"]] = "server"
-    """Which machine drafts while the server can be reached. server: the server drafts and streams
+    """Which machine drafts while the server can be reached. server: the server drafts and sends
     text. client: this machine drafts, which is faster only if drafts are expensive for the server
-    and the network is fast. Without a network, this machine drafts in both modes."""
+    and the network is fast. If the network fails, this machine drafts in both modes."""
     max_new_tokens: Common[Count] = 512
     """Maximum length of an answer in tokens."""
     codec: Literal["bf16", "int8", "int4"] = "int8"
-    """Data type in which the server sends activations to the drafter. Fewer bits mean less network
-    traffic; with int4, drafts are slightly worse. The text of the answer stays the same."""
+    """Data type in which the server sends the target's activations to the drafter. Fewer bits mean
+    less network traffic; with int4, drafts are slightly worse. The text of the answer does not
+    change."""
     max_offline: Natural = 64
-    """Maximum number of tokens that the drafter writes alone while the network is down."""
+    """Maximum number of tokens that the drafter writes on its own while the network is down. 0
+    turns this off."""
     offline_below: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Without a network, the drafter stops when the estimated probability that all its tokens are
-    right falls below this value."""
+    """Probability at which the drafter stops writing on its own while the network is down. It stops
+    when it estimates that all its tokens are right with a lower probability."""
     connect_s: Positive = 10.0
-    """Time in seconds to wait for the first response of the server."""
+    """Maximum time in seconds to wait for the first response of the server."""
     template_kwargs: TemplateKwargs = ()
     """Arguments for the chat template, as NAME=VALUE; for example enable_thinking=false for Qwen3.
-    Default: the arguments recorded by the store that the drafter was trained from."""
+    Default: the arguments that are recorded in the store that the drafter was trained from."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     dtype: Dtype = "float32"
-    """Data type of the drafter. It does not change the text of the answer."""
+    """Data type of the drafter's weights and computations. It does not change the text of the
+    answer."""
     device: str = "cpu"
     """Device that runs the drafter: cpu, cuda, or one GPU such as cuda:1."""
 
@@ -120,13 +123,14 @@ def chat(
     resume: Path | None,
     web: int | None,
 ) -> None:
-    """Chat with a target on a server, drafting on this machine.
+    """Chat with a target on a server. If the network fails, a drafter on this machine continues.
 
-    The server runs the target (`moa-data serve`), this machine only a drafter. Green text was
-    drafted on this machine and verified by the server. Plain text comes from the server. If the
-    network fails, the drafter continues alone in dim text. When the network is back, the server
-    verifies this text in one call, wrong tokens are removed, and the answer continues. The final
-    answer is exactly the target's own. If the output is a pipe, only verified text is written.
+    The server runs the target (`moa-data serve`), and this machine runs only a drafter. With --mode
+    client, this machine drafts all the time. Green text was drafted on this machine and verified by
+    the server. Plain text comes from the server. If the network fails, the drafter continues alone,
+    and its text is dim. When the network is back, the server verifies this text in one call, wrong
+    tokens are removed, and the answer continues. The final answer is exactly the target's own. If
+    the output is a pipe or a file, only verified text is written.
 
     \b
     Examples:
@@ -139,8 +143,8 @@ def chat(
     """
     if prompt is not None and (resume or web is not None):
         raise click.UsageError(
-            "--prompt answers a single prompt, so it works with neither --resume nor --web; leave "
-            "it out."
+            "--prompt answers a single prompt, so it cannot be combined with --resume or --web. "
+            "Leave out --prompt, or the other option."
         )
     import torch
 
@@ -237,7 +241,7 @@ def _figures(stats: "Stats") -> list[str]:
     if stats.round_trip_ms is not None:
         figures.append(f"round trip {stats.round_trip_ms:.1f} ms")
     if stats.acceptance_length is not None:
-        figures.append(f"{stats.acceptance_length:.2f} tokens a call")
+        figures.append(f"{stats.acceptance_length:.2f} tokens/call")
     return figures
 
 
@@ -248,7 +252,7 @@ def _serve_page(conversation: _Conversation, port: int) -> None:
         conversation.client.restore() if is_up else conversation.client.cut()
 
     with ChatPage(conversation.ask, set_network, port) as page:
-        out.print(f"chat on {page.url} until Ctrl-C")
+        out.print(f"The chat page is {page.url}. Ctrl-C ends it.")
         sys.stdout.flush()
         threading.Event().wait()
 
@@ -400,7 +404,7 @@ class TerminalView:
         if (stats := self._stats) is not None and stats.n_tokens:
             parts += _figures(stats)
             if stats.n_rolled_back:
-                parts.append(f"{stats.n_rolled_back} taken back")
+                parts.append(f"{stats.n_rolled_back} wrong tokens taken back")
         width, _ = self._size()
         status = printable(" | ".join(parts))[: width - 1].rstrip()
         self._status = f"{_STYLES['unverified']}{status}{_RESET}"

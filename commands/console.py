@@ -44,7 +44,7 @@ _FEWER_TENSORS = {
 # Maps a command to advice after an interruption. All other commands keep finished work, so they can
 # be run again.
 _CONTINUE = {
-    "train": "Run the same command again, with --resume if it had saved a checkpoint.",
+    "train": "Run the same command again, with --resume if the run has saved a checkpoint.",
     "chat": "If --session FILE was given, --resume FILE continues the answer.",
     **dict.fromkeys(
         ("plan", "inspect", "verify", "audit", "generate", "eval", "export-drafter"),
@@ -125,8 +125,7 @@ def _output_failures() -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise failure_of(error) from error
         line = (
-            f"standard output can't be written: {error.strerror}. The results of the command are "
-            "saved."
+            f"the command can't write to standard output: {error.strerror}. Its results are saved."
         )
         raise StageFailure(line) from error
 
@@ -202,8 +201,8 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
         )
     return StageFailure(
         f"{type(error).__name__}: {_one_line(error)}. This is a bug in moa-data {__version__}, not "
-        "a problem of your input: please report it with the lines above and the command. "
-        "Everything committed or saved before is kept.",
+        "a problem of your input. Please report it with the lines above and the command. "
+        "Everything that was saved before is kept.",
         FAULT,
     )
 
@@ -219,21 +218,21 @@ def user_message(error: BaseException, command: str = "") -> str | None:
     ):
         extra = "gguf" if error.name in ("gguf", "accelerate") else _EXTRAS.get(command, "extract")
         return (
-            f"{error.name} is not installed, and this command needs it: pip install "
-            f"'moa-data[{extra}]'."
+            f"this command needs {error.name}, which is not installed. Install it with "
+            f"pip install 'moa-data[{extra}]'."
         )
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
         # For errors of torch, name the flag that limits the size of tensors. No flag limits the
         # size of the data that causes Python's own MemoryError.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
         advice = f"Free some memory, or lower {flag}" if flag else "Free some memory"
-        return f"out of memory ({text.split('. ')[0] or type(error).__name__}). {advice}."
+        return f"memory ran out ({text.split('. ')[0] or type(error).__name__}). {advice}."
     if (trouble := machine_trouble(error)) is not None:
         return str(trouble)
     if isinstance(error, OSError) and error.filename and error.strerror:
         return (
-            f"{error.filename}: {error.strerror}. Check the path and the free space, or choose "
-            "another."
+            f"{error.filename} cannot be read or written ({error.strerror}). Check the path and the "
+            "free space, or choose another path."
         )
     return text if isinstance(error, OSError) else None
 

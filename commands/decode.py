@@ -25,17 +25,19 @@ class GenerateConfig(DecodingConfig):
     """Settings of `moa-data generate`."""
 
     drafter: Common[str]
-    """The drafter: a run of `moa-data train`, or a folder with a drafter, which may come from the
-    EAGLE or MoA authors."""
+    """The drafter: a run of `moa-data train`, or a folder with a drafter, which may also come from
+    the authors of EAGLE or MoA."""
     max_new_tokens: Common[Count] = 256
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "auto"
-    """How many tokens are drafted per target call. 5: a chain of five tokens. 10@0.2 or 7c0.3: a
-    chain of at most 10 or 7 tokens, which ends when its acceptance becomes unlikely. 6x8x62: a tree
-    of depth 6, breadth 8 and 62 nodes. auto: 10@0.2, and no drafts while drafting would make
-    decoding slower (docs/decoding.md)."""
+    """How many tokens are drafted per target call. 5: a chain of five drafts. 10@0.2: a chain of at
+    most ten drafts, which ends when it becomes unlikely (below 0.2) that all of them are accepted.
+    7c0.3: a chain of at most seven drafts, which ends before the first draft that dspark's
+    confidence head rates below 0.3. 6x8x62: a tree with 6 levels, of which the target verifies the
+    62 most likely nodes. auto: 10@0.2, but no drafts while they would make decoding slower. See
+    docs/decoding.md."""
     compare: Common[bool] = False
-    """Also decode without drafts, and compare the tokens and the speed."""
+    """Also decode without drafts, and compare the tokens and the speed. This takes more time."""
 
     @override
     def tree_shape(self) -> "TreeShape | None":
@@ -46,20 +48,21 @@ class GenerateConfig(DecodingConfig):
 @click.option(
     "--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
     help=(
-        "The user's message. The value - reads it from standard input. Repeat the option to "
-        "decode several prompts in one batch."
+        "The user's message. --prompt - reads it from standard input. Repeat the option to "
+        "answer several prompts in one batch."
     ),
 )  # fmt: skip
 def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
-    """Answer prompts with target and drafter; accepted drafts are green.
+    """Answer prompts with a target and a drafter, and show accepted drafts in green.
 
     Prints the answer, the acceptance length, the number of target calls, and tokens/s. The
-    acceptance length is the number of tokens committed per target call, bonus token included.
-    --compare also decodes the same prompts without drafts and prints the same figures.
+    acceptance length is the number of tokens committed per target call, including the bonus token
+    (the token that the target adds after the accepted drafts). --compare also decodes the same
+    prompts without drafts and prints the same figures.
 
-    With temperature 0, the tokens are those of plain decoding. With a higher temperature, tokens
-    have the same distribution as in plain decoding. Equal seeds then give equal answers only if
-    --tree is a fixed shape, because auto depends on the timing of the machine.
+    With temperature 0 and float32, the tokens are the same as without drafts. With a higher
+    temperature, they have the same distribution as without drafts. The same seed then gives the
+    same answer only if --tree is a fixed shape, because auto depends on the timing of the machine.
 
     \b
     Examples:
@@ -139,26 +142,28 @@ def _read_prompt(text: str) -> str:
         text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(
-            f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}); convert "
+            f"the prompt is not UTF-8 text ({error.reason} at position {error.start:,}). Convert "
             "it to UTF-8."
         ) from error
     if not text.strip():
         raise StageFailure(
-            "the prompt is empty; give --prompt TEXT, or --prompt - and a text on standard input."
+            "the prompt is empty. Give --prompt TEXT, or --prompt - and a text on standard input."
         )
     return text
 
 
 @stage_command(EvalConfig, name="eval")
 def evaluate(config: EvalConfig) -> None:
-    """Measure drafters: acceptance length, target calls and tokens/s, compared with plain decoding.
+    """Measure how much drafters speed up decoding: acceptance length, target calls and tokens/s.
 
-    All methods decode the same prompts in alternation. The prompts are chats (jsonl), whose last
-    assistant message is left out, or Spec-Bench questions, which have several turns. The acceptance
-    length is the number of tokens committed per target call, bonus token included. The report also
-    shows the cost of training each drafter, and warns if the drafters were trained differently.
+    All methods decode the same prompts in turns, and are compared with plain decoding, which uses
+    no drafts. The prompts are chats (jsonl), whose last assistant message is left out, or
+    Spec-Bench questions, which have several turns. The acceptance length is the number of tokens
+    committed per target call, including the bonus token (the token that the target adds after the
+    accepted drafts). The report also shows on how many tokens each drafter was trained, and warns
+    if the drafters were trained with different data or settings.
 
-    With --disconnect N, the target's answers are also cut at some positions, and each drafter
+    With --disconnect N, the target's answers are also cut off at some positions, and each drafter
     writes N tokens after each cut without the target. The report then shows how long these tokens
     agree with the target's answer.
 
@@ -167,7 +172,7 @@ def evaluate(config: EvalConfig) -> None:
       moa-data eval --model ./llama3-8b --drafter runs/moa --prompts test.jsonl --out report.json
       moa-data eval --model ./llama3-8b --drafter runs/moa,runs/eagle --prompts spec_bench.jsonl \\
           --method plain,chain,tree,auto,prompt-lookup --repeats 3
-      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain  measure noise
+      moa-data eval --model ./llama3-8b --prompts test.jsonl --method plain,plain  # the noise
       moa-data eval --model ./llama3-8b --drafter runs/moa --prompts gsm8k.jsonl --method plain \\
           --disconnect 256 --scorer my_scores.py:exact_answer
     """
@@ -182,7 +187,7 @@ def evaluate(config: EvalConfig) -> None:
             raise
     out.print(markdown_report(report))
     for warning in report.warnings:
-        tell(f"trained differently: {warning}.")
+        tell(f"The drafters were not trained in the same way: {warning}.")
 
 
 @click.command()
@@ -195,7 +200,7 @@ def evaluate(config: EvalConfig) -> None:
 )
 @click.option(
     "--with", "engine", required=True, type=click.Choice(["transformers", "vllm", "speculators"]),
-    help="The engine to compare with: transformers, vLLM, or the model class of speculators.",
+    help="The other engine: transformers, vllm, or speculators (its model class).",
 )  # fmt: skip
 @click.option(
     "--python",
@@ -207,7 +212,7 @@ def evaluate(config: EvalConfig) -> None:
 @click.option(
     "--prompts",
     metavar="FILE",
-    help="File of chats or Spec-Bench questions. Default: eight short questions.",
+    help="File of chats or Spec-Bench questions to decode. Default: eight short questions.",
 )
 @click.option("--n-prompts", default=8, show_default=True, help="Number of prompts to use.")
 @click.option(
@@ -217,11 +222,12 @@ def evaluate(config: EvalConfig) -> None:
     "--draft-length",
     default=5,
     show_default=True,
-    help="Number of tokens drafted per round. DFlash always drafts whole blocks.",
+    help="Number of tokens drafted per target call. DFlash always drafts whole blocks.",
 )
 @click.option(
     "--dtype", default="float32", show_default=True,
-    type=click.Choice(["float32", "bfloat16", "float16"]), help="Data type of weights and computations on both sides.",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Data type of weights and computations in both engines.",
 )  # fmt: skip
 @click.option(
     "--out", "report", metavar="FILE", help="File to which the result is also written, as JSON."
@@ -229,16 +235,17 @@ def evaluate(config: EvalConfig) -> None:
 def conform(
     drafter: str, model: str, engine: str, report: str | None, draft_length: int, **options: Any
 ) -> None:
-    """Check whether another engine drafts like this package, and find the difference.
+    """Check whether another engine makes the same drafts as moa-data, and find the difference.
 
     Both engines decode the same prompts greedily, and the drafts of every round are compared. If
-    drafts differ, the command looks for the cause: it puts known mistakes into its own code, one at
-    a time, and names the mistake that reproduces all rounds of the other engine. Examples of such
-    mistakes are layer numbers off by one, missing norms, and wrong positions. If DRAFTER is a run
-    of `train`, it is first exported for the engine. A folder of another program is used unchanged.
+    drafts differ, the command looks for the cause: it makes known mistakes on purpose, one at a
+    time, and names the mistake that leads to exactly the drafts of the other engine. Examples of
+    such mistakes are layer numbers off by one, missing norms, and wrong positions. If DRAFTER is a
+    run of `moa-data train`, it is first exported for the engine. A folder of another program is
+    used unchanged.
 
-    Exit code 0 if all drafts are equal, 1 if they differ, 2 if the engine or the drafter cannot be
-    used.
+    The exit code is 0 if all drafts are equal, 1 if they differ, and 2 if the engine or the drafter
+    cannot be used.
 
     \b
     Examples:

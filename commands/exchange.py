@@ -15,9 +15,9 @@ def export_command(config: ExportConfig) -> None:
     """Write a store in the layout of speculators, SpecForge or EAGLE, or a Parquet index of it.
 
     In the written files, layers are numbered as in the other project, and the last hidden state is
-    before or after the final norm, as the project expects it. Run the same command again after an
-    interruption: files that are already written are kept. If the store lacks a field that the
-    layout needs, the error names the `moa-data add` command that adds the field.
+    taken before or after the final norm, as the project expects it. Run the same command again
+    after an interruption. Files that are already written are kept. If the store lacks activations
+    that the layout needs, the error names the `moa-data add` command that adds them.
 
     The index (--format index) has the ids, lengths, tokens, masks and texts of all sequences, and
     the locations of their activations. DuckDB, Polars or `datasets` can select sequences with it.
@@ -35,12 +35,13 @@ def export_command(config: ExportConfig) -> None:
 
 @stage_command(DrafterExportConfig, arguments=("drafter",), name="export-drafter")
 def export_drafter_command(config: DrafterExportConfig) -> None:
-    """Write a trained drafter for vLLM, SGLang, transformers, speculators or the authors' code.
+    """Write a trained drafter in a format that vLLM, SGLang, transformers or other programs load.
 
-    The authors' code means the code of the EAGLE and MoA authors. A drafter is refused if the other
-    program would run it differently. For example, a `moa` drafter must have been trained with
-    --preset paper. The exported folder is loaded again and compared with the drafter before it gets
-    its final name. `eval` and `generate` accept the folder as --drafter.
+    Among the other programs are speculators, and the code of the EAGLE and MoA authors. A drafter
+    is refused if the other program would run it differently. For example, a drafter of the kind moa
+    must have been trained with --preset paper. The exported folder is loaded again and compared
+    with the drafter before it gets its final name. `moa-data eval` and `moa-data generate` accept
+    the folder as --drafter.
 
     \b
     Examples:
@@ -56,8 +57,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
 def import_command(config: ImportConfig) -> None:
     """Create a store from files of speculators, SpecForge or EAGLE.
 
-    The final norm, embeddings and LM head of the store are copied from the target. The target's
-    layers are not run.
+    The target's final norm, embeddings and LM head are copied to the store. The target is not run.
 
     \b
     Example:
@@ -79,10 +79,10 @@ def import_command(config: ImportConfig) -> None:
 def push(path: Path, repo: str, private: bool) -> None:
     """Push a store or a drafter to the Hugging Face Hub, with its card.
 
-    On the Hub, a store becomes a dataset, and a drafter (or the drafter of a run) becomes a model.
-    REPO is OWNER/NAME and is created if it does not exist. Run the same command again to continue
-    after an interruption. Logs of runs are not pushed, because they reveal paths and machines. The
-    token is read from HF_TOKEN.
+    PATH is a store, a run, or a folder with a drafter. On the Hub, a store becomes a dataset, and a
+    drafter becomes a model. REPO is OWNER/NAME; it is created if it does not exist. Run the same
+    command again to continue after an interruption. The logs of a run are not pushed, because they
+    reveal paths and machines. The access token is read from the environment variable HF_TOKEN.
 
     \b
     Examples:
@@ -103,9 +103,9 @@ def push(path: Path, repo: str, private: bool) -> None:
 def pull(repo: str, path: Path, revision: str | None) -> None:
     """Pull a store or a drafter from the Hugging Face Hub, and check every byte.
 
-    Each file is compared with the hash that the Hub has for its commit. A store is also compared
-    with its own checksums. Run the same command again to continue after an interruption. A private
-    repository needs HF_TOKEN.
+    Each file is compared with the hash that the Hub has for it. A store is also compared with its
+    own checksums. Run the same command again to continue after an interruption. For a private
+    repository, set the environment variable HF_TOKEN to your access token.
 
     \b
     Example:

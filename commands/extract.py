@@ -20,13 +20,14 @@ _seed_option = click.option(
     default=0,
     show_default=True,
     metavar="N",
-    help="Seed of the random choice of sequences.",
+    help="Seed of the random numbers that choose the sequences.",
 )
 _device_option = click.option(
     "--device",
     default="auto",
     show_default=True,
-    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1.",
+    help="Device that runs the target: auto, cpu, cuda, or one GPU such as cuda:1. auto takes a GPU if "
+    "the machine has one, otherwise the CPU.",
 )
 
 
@@ -34,18 +35,18 @@ _device_option = click.option(
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Only print what would be generated and how fast a few tokens are.",
+    help="Write nothing; print how many answers would be generated, and how long that would take.",
 )
 def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
     """Let the target answer the questions of a chat dataset, or write the questions too.
 
-    Drafters learn best from text that the target wrote. `extract` can read the chats that this
-    command writes. In chats with several turns, each question follows the target's own earlier
+    Drafters learn best from text that the target wrote. `moa-data extract` can read the chats that
+    this command writes. In chats with several turns, each question follows the target's own earlier
     answers. Rows that cannot be used are counted by reason. --drafter makes the command faster and
     does not change the answers. With --self-prompted no dataset is needed, because the target
     writes the questions too.
 
-    Answered chats are appended to FILE in batches. Run the same command again after an
+    Answered chats are appended to the file of --out in batches. Run the same command again after an
     interruption; the result has the same bytes as an uninterrupted run. The file
     NAME.regeneration.json next to NAME.jsonl records the target and all settings.
 
@@ -82,15 +83,15 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 
     `moa-data plan` with the same options estimates the cost.
 
-    Run the same command again to continue after an interruption: committed parts are kept. If the
-    target, the dataset or a setting that affects the data has changed since then, the command
-    refuses to continue and names the change. To add --activations or --target-layers to an existing
-    store, use `moa-data add`.
+    Run the same command again to continue after an interruption. The parts of the store that are
+    finished are kept. If the target, the dataset or a setting that affects the data has changed
+    since then, the command refuses to continue and names the change. To add --activations or
+    --target-layers to an existing store, use `moa-data add`.
 
     With --workers N, the command starts N worker processes with one device each. The same command
-    can also be started several times, on one machine or on machines that share the disk: each takes
-    the next part that is not committed. With --engine ray, workers run on all machines of a Ray
-    cluster, and a lost worker is started again.
+    can also be started several times, on one machine or on machines that share the disk. They then
+    divide the parts of the store among themselves. With --engine ray, workers run on all machines
+    of a Ray cluster, and a lost worker is started again.
 
     \b
     Examples:
@@ -116,11 +117,12 @@ def extract(config: ExtractConfig, worker: tuple[int, int] | None) -> None:
 def plan(config: ExtractConfig) -> None:
     """Estimate the cost of an extraction, and recommend a drafter and activations.
 
-    The options are those of `extract`. The command reads the dataset, the tokenizer and the
-    target's config.json, but not its weights. It times three batches on this machine, with random
-    weights of the target's sizes, including encoding and writing to the disk of --out. Then it
-    prints bytes, memory and time as ranges. No files are left. It fails if the target does not fit
-    into memory, or if the store does not fit on the disk.
+    The options are those of `moa-data extract`. The command reads the dataset, the tokenizer and
+    the target's config.json, but not its weights. To measure the speed, it runs three batches on
+    this machine, with random weights in place of the target's, and writes their activations to the
+    disk of --out. Then it prints ranges for bytes, memory and time, and deletes what it has
+    written. The command ends with an error if the target does not fit into memory, or if the store
+    does not fit on the disk.
 
     \b
     Example:
@@ -139,11 +141,11 @@ def plan(config: ExtractConfig) -> None:
         extraction_plan.forward.check_memory()
     extraction_plan.check_disk()
     if config.forward.source == "vllm":
-        out.print("time         not measured, because a plan does not start vLLM")
+        out.print("time         not measured, because `moa-data plan` does not start vLLM")
     elif not is_here:
         out.print(
-            "time         not measured, because this machine has no GPU; run `plan` on a machine "
-            "like the workers'"
+            "time         not measured, because this machine has no GPU; run `moa-data plan` on a "
+            "machine like those of the workers"
         )
     else:
         out.print(describe_estimate(extraction_plan, config.scale.workers))
@@ -152,13 +154,15 @@ def plan(config: ExtractConfig) -> None:
 
 
 @stage_command(AddConfig, arguments=("store",))
-@click.option("--dry-run", is_flag=True, help="Only print what would be added, and its cost.")
+@click.option(
+    "--dry-run", is_flag=True, help="Write nothing; print what would be added, and its cost."
+)
 def add(config: AddConfig, dry_run: bool) -> None:
-    """Add activations to a store; existing ones are kept, byte for byte.
+    """Add activations to a store. The activations that it already has do not change.
 
-    Runs the target again over the stored tokens, in the same batches as the extraction. The dataset
-    is not needed. Until all parts have the new fields, readers do not see any of them. Run the same
-    command again to continue after an interruption.
+    The command runs the target again over the stored tokens, in the same batches as the extraction.
+    The dataset is not needed. The new activations can be read when all parts of the store have
+    them. Run the same command again to continue after an interruption.
 
     \b
     Examples:
@@ -184,9 +188,9 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--codec",
     required=True,
-    help="Codec of the new store: lossless, int8 or transform:<bits per "
-    "value>[,hidden=<bits>][,tokens][,from-kv][,joint][@<scope>], for example transform:3 (see "
-    "docs/codecs.md). Fewer bits make the store smaller and its values less exact.",
+    help="Codec of the new store: lossless, int8, or transform:B with about B bits per value, for "
+    "example transform:3. Fewer bits make the store smaller and its values less exact. The full form "
+    "is transform:B[,hidden=B][,tokens][,from-kv][,joint][@SCOPE]; docs/codecs.md explains it.",
 )
 @click.option(
     "--out",
@@ -197,15 +201,15 @@ def add(config: AddConfig, dry_run: bool) -> None:
 @click.option(
     "--drafter",
     metavar="RUN",
-    help="A drafter that was trained from STORE. Keys and values get more bits where errors would "
-    "change its drafts. Only with a transform codec.",
+    help="Only with a transform codec: a drafter that was trained from STORE. Keys and values get "
+    "more bits where errors would change its drafts.",
 )
 def recode(store: str, codec: str, folder: str, drafter: str | None) -> None:
-    """Write a lossless store again with another codec, without the target.
+    """Copy a lossless store with another codec. The target is not needed.
 
-    The new store is the one that `extract --codec` would have written; with a transform codec it
-    can differ by rounding. Run the same command again to continue after an interruption. The report
-    ends with the output of `moa-data compare` for the two stores.
+    The new store is the same as `moa-data extract --codec` would have written; with a transform
+    codec it can differ by rounding. Run the same command again to continue after an interruption.
+    The report ends with the output of `moa-data compare` for the two stores.
 
     With --drafter, keys and values get more bits where errors would change the next-token
     distributions of that drafter. The new store then suits drafters that read the same layers in
@@ -237,8 +241,8 @@ def recode(store: str, codec: str, folder: str, drafter: str | None) -> None:
 @click.argument("store")
 @click.option(
     "--model",
-    help="The target of the stores. With it, the command also measures how the target continues "
-    "sequences from the keys and values of both stores.",
+    help="The target of the stores. If it is given, the command also measures how well the target "
+    "continues sequences from the keys and values of each store.",
 )
 @click.option(
     "--samples",
@@ -290,11 +294,11 @@ def compare(
 @click.argument("store")
 @click.option(
     "--model",
-    help="The target of the store. With it, damaged and missing parts are extracted again.",
+    help="The target of the store. If it is given, damaged and missing parts are extracted again.",
 )
 @click.option(
     "--dataset",
-    help="The dataset of chats. Give it only if the chats have moved since the last extraction.",
+    help="The dataset of the store. Give it only if it has moved since the last extraction.",
 )
 @click.option(
     "--device", help="Device that runs the target. Default: the device of the last extraction."
@@ -307,13 +311,13 @@ def compare(
 def repair(
     store: str, model: str | None, dataset: str | None, device: str | None, drop: bool
 ) -> None:
-    """Repair a damaged store: extract the damaged and missing parts, or drop the damaged ones.
+    """Repair a damaged store: extract damaged and missing parts again, or delete the damaged ones.
 
     Every byte is checked first. With --model, damaged parts are deleted, and then extracted again
-    together with missing parts. With --drop, damaged parts are deleted only. Without either option,
+    together with missing parts. With --drop, damaged parts are only deleted. Without either option,
     the command only checks the store, as `moa-data verify` does. Run the same command again, or
-    `extract`, to continue after an interruption. If a file cannot be checked, for example because
-    it may not be read, nothing is deleted and the exit code is 2.
+    `moa-data extract`, to continue after an interruption. If a file cannot be checked, for example
+    because this user may not read it, nothing is deleted and the exit code is 2.
 
     \b
     Examples:
@@ -323,8 +327,8 @@ def repair(
     """
     if model and drop:
         raise StageFailure(
-            "give --model, which extracts the damaged parts again, or --drop, which deletes them, "
-            "but not both."
+            "--model and --drop are both given. Give --model, which extracts the damaged parts "
+            "again, or --drop, which only deletes them, but not both."
         )
     if model:
         from ..pipeline.extract import repair as run_repair
@@ -335,8 +339,12 @@ def repair(
 
         with ProgressLine() as progress:
             damages = drop_damage(store, progress)
-        lines = [f"dropped: {damage.path}: {damage.message}" for damage in damages]
-        out.print("\n".join(lines) or f"{store} has no damage, nothing was dropped")
+        lines = [
+            f"{damage.path} was damaged ({damage.message}). It was deleted, with the files that belong "
+            "to it."
+            for damage in damages
+        ]
+        out.print("\n".join(lines) or f"{store} has no damage, so nothing was deleted")
     else:
         check_store(store)
 
@@ -372,7 +380,7 @@ def audit(store: str, model: str, samples: int, seed: int, device: str) -> None:
 
     if not run_stage(run_audit, store, model, samples=samples, seed=seed, device=device).ok:
         raise StageFailure(
-            f"{store} differs from {model} by more than the tolerance. Check that this is the "
-            "target that the store was extracted from.",
+            f"the activations of {store} differ from those that {model} computes now by more than "
+            "the tolerance. Check that the store was extracted from this target.",
             FOUND,
         )

@@ -162,17 +162,17 @@ def _sources(presets: Presets | None) -> list[click.Parameter]:
     names = ", ".join(presets or ())
     preset = click.Option(
         ["--preset"],
-        help=f"Named set of values: {names}. Values given in any other way replace those of the preset.",
+        help=f"Named set of settings: {names}. Settings that are given in any other way override it.",
     )
     return [
         *([preset] if presets else []),
         click.Option(
             ["--config", "config_path"], type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-            help="YAML file of settings, as lines `name: value`. --set and flags override it.",
+            help="YAML file with settings as lines `name: value`. --set and flags override it.",
         ),
         click.Option(
             ["--set", "assignments"], multiple=True, metavar="NAME=VALUE",
-            help="Set any setting by its name; `none` means no value. Can be repeated.",
+            help="Set a setting by its name; `none` means no value. The option can be repeated.",
         ),
     ]  # fmt: skip
 

@@ -6,7 +6,7 @@ import threading
 
 from ..machine import keep_freed_memory, resident_memory, use_huge_pages
 from ..serving.config import ServeConfig
-from ..text import format_bytes
+from ..text import counted, format_bytes
 from .console import StageFailure, out, tell
 from .options import stage_command
 
@@ -15,17 +15,18 @@ _LOG = logging.getLogger(__name__)
 
 @stage_command(ServeConfig)
 def serve(config: ServeConfig) -> None:
-    """Serve a target over OpenAI's API, and to clients with their own drafters.
+    """Serve a target over OpenAI's API, and over gRPC to clients that draft themselves.
 
-    Requests of all clients share target calls (continuous batching). With --drafter, the server
-    drafts while this makes answers faster. The text of the answers stays the same, token for token.
-    Programs that use OpenAI's API need only another base URL: http://HOST:PORT/v1. The routes are
-    /v1/chat/completions, /v1/completions, /v1/models, /health, and /metrics for Prometheus. A
-    request can select a drafter with "drafter": "NAME", or no drafter with "drafter": "none".
-    Clients that run the drafter themselves connect over gRPC (moa.v1 in serving/moa_v1.proto).
+    The requests of all clients are processed together in the same target calls (continuous
+    batching). With --drafter, the server drafts as long as this makes answers faster. The text of
+    the answers stays the same, token for token. Programs that use OpenAI's API need only another
+    base URL, http://HOST:PORT/v1. The routes are /v1/chat/completions, /v1/completions, /v1/models,
+    /health, and /metrics for Prometheus. A request can select a drafter with "drafter": "NAME", or
+    no drafter with "drafter": "none". Clients that run the drafter themselves connect over gRPC
+    (moa.v1 in serving/moa_v1.proto), as `moa-data chat` does.
 
     Each request is logged as one JSON line on standard error. After Ctrl-C or SIGTERM, running
-    answers have grace_s seconds to finish (--set grace_s=S). A second signal ends them at once.
+    answers have 30 seconds to finish (--grace-s). A second signal ends them at once.
 
     \b
     Examples:
@@ -72,8 +73,8 @@ def serve(config: ServeConfig) -> None:
         sizes = [resident_memory() - engine.kv_bytes, engine.kv_bytes, engine.working_bytes]
         texts = map(format_bytes, [sum(sizes), *sizes])
         _LOG.info(
-            "memory: up to %s: %s are in use after loading, %s are for keys and values, and up to "
-            "%s are for calls and requests",
+            "memory: up to %s will be used. %s are in use after loading, %s are for keys and values, "
+            "and up to %s are for target calls and requests.",
             *texts,
         )
 
@@ -91,7 +92,7 @@ def serve(config: ServeConfig) -> None:
     run = ServerRun(service, on_ready, identities)
     asyncio.run(run.serve())
     n_broken_off = service.metrics.n_broken_off
-    rest = f"{n_broken_off} answers were broken off" if n_broken_off else "all answers had ended"
-    tell(f"stopped; {rest}.")
+    cut = f"It cut off {counted(n_broken_off, 'answer')} before the end."
+    tell(f"The server has stopped. {cut if n_broken_off else 'All answers were complete.'}")
     if run.signum is not None:
         raise StageFailure("", 128 + run.signum)

@@ -115,7 +115,7 @@ def decide(code: int) -> int:
     end_command()
     if _State.signum is not None and code < 128:
         if code == 0:
-            _tell("Error: interrupted just before its end. Run the same command again.")
+            _tell("Error: the command was interrupted just before its end. Run it again.")
         code = 128 + _State.signum
     _State.code = code
     return code
@@ -187,7 +187,7 @@ def _watch(pipe: int) -> NoReturn:
             os.kill(os.getpid(), signal.SIGTERM)
         is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_hint_shown:
-            _tell("Finishing what has started; press Ctrl-C again to stop at once.")
+            _tell("The command finishes what it has started; press Ctrl-C again to stop at once.")
             is_hint_shown = True
         if next_signal == signal.SIGINT and is_later:
             if not is_patient:

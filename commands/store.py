@@ -18,7 +18,7 @@ from .console import FOUND, INCOMPLETE, ProgressLine, StageFailure, out, tell
     help="Show the text of sequence I, counted from 0, with the response in colour.",
 )
 def inspect(store: str, sequence: int | None) -> None:
-    """Show the contents of a store: identities, conventions, activations, sizes, lengths.
+    """Show what a store contains: activations, sizes, lengths, target, dataset and settings.
 
     \b
     Examples:
@@ -37,7 +37,8 @@ def inspect(store: str, sequence: int | None) -> None:
     with ActivationStore(store) as reader:
         if not 0 <= sequence < len(reader):
             raise StageFailure(
-                f"--sequence is {sequence}, the store has {len(reader)} sequences, counted from 0."
+                f"--sequence is {sequence}, expected a number of at least 0 and below {len(reader)}, "
+                f"which is the number of sequences in {store}."
             )
         tokens = reader.read(sequence, "tokens").tolist()
         mask = reader.read(sequence, "response_mask").tolist()
@@ -54,8 +55,8 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
         from ..moa.targets.live import load_target_tokenizer
     except ModuleNotFoundError as error:
         tell(
-            f"Showing token ids instead of text: {error.name} is not installed (pip install "
-            "'moa-data[extract]')."
+            f"Token ids are shown instead of text, because {error.name} is not installed. To see "
+            "the text, run pip install 'moa-data[extract]'."
         )
         return lambda ids: " ".join(map(str, ids))
     tokenizer = load_target_tokenizer(target)
@@ -67,10 +68,10 @@ def _decoder(target: Path) -> Callable[[list[int]], str]:
 @click.option(
     "--checksums-only",
     is_flag=True,
-    help="Only compare the checksums of all files, without decoding their values. This is faster.",
+    help="Only compare the checksums of all files. This is faster, because values are not decoded.",
 )
 def verify(store: str, checksums_only: bool) -> None:
-    """Check every byte of a store: sizes, checksums, counts, finite values.
+    """Check every byte of a store: sizes and checksums of files, counts, and finite values.
 
     The exit code is 0 if the store is complete and undamaged, 1 if parts are damaged, 2 if files
     could not be checked (they may be undamaged), and 3 if no part is damaged, but parts are

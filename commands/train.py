@@ -25,24 +25,24 @@ def _show_warning(
 
 @stage_command(TrainConfig, arguments=("store",), presets=PRESETS, earlier=earlier_settings)
 def train(config: TrainConfig) -> None:
-    """Train a drafter from a store; the target is never loaded.
+    """Train a drafter from a store. The target is never loaded.
 
-    Writes checkpoints (best and last), CSV and TensorBoard logs, the resolved configuration and a
-    PNG of the curves to --out. --resume continues from the last checkpoint with the settings of the
-    run; on a CPU the result is the same, bit for bit, as without the interruption. --resume with a
-    larger --max-steps makes the run longer. --init-from starts a new run from the weights of
-    another one.
+    Checkpoints (best and last), logs (CSV and TensorBoard), all settings, a picture of the training
+    curves and the drafter are written to --out. --resume continues a run from its last checkpoint
+    with its settings; on a CPU the result is the same, bit for bit, as without the interruption.
+    --resume with a larger --max-steps makes the run longer. --init-from starts a new run from the
+    weights of another one.
 
     Settings that are not given are chosen from the target's size, the number of tokens and the
     length of the run: epochs, optimizer, learning rate, warm-up, decay, batch and validation. The
     command prints its choices and the reasons. --preset paper trains Mixture of Attentions as
-    published, which `export-drafter --format moa` requires.
+    published, which `moa-data export-drafter --format moa` requires.
 
-    A batch is processed in micro-batches, and their gradients are accumulated. On an accelerator, a
+    A batch is processed in micro-batches, and their gradients are accumulated. On a GPU, a
     micro-batch has as many sequences as fit into memory; trial steps find this number. On a CPU, a
     micro-batch has at most 2,048 tokens. --micro-batch-size sets the number of sequences in a
-    micro-batch, which changes the result only by rounding. --dry-run prints the chosen settings,
-    time, memory and disk space, and writes nothing.
+    micro-batch, which changes the result only by rounding. --dry-run prints the chosen settings and
+    the time, memory and disk space that the run needs, and writes nothing.
 
     With several devices, each batch is divided among them, which changes the result only by
     rounding. On several machines, run the command under torchrun or srun, with --num-nodes.
@@ -84,14 +84,14 @@ def train(config: TrainConfig) -> None:
     out.print(train_view(report))
     if report.n_pending_parts:
         tell(
-            f"{counted(report.n_pending_parts, 'part')} of {config.store} are not extracted yet; "
-            "the drafter was trained on the others only."
+            f"The drafter was trained without {counted(report.n_pending_parts, 'part')} of "
+            f"{config.store}, because the store is not complete yet."
         )
 
 
 @stage_command(DemoConfig)
 def demo(config: DemoConfig) -> None:
-    """Demonstrate everything on a small machine, without network, in a few minutes.
+    """Run all steps of moa-data on a small machine, without network, in a few minutes.
 
     The demo generates chats, trains a tiny target on them, extracts its activations, and trains a
     drafter from the store. Then it decodes held-out prompts with the drafter, and serves one answer

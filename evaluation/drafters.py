@@ -80,7 +80,7 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     for name, facts in drafters.items():
         if not facts["settings"]:
             differences.append(
-                f"{name}: its folder holds no training run, so nothing says how it was trained"
+                f"it is unknown how {name} was trained, because its folder contains no training run"
             )
             continue
         for fact, value in _compared(facts):
@@ -88,7 +88,7 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     for fact, by_drafter in by_fact.items():
         if len(set(map(str, by_drafter.values()))) > 1:
             recorded = [f"{name} {_short(value)}" for name, value in by_drafter.items()]
-            differences.append(f"{fact}: {', '.join(recorded)}")
+            differences.append(f"{fact} ({', '.join(recorded)})")
     return differences
 
 
@@ -98,9 +98,12 @@ def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     Each is a pair. The first item is the beginning of the line that reports a difference in this
     fact, and the second item is the value.
     """
-    recorded = {"steps differ": facts["n_steps"], "training tokens differ": facts["n_tokens"]}
+    recorded = {
+        "the numbers of training steps differ": facts["n_steps"],
+        "the numbers of training tokens differ": facts["n_tokens"],
+    }
     for key, value in facts["store"].items():
-        recorded[f"stores differ in {key}"] = value
+        recorded[f"the stores differ in {key}"] = value
     for fact, value in recorded.items():
         if value is not None:
             yield fact, value
@@ -112,7 +115,7 @@ def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 continue
             key = name if key == "kind" else key
             if key not in _MAY_DIFFER:
-                yield f"settings differ in {key}", setting
+                yield f"the settings differ in {key}", setting
 
 
 def _short(value: Any) -> str:
@@ -132,6 +135,6 @@ def _read(file: Path) -> dict[str, Any]:
             raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(values, dict):
         raise OptionInvalid(
-            f"{file} holds a {type(values).__name__}, expected a mapping. Restore the file."
+            f"{file} contains {values!r:.60}, expected names with values. Restore the file."
         )
     return values

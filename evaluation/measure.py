@@ -396,7 +396,7 @@ def measure_disconnections(
         for tokens in opening_tokens(target, [prompt]):
             usable.append((prompt, tokens))
     cuts: list[_Cut] = []
-    answering = progress.of("answer", "prompt")
+    answering = progress.of("answer prompts", "prompt")
     for start in range(0, len(usable), batch_size):
         batch = usable[start : start + batch_size]
         answers = generate_batch(
@@ -410,7 +410,7 @@ def measure_disconnections(
                 reference = answer.tokens[point : point + n_tokens]
                 cuts.append(_Cut(row, prompt, tokens + answer.tokens[:point], reference))
         answering(start + len(batch), len(usable))
-    continuing = progress.of("continue", "cut")
+    continuing = progress.of("continue cut answers", "cut")
     for start in range(0, len(cuts), batch_size):
         _continue_batch(target, drafters, cuts[start : start + batch_size], n_tokens, scorer)
         continuing(min(start + batch_size, len(cuts)), len(cuts))
@@ -509,8 +509,8 @@ def load_scorer(name: str) -> Scorer:
     except Exception as error:  # The user's module may raise anything.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
-            f"--scorer {name} cannot be loaded ({reason}); expected module:function or "
-            "file.py:function."
+            f"--scorer {name} cannot be loaded ({reason}). Write it as module:function or "
+            "file.py:function, and check that Python can import the function."
         ) from error
     return scorer
 
@@ -525,11 +525,9 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
     except Exception as error:  # The user's function may raise anything.
-        reason = (
-            f"on an answer to prompt {cut.row.prompt_id} ({type(error).__name__}: "
-            f"{first_line(error)})"
-        )
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
-            f"the function of --scorer failed {reason}; correct the function."
+            "the function that --scorer names failed for an answer to the prompt "
+            f"{cut.row.prompt_id} ({reason}). Correct the function."
         ) from error
     return float(score)

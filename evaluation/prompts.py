@@ -65,16 +65,16 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
             rows.append(_parse(row, where, number))
             if rows[-1][0] != rows[0][0]:
                 raise DatasetError(
-                    f"{where} does not have the format of the rows before it, {rows[0][0]}; put "
-                    "rows of different formats into separate files."
+                    f"{where} has the format {rows[-1][0]}, but the rows before it have the format "
+                    f"{rows[0][0]}. Put rows of different formats into separate files."
                 )
     except OSError as error:
         raise DatasetError(
-            f"{path}: {error.strerror or error}; give a JSONL file of chats or of Spec-Bench "
-            "questions."
+            f"{path} cannot be read ({error.strerror or error}). Give a JSONL file of chats or of "
+            "Spec-Bench questions."
         ) from error
     if not rows:
-        raise DatasetError(f"{path} has no prompts; expected one JSON object per line.")
+        raise DatasetError(f"{path} has no prompts, expected one JSON object per line.")
     kind = rows[0][0]
     prompts = _with_own_ids([prompt for _, prompt in rows])
     return PromptFile(kind, len(prompts), tuple(_choose(prompts, kind, n_prompts)))
@@ -100,7 +100,9 @@ def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
 def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
     chat = parse_prompt(row)
     if isinstance(chat, Rejection):
-        raise DatasetError(f"{where}: {chat.reason} ({chat.detail}); correct the line.")
+        raise DatasetError(
+            f"{where} cannot be used ({chat.reason}: {chat.detail}). Correct the row."
+        )
     messages = tuple(chat.messages)
     turns: tuple[tuple[Message, ...], ...] = tuple((message,) for message in messages)
     if not chat.asks_each:
@@ -109,7 +111,8 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
         raise DatasetError(
-            f"{where}: no message comes before the assistant's message; correct the line."
+            f"{where} contains only an answer of the assistant, and no message before it. Add the "
+            "user's message, or delete the row."
         )
     names = ("question_id",) if chat.asks_each else ("prompt_id", "id")
     identifier: Any = number

@@ -40,27 +40,29 @@ CONVENTIONS = {
     "acceptance_length": "tokens committed per target call, including the bonus token, without the "
     "prefill: the sum over all calls of all prompts divided by the number of calls; plain decoding "
     "has 1. Systems that leave out the bonus token report one less.",
-    "intervals": "95 %, bootstrap over prompts: turns and cuts of one prompt stay together",
+    "intervals": "95 % bootstrap intervals; prompts are resampled with all their turns and cuts",
     "target_calls": "calls of the target after the prefill; each answer also has one prefill",
-    "tokens": "generated token ids, end-of-sequence included, never re-tokenised text; the first "
-    "token comes from the prefill",
-    "seconds": "the whole generation, prefill included; the median of repeats; in a batch, each "
-    "prompt has an equal share",
+    "tokens": "generated token ids, including the end-of-sequence token; the first token comes from "
+    "the prefill, and text is never tokenized again",
+    "seconds": "time of the whole generation, including the prefill: the median of the repeats; "
+    "the time of a batch is divided equally among its prompts",
     "ratio": "tokens per second of the method divided by tokens per second of the baseline, each "
     "over all prompts",
-    "pairs": "each drafter divided by the first one with the same method, prompts paired",
-    "accepted_by_position": "share of target calls that accepted the draft at each position, the "
-    "first draft first; an answer's last call may be cut short",
-    "accepted_drafts": "accepted_drafts[k] = target calls that committed k + 1 tokens",
-    "exact_match": "the same token ids as the baseline; first_divergence counts generated tokens "
-    "from 0",
-    "cut": "after n_written tokens of the target's greedy answer; the last of them has no target "
-    "activations yet",
-    "agreement": "share of the tokens of the target's own greedy continuation that the writer has "
-    "at the same position; a position at which only the writer has ended counts as different",
-    "log_prob": "mean over tokens of the target's log-probability of the written token, given all "
-    "text before it; nats",
-    "offsets": "by_offset[i] is the (i + 1)-th token after the cut",
+    "pairs": "figures of each drafter divided by those of the first drafter, for the same method "
+    "and the same prompts",
+    "accepted_by_position": "share of target calls that accepted the first draft of the round, the "
+    "second draft, and so on; the last call of an answer may accept fewer, because the answer ends",
+    "accepted_drafts": "accepted_drafts[k] is the number of target calls that committed k + 1 tokens",
+    "exact_match": "whether all token ids are the same as the baseline's; first_divergence is the "
+    "index of the first token that differs, counted from 0",
+    "cut": "a position after n_written tokens of the target's greedy answer, from which drafters "
+    "continue; the target's activations are known for all tokens before it except the last one",
+    "agreement": "share of the tokens of the target's own greedy continuation that the writer (the "
+    "target or a drafter) wrote at the same position; if only the writer has ended, the position "
+    "counts as different",
+    "log_prob": "the target's log-probability of a written token, given all text before it, in "
+    "nats; the mean over the tokens",
+    "offsets": "by_offset[i] is about the (i + 1)-th token after the cut",
 }
 
 
@@ -414,8 +416,8 @@ def check_output(path: str | Path) -> Path:
     path = Path(path).expanduser()
     if path.suffix != ".json":
         raise OptionInvalid(
-            f"--out {path} does not end in .json; the report is written as JSON, with a .md file "
-            "next to it."
+            f"--out is {path}, expected a name that ends in .json, because the report is written as "
+            "JSON (with a .md file next to it)."
         )
     notes = path.with_suffix(".md")
     try:
@@ -428,8 +430,8 @@ def check_output(path: str | Path) -> Path:
             is_ours = not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         if not is_ours:
             raise OptionInvalid(
-                f"--out {path} would replace this file or {notes.name}, which do not hold a "
-                f"{KIND}; choose another --out."
+                f"--out is {path}, but this file or {notes.name} next to it exists and is not an "
+                "evaluation report, so it is not replaced. Choose another --out."
             )
         probe = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
@@ -438,7 +440,8 @@ def check_output(path: str | Path) -> Path:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise OptionInvalid(
-            f"--out {path} cannot be written ({error.strerror or error}); choose another --out."
+            f"--out is {path}, which cannot be written ({error.strerror or error}). Choose another "
+            "--out."
         ) from error
     return path
 

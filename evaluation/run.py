@@ -76,8 +76,9 @@ def evaluate(
     )  # fmt: skip
     if not measurement.rows:
         raise OptionInvalid(
-            f"none of the {len(file.prompts)} prompts leaves room for an answer in the target's "
-            "context; give shorter prompts."
+            f"each of the {len(file.prompts)} prompts of {config.prompts} fills the target's "
+            f"{target.max_positions:,} positions, so the target cannot write an answer; give shorter "
+            "prompts."
         )
     auto: dict[str, str] = {}
     for name, policy in policies.items():

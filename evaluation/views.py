@@ -33,10 +33,10 @@ def markdown_report(report: EvaluationReport) -> str:
         f"{counted(environment['n_threads'], 'thread')}; methods alternate.",
         *_method_table(report),
         "",
-        "Acceptance length: tokens committed per target call, including the bonus token, without "
-        "the prefill. Tokens/s: generated token ids over the whole generation, prefill included. "
-        "Exact: answers with exactly the tokens of the baseline. Intervals: 95 %, bootstrap over "
-        "prompts.",
+        "The acceptance length is the number of tokens committed per target call, including the "
+        "bonus token, without the prefill. Tokens/s are generated tokens divided by the time of the "
+        "whole generation, prefill included. Exact is the number of answers with exactly the same "
+        "tokens as the baseline's. The intervals are 95 % bootstrap intervals over prompts.",
         *_drafter_table(report),
         *_pair_table(report),
         *(f"\n{name}: {text}." for name, text in report.auto.items()),
@@ -64,9 +64,9 @@ def _skipped_lines(skipped: Sequence[SkippedTurn]) -> list[str]:
         return []
     return [
         "",
-        f"{len(skipped)} turns were skipped, because they, or turns before them, are longer than "
-        "the target's context, or because an answer before them contains a control token of the "
-        "target.",
+        f"{len(skipped)} turns were skipped. Either the chat up to this turn or an earlier one is "
+        "longer than the target's maximum number of positions, or an earlier answer contains a "
+        "control token of the target.",
     ]
 
 
@@ -143,14 +143,18 @@ def _drafter_table(report: EvaluationReport) -> list[str]:
     if report.warnings:
         lines += [
             "",
-            "The drafters were not trained alike, which may also explain the differences between "
-            "them:",
+            "The drafters were not trained in the same way. This may also explain the differences "
+            "between them:",
             "",
         ]
         for warning in report.warnings:
             lines.append(f"- {warning}")
     elif len(report.drafters) > 1:
-        lines += ["", "All were trained alike: one store, equal steps, tokens and settings."]
+        lines += [
+            "",
+            "All drafters were trained in the same way: from the same store, with the same number of "
+            "steps and tokens, and with the same settings.",
+        ]
     return lines
 
 
@@ -187,7 +191,7 @@ def _cost_table(report: EvaluationReport) -> list[str]:
 
 def _break_even_part(report: EvaluationReport) -> list[str]:
     lines = break_even_lines(report)
-    return ["", "Break-even:", "", *lines] if lines else []
+    return ["", "Which methods are faster than the baseline:", "", *lines] if lines else []
 
 
 def break_even_lines(report: EvaluationReport) -> list[str]:
@@ -218,8 +222,8 @@ def _what_helps(report: EvaluationReport, summary: MethodSummary) -> str:
             "make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)"
         )
     if not summary.method.startswith("auto"):
-        advice.append("decode with --method auto, which drafts only if it pays")
-    return f"What helps: {'; '.join(advice)}."
+        advice.append("decode with --method auto, which drafts only while this is faster")
+    return f"To make it faster, {'; or '.join(advice)}."
 
 
 def _category_table(report: EvaluationReport) -> list[str]:
@@ -252,10 +256,16 @@ def _divergence_lines(report: EvaluationReport) -> list[str]:
                 )
     if not divergences:
         return []
-    lines = ["", "First token that differs from the baseline's:", ""]
+    lines = [
+        "",
+        "These answers differ from the baseline's. The token is the index of the first generated "
+        "token that differs, and the top-2 gap is the difference between the target's two highest "
+        "logits there:",
+        "",
+    ]
     lines += divergences[:_MAX_DIVERGENCES]
     if len(divergences) > _MAX_DIVERGENCES:
-        lines.append(f"- and {len(divergences) - _MAX_DIVERGENCES} more, see the JSON")
+        lines.append(f"- and {len(divergences) - _MAX_DIVERGENCES} more, which the JSON file lists")
     return lines
 
 
@@ -269,13 +279,14 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
         "",
         "## After a disconnection: the drafter without the target",
         "",
-        f"{counted(found.n_cuts, 'cut')} of greedy answers to "
-        f"{counted(found.n_cut_prompts, 'prompt')}, {counted(n_tokens, 'token')} after each.",
+        f"Greedy answers to {counted(found.n_cut_prompts, 'prompt')} were cut off at "
+        f"{counted(found.n_cuts, 'position')}. From each position, every drafter wrote at most "
+        f"{counted(n_tokens, 'token')} without the target.",
     ]
     if found.n_skipped:
         lines.append(
-            f"{found.n_skipped} prompts were skipped: they leave no room for an answer, or their "
-            "answer is a single token."
+            f"{found.n_skipped} prompts were skipped, because they leave no room for an answer, or "
+            "because their answer is a single token."
         )
     if not found.writers:
         return lines
@@ -295,9 +306,10 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
     lines += _table([*titles, *(["score"] * has_scores)], rows)
     lines += [
         "",
-        "Agreement: share of the target's own greedy continuation that the writer has at the same "
-        "position. Log-probability: the target's log-probability of the written token, given all "
-        "text before it, including the writer's own.",
+        "The writer is the target or a drafter. Agreement is the share of the tokens of the target's "
+        "own greedy continuation that the writer wrote at the same position. The log-probability is "
+        "the target's log-probability of a written token, given all text before it, including the "
+        "writer's own.",
     ]
     lines += _offset_table("Agreement", "agreement_by_offset", "{:.0%}", found.writers[1:])
     return lines + _offset_table(
@@ -364,7 +376,7 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     axes.set_yticks(range(len(summaries)), [summary.method for summary in reversed(summaries)])
     axes.set_xlim(left=0)
     axes.set_xlabel(
-        f"tokens/s over {report.methods[0].method} decoding, on {report.environment['device']}"
+        f"tokens/s relative to {report.methods[0].method} decoding, on {report.environment['device']}"
     )
     _save(figure, path)
 
@@ -403,7 +415,7 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
         bounded = offsets[: len(lows)]
         axes.fill_between(bounded, lows, highs, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set_ylim(0, 1)
-    axes.set_xlabel("tokens since the target was last reached")
+    axes.set_xlabel("tokens since the connection to the target was cut")
     axes.set_ylabel("agreement with the target")
     axes.legend()
     _save(figure, path)

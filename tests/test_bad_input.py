@@ -252,7 +252,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ),
     "no part": (drop_parts, {
         AUDIT: ("no finished part",),
-        STORE["inspect"]: ("--sequence is 0, the store has 0 sequences",),
+        STORE["inspect"]: ("--sequence is 0, expected", "below 0"),
         TRAINING: ("0 committed training sequences",),
     }),
     "tokens beyond the vocabulary": (
@@ -378,9 +378,9 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         f"{TRAINING} --devices banana":
             ("devices is 'banana', expected auto or a positive number",),
         f"{TRAINING} --set drafter.layer_attention_heads=0": (f"layer_attention_heads {IS_ZERO}",),
-        f"{TRAINING} --set data.prefetch_batches": ("does not have the form KEY=VALUE",),
+        f"{TRAINING} --set data.prefetch_batches": ("expected NAME=VALUE",),
         f"{TRAINING} --set prefetch_batch=0":
-            ("'prefetch_batch' (did you mean 'prefetch_batches'?)",),
+            ("'prefetch_batch' does not exist (did you mean 'prefetch_batches'?)",),
         f"{TRAINING} --set drafter.medusa_heads=2":
             ("medusa_heads is a setting of medusa, not of moa",),
         f"{TRAINING} --drafter condor":
@@ -477,7 +477,7 @@ def test_repair_says_what_it_needs_and_what_is_whole(work: Path) -> None:
     refused(run("verify", "store"), "damaged", exit_code=1)
     refused(run("repair", "store"), "is damaged", "--model MODEL", "--drop", exit_code=1)
     assert run("repair", "store", "--model", "model").exit_code == 0
-    assert run("repair", "store").stdout.startswith("whole")
+    assert run("repair", "store").stdout.startswith("complete, no damage")
 
 
 def test_ctrl_c_while_planning_leaves_nothing(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +507,7 @@ def test_prompts_that_are_no_text(given: str, standard_input: bytes) -> None:
     result = run(
         "generate", "--model", "m", "--drafter", "d", "--prompt", given, input=standard_input
     )
-    refused(result, "the prompt is not UTF-8 text", "convert it")
+    refused(result, "the prompt is not UTF-8 text", "Convert it")
 
 
 def test_what_cannot_be_read_is_no_damage(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,8 +572,8 @@ def test_other_inputs_for_a_store_are_named_in_a_line_that_can_be_read(work: Pat
     )
     refused(
         done,
-        "store was made from other inputs (identities.dataset",
-        "more, which the same command lists as",
+        "or with other settings (identities.dataset",
+        "more, which `moa-data --debug ...` lists",
     )
     assert len(done.stderr.strip().splitlines()[-1]) < 600
 

@@ -31,7 +31,7 @@ EXTRACT = ("extract", "--model", "m", "--dataset", "d", "--out", "s")
 
 def test_every_command_has_a_short_page_with_a_summary_and_an_example() -> None:
     listed = run("--help").output
-    for text in ("Exit codes:", "130", "verify, repair or audit", "A whole job:"):
+    for text in ("Exit codes:", "130", "found a problem (verify, repair", "A whole job:"):
         assert text in listed
     for name in COMMANDS:
         command = main.get_command(click.Context(main), name)

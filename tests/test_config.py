@@ -153,7 +153,7 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
         ("layers: [1, x]", ("layers", "'x'")),
         # These are the words of this test's own settings.
         ("names: [a, a]\nstore: s", ("a is twice there; a is twice there",)),
-        ("- a", ("run.yaml", "'key: value'")),
+        ("- a", ("run.yaml", "'name: value'")),
         ("a: b: c", ("run.yaml", "line 1")),
         ("preset: smal", ("'smal'", "'small'")),
         ("preset: xyz", ("'xyz'", "small, wrong")),
@@ -174,7 +174,7 @@ def test_all_problems_are_named_at_once() -> None:
     ) as error:
         resolve(Stage, {"limit": "x"}, None, ["a=1", "steps.n_steps=0"])
     assert "\n" not in str(error.value)
-    with raises_naming(OptionInvalid, "--set", "'resume'", "KEY=VALUE"):
+    with raises_naming(OptionInvalid, "--set", "'resume'", "NAME=VALUE"):
         resolve(Stage, {}, None, ["resume"])
     with raises_naming(OptionInvalid, "absent.yaml"):
         resolve(Stage, {}, Path("absent.yaml"))

@@ -467,7 +467,7 @@ def shell(
 def test_a_stream_that_cannot_be_written(room: Path, streams: str) -> None:
     done = shell(f"{MOA_DATA} verify {room / 'store'} {streams}", room)
     assert done.returncode == (2 if "full" in streams else 0), done.stderr
-    assert ("Error: standard output can't be written: No space left" in done.stderr) == (
+    assert ("Error: the command can't write to standard output: No space left" in done.stderr) == (
         "full" in streams
     )
 

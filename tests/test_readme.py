@@ -112,7 +112,7 @@ def test_quoted_output_has_the_form_of_today(tmp_path: Path) -> None:
     printed = [run("verify", store).stdout, captured.get(), demo.describe()]
     known = {form(line) for line in "\n".join(printed).splitlines()}
     quoted = re.compile(
-        r"whole: |.* tokens/call |.* times the speed of |(acceptance|speed|network cut|store) .* "
+        r"complete, no damage: |.* tokens/call |.* times the speed of |(acceptance|speed|network cut|store) .* "
     )
     n_quoted = 0
     for name in ("README.md", "docs/first-run.md", "docs/tutorial.md"):

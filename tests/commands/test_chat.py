@@ -341,7 +341,7 @@ def test_kinds_have_their_looks() -> None:
     view.note(tokens(5, ["mat"], "bonus"))
     view.note(STATS)
     assert screen.text.splitlines() == [
-        "The cat sat on a mat", "", "client | 12.3 tokens/s | round trip 21.5 ms | 3.00 tokens a",
+        "The cat sat on a mat", "", "client | 12.3 tokens/s | round trip 21.5 ms | 3.00 tokens/c",
     ]  # fmt: skip
     view.note(ModeChanged("offline", "nothing was heard."))
     assert screen.text.splitlines()[2].startswith("offline, nothing was heard | ")

@@ -56,7 +56,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert wrong.exit_code == 2
     assert "--n-steps is 'x', expected a whole number" in wrong.output
     missing = CliRunner().invoke(command, ["--dry-run"])
-    assert "missing: STORE." in missing.output
+    assert "required settings are missing (STORE)." in missing.output
 
 
 def test_help_shows_what_is_common_and_help_all_everything() -> None:
@@ -87,7 +87,7 @@ def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
     for setting in TrainConfig.settings():
         assert (option_name(setting.name) if setting.name != "store" else "STORE") in text
     assert "Drafter (eagle3):" in text
-    assert "expected acceptance length in validation. [default: 5]" in text
+    assert "(tokens committed per target call). [default: 5]" in text
 
 
 def test_pages_made_from_the_code_are_current() -> None:

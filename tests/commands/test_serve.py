@@ -146,10 +146,12 @@ def test_signals_let_answers_end(
     assert reasons[-1] == "length"
     assert process.returncode == 128 + number
     *rest, last = stderr.splitlines()
-    assert last == "stopped; all answers had ended."
+    assert last == "The server has stopped. All answers were complete."
     lines = [json.loads(line) for line in rest if line.startswith("{")]
     others = {line for line in rest if not line.startswith("{")}
-    assert others <= {"", "Finishing what has started; press Ctrl-C again to stop at once."}
+    assert others <= {
+        "", "The command finishes what it has started; press Ctrl-C again to stop at once."
+    }  # fmt: skip
     assert any(line.get("message", "").startswith("memory: up to ") for line in lines)
     (request,) = [line for line in lines if "new_tokens" in line]
     assert (request["status"], request["new_tokens"], request["finish"]) == (200, 30, "length")
@@ -173,7 +175,7 @@ def test_a_second_signal_does_not_wait(model: Path) -> None:
         _, stderr = process.communicate(timeout=60)
         stream.close()
     assert process.returncode == 143
-    assert stderr.splitlines()[-1] == "stopped; 1 answers were broken off."
+    assert stderr.splitlines()[-1] == "The server has stopped. It cut off 1 answer before the end."
     assert "Traceback" not in stderr
 
 
@@ -198,7 +200,7 @@ def test_garbage_on_both_ports_leaves_few_lines(model: Path, tls: tuple[Path, li
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     *lines, last = stderr.splitlines()
-    assert last == "stopped; all answers had ended."
+    assert last == "The server has stopped. All answers were complete."
     messages = Counter(json.loads(line)["message"].partition(":")[0] for line in lines)
     assert messages == {"127.0.0.1 sent bytes that are not HTTP": 20, "shutting down": 1}
 

@@ -36,4 +36,4 @@ def test_a_store_is_inspected_where_it_is(store: Path, s3: str) -> None:
         for where in (str(store), f"file://{store}", url)
     ]
     assert shown[0] == shown[1] == shown[2]
-    assert any("committed" in line for line in shown[0])
+    assert any("finished" in line for line in shown[0])

@@ -43,8 +43,9 @@ def test_all_phases_then_reuse_then_refusal(
     assert "tokens per target call" in first.describe()
     log = (first.folder / "serve.log").read_text().splitlines()
     others = {line for line in log if not line.startswith("{")}
-    finishing = "Finishing what has started; press Ctrl-C again to stop at once."
-    assert others <= {"", finishing, "stopped; all answers had ended."}, "lines of libraries"
+    finishing = "The command finishes what it has started; press Ctrl-C again to stop at once."
+    stopped = "The server has stopped. All answers were complete."
+    assert others <= {"", finishing, stopped}, "lines of libraries"
 
     before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
     assert run_demo(config).reused == PHASES

@@ -173,7 +173,7 @@ def test_a_report_has_a_section_with_scores(cutting: EvalConfig, tmp_path: Path)
     text = out.with_suffix(".md").read_text()
     for line in (
         f"| {name} |",
-        f"{found.n_cuts} cuts of greedy answers to 2 prompts",
+        f"Greedy answers to 2 prompts were cut off at {found.n_cuts} positions",
         "1 prompts were skipped",
     ):
         assert line in text

@@ -53,15 +53,16 @@ def test_a_report_lists_the_cost_of_training(
     assert all(pair["acceptance_length"] == 1.0 for pair in written["pairs"])
     text = out.with_suffix(".md").read_text()
     for line in (
-        "| one | moa |", "| 340 | 5,000 | 7 MB |", "All were trained alike",
+        "| one | moa |", "| 340 | 5,000 | 7 MB |", "All drafters were trained in the same way",
         "| over one | acceptance length | tokens/s |", "| chain other | 1.00 (1.00-1.00) |",
     ):  # fmt: skip
         assert line in text
     (runs[1] / "report.json").write_text(json.dumps({"n_steps": 3}))
     config = config.replaced(n_prompts=1, method=("plain", "chain"))
-    assert evaluate(config).warnings == ["steps differ: one 340, other 3"]
+    assert evaluate(config).warnings == ["the numbers of training steps differ (one 340, other 3)"]
     assert (
-        "differences between them:\n\n- steps differ: one 340" in out.with_suffix(".md").read_text()
+        "differences between them:\n\n- the numbers of training steps differ (one 340"
+        in out.with_suffix(".md").read_text()
     )
 
 
@@ -86,27 +87,27 @@ def test_differences_are_named() -> None:
     )
     unknown = facts(settings={}, store={}, n_steps=None)
     assert training_differences({"a": facts(), "b": other, "c": unknown}) == [
-        "c: its folder holds no training run, so nothing says how it was trained",
-        "training tokens differ: a 5,000, b 7",
-        "stores differ in codec: a lossless, b int8",
-        "settings differ in batch_size: a 8, b 4",
+        "it is unknown how c was trained, because its folder contains no training run",
+        "the numbers of training tokens differ (a 5,000, b 7)",
+        "the stores differ in codec (a lossless, b int8)",
+        "the settings differ in batch_size (a 8, b 4)",
     ]
 
 
 @pytest.mark.parametrize(
     ("one", "other", "line"),
     [
-        ({"precision": "32-true"}, {"precision": "bf16"}, "precision: a 32-true, b bf16"),
+        ({"precision": "32-true"}, {"precision": "bf16"}, "precision (a 32-true, b bf16)"),
         (
             {"optimizer": {"kind": "muon"}}, {"optimizer": {"kind": "adamw"}},
-            "optimizer: a muon, b adamw",
+            "optimizer (a muon, b adamw)",
         ),
-        ({"data": {"draft_length": 5}}, {"data": {"draft_length": 2}}, "draft_length: a 5, b 2"),
+        ({"data": {"draft_length": 5}}, {"data": {"draft_length": 2}}, "draft_length (a 5, b 2)"),
         (
             {"drafter": {"forward_kl_weight": 0.1}}, {"drafter": {"forward_kl_weight": 0.2}},
-            "forward_kl_weight: a 0.1, b 0.2",
+            "forward_kl_weight (a 0.1, b 0.2)",
         ),
-        ({"decay_steps": None}, {"decay_steps": -1}, "decay_steps: a None, b -1"),
+        ({"decay_steps": None}, {"decay_steps": -1}, "decay_steps (a None, b -1)"),
         ({}, {"decay_steps": -1}, None),  # an older run did not record decay_steps
         ({"drafter": {"eagle_layers": 1}}, {"drafter": {"eagle_layers": 2}}, None),
         ({"reader_threads": 1}, {"reader_threads": 2}, None),
@@ -127,7 +128,7 @@ def test_every_setting_that_changes_a_result_is_compared(
     found = training_differences(
         {"a": facts(settings=SETTINGS | one), "b": facts(settings=SETTINGS | other)}
     )
-    assert found == ([f"settings differ in {line}"] if line else [])
+    assert found == ([f"the settings differ in {line}"] if line else [])
 
 
 def test_every_setting_that_changes_no_result_is_one_of_a_run_and_is_not_compared() -> None:
@@ -153,14 +154,14 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     old = drafter_facts(run, drafter)
     assert (old["n_tokens"], old["n_bytes_read"]) == (100, None)
     for text, reason in (
-        ("[]", "holds a list, expected a mapping"),
-        ("- [a, 1]", "holds a list, expected a mapping"),
-        ("", "expected a mapping"),
+        ("[]", "expected names with values"),
+        ("- [a, 1]", "expected names with values"),
+        ("", "expected names with values"),
         ("a: 1\nb: [", "line 2, column"),
     ):
         (run / "run.yaml").write_text(text)
         with raises_naming(OptionInvalid, run / "run.yaml", reason):
             drafter_facts(run, drafter)
     (run / "report.json").write_text("[]")
-    with raises_naming(OptionInvalid, run / "report.json", "holds a list, expected a mapping"):
+    with raises_naming(OptionInvalid, run / "report.json", "expected names with values"):
         drafter_facts(run, drafter)

@@ -97,7 +97,9 @@ def test_several_drafters_and_batches(
     weights = sum(weight.numel() for weight in load_drafter(drafter_folder).parameters())
     text = Path(config.out).with_suffix(".md").read_text()
     assert f"| other | moa | {weights:,} | - | - | - |" in text
-    assert "- other: its folder holds no training run, so nothing says how it was trained" in text
+    assert (
+        "- it is unknown how other was trained, because its folder contains no training run" in text
+    )
     alone = evaluate(config)
     for summary in together.methods[1:]:
         assert summary.accepted_drafts == alone.method("chain").accepted_drafts

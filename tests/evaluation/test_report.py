@@ -96,7 +96,7 @@ def test_markdown_has_totals_over_totals_for_each_method_and_category() -> None:
         "| chain | 0.0 | 0.0 | 916.7 | 0.0 | 50% |", "without CUDA graphs, median of 3 repeats",
         "a round takes 916.7 ms and a plain step 333.3 ms, so a round has to commit 2.75 tokens",
         "It commits 1.50.",
-        "What helps: train the drafter longer",
+        "To make it faster, train the drafter longer",
     ):  # fmt: skip
         assert line in text
 

@@ -489,7 +489,7 @@ def test_extract_takes_the_answers(
     assert extracted.exit_code == 0, extracted.output
     assert f": {n_chats} sequences" in extracted.stdout, "none rejected, and the record is no chat"
     assert read_tree(store)
-    refused(run(*arguments, *shown[:-4]), "started with", "max_length was 160, now 2048")
+    refused(run(*arguments, *shown[:-4]), "started with", "max_length was 160 and is now 2048")
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_a_plan_shows_what_was_chosen_and_why(store_path: Path, tmp_path: Path) 
         assert setting.name in shown
         assert setting.why in shown
     assert f"{plan.n_validation_sequences} sequences" in shown
-    assert "not known to be the target's own" in shown
+    assert "not known whether the target wrote the answers" in shown
     assert not (tmp_path / "run").exists()
 
 

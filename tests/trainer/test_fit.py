@@ -423,5 +423,5 @@ def test_resume_needs_no_setting_twice(
     assert last_state(tmp_path / "run")["global_step"] > 2
     refused(
         run_command("train", "--out", "run", "--resume", "--batch-size", "4"),
-        "batch_size was 2, now 4",
+        "batch_size was 2 and is now 4",
     )

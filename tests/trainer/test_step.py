@@ -140,8 +140,8 @@ def test_a_plan_names_the_formats_that_would_not_hold_the_drafter(
     console = Console(width=200)
     with console.capture() as shown:
         console.print(run_plan_view(plan))
-    assert "not to moa " in shown.get()
-    assert "better suited" in shown.get(), "eagle, for a small store"
+    assert "no export to moa " in shown.get()
+    assert "better drafter" in shown.get(), "eagle, for a small store"
 
 
 @pytest.mark.parametrize(
