@@ -327,8 +327,8 @@ class Drafter(nn.Module, ABC):
         """Create the empty cache that :meth:`take_context` fills and :meth:`draft_root` reads."""
         if self.context_width is None:
             raise DrafterError(
-                f"a {self.kind} drafter can draft only on the machine of its target. `moa-data "
-                "chat --help` lists the kinds that can draft over a network."
+                f"drafters of kind {self.kind} can draft only on the machine of their target. "
+                "`moa-data chat --help` lists the kinds that can draft over a network."
             )
         return ContextCache(self.context_layers)
 

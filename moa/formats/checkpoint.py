@@ -275,9 +275,9 @@ def write_layout(
     if drafter.kind != layout.kind:
         fitting = [name for name, other in LAYOUTS.items() if other.kind == drafter.kind]
         raise DrafterError(
-            f"the format {layout.name} is for {layout.kind} drafters, but this is a {drafter.kind} "
-            f"drafter. Its formats are: {', '.join(fitting) or 'none'}. Choose one of them with "
-            "--format."
+            f"the format {layout.name} is for drafters of kind {layout.kind}, but this drafter is "
+            f"of kind {drafter.kind}. Its formats are: {', '.join(fitting) or 'none'}. Choose one "
+            "of them with --format."
         )
     if refusals := layout.refusals(sizes):
         raise DrafterError(
@@ -367,8 +367,8 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], s
                 "the original files."
             )
         raise DrafterError(
-            f"{folder} holds a {layout.kind} drafter for {layout.reader} that cannot be used: "
-            f"{reason}"
+            f"{folder} holds a drafter of kind {layout.kind} for {layout.reader} that cannot be "
+            f"used: {reason}"
         ) from error
 
 
