@@ -44,7 +44,11 @@ FULL_DISK_ADVICE = (
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine.
-_ABOUT_THE_PATH = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# EINVAL and EOVERFLOW are among them, because a library that reads a truncated file may seek to an
+# offset that does not exist.
+_ABOUT_THE_PATH = (
+    None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW,
+)  # fmt: skip
 # Finds the number of a system error in the message of a library's own exception. Rust libraries
 # write the number as "(os error 28)", Python and Arrow as "[Errno 28]".
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
@@ -554,8 +558,9 @@ def parsing(
 ) -> Iterator[None]:
     """Turn any error of a library that parses a file into ``error_class`` with a one-line message.
 
-    A system error is raised as it is, because it does not mean that the file is damaged. A
-    MemoryError is raised as NotEnoughMemory with the name of the file.
+    A system error is raised as it is, because it does not mean that the file is damaged. If it
+    lacks the name of a file, ``trouble`` is put in its place. A MemoryError is raised as
+    NotEnoughMemory with the name of the file.
 
     Args:
         trouble: the operation that failed, such as "cannot read FILE".
@@ -576,6 +581,10 @@ def parsing(
         ) from error
     except Exception as error:
         if (cause := system_error(error)) is not None:
+            # The message of a command begins with the name of the file. Let it begin with the
+            # trouble, which contains the name, if the error has none.
+            if cause.filename is None:
+                cause.filename = trouble
             raise cause from error
         reason = (
             f"it lacks {first_line(error)}" if isinstance(error, KeyError) else first_line(error)

@@ -46,6 +46,7 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tensorboard.summary.writer import event_file_writer
 
 from ..errors import DrafterError, Interrupted, MoaDataError, OutputOccupied, TrainingError
 from ..files import (
@@ -104,6 +105,21 @@ import matplotlib.pyplot as plt
 # Settings that may differ between two invocations of one run. Whether the length of the run may
 # change is checked in :func:`_check_resumed`.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
+
+
+_write_log = event_file_writer._AsyncWriterThread.run
+
+
+def _write_log_quietly(thread: Any) -> None:
+    """Run TensorBoard's thread that writes a log, without a traceback if the disk refuses a write.
+
+    The thread keeps the error, and the logger raises it in the main thread.
+    """
+    with contextlib.suppress(OSError):
+        _write_log(thread)
+
+
+event_file_writer._AsyncWriterThread.run = _write_log_quietly
 
 
 @dataclass(frozen=True)

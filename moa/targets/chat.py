@@ -516,12 +516,14 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
     for pattern, fields in ((_UNREAD, _fields(item)), (_UNREAD_DIRECTLY, keys_of_item)):
         for key, value in fields:
             name = snake_case(key)
+            if not pattern.fullmatch(name):
+                continue
             if name == _TEMPLATE_ARGUMENTS:
                 # No argument is ignored, because a template may write other text with it.
-                is_ignored = not is_filled(unpacked(value))
+                is_ignored = not any(words_in(value))
             else:
                 is_ignored = not is_filled(value) or _is_switch(value)
-            if pattern.fullmatch(name) and not is_ignored:
+            if not is_ignored:
                 return str(key)
     return ""
 
@@ -649,11 +651,11 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
 
 
 def _meaning(word: str) -> bool | None:
-    """Return whether a value, as a lower-case text, means yes or no. None if it means neither."""
+    """Return whether a value, as a text, means yes or no. None if it means neither."""
     try:
         return float(word) > 0  # NaN means no.
     except ValueError:
-        return _MEANINGS.get(word)
+        return _MEANINGS.get(word.lower())
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any]:

@@ -1,133 +1,87 @@
 """Reads from a row of a dataset which of its answers were cut off, mostly at a token limit."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .row_values import is_filled, snake_case, unpacked, words_in
+from .row_values import snake_case, unpacked, words_in
 
 # Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google, Ollama, OpenRouter
-# and llama.cpp. Then their values: the first ones say that the answer is complete, the second ones
-# that it was cut off.
+# and llama.cpp.
 _FINISH_KEYS = (
     "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
     "native_finish_reason", "incomplete_details", "finish_details", "completion_reason",
 )  # fmt: skip
-_END_REASONS = (
-    "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls",
-    "tool_call", "function_call", "word", "complete", "completed",
-)  # fmt: skip
-_CUT_REASON = re.compile(
-    r"(?:.*_)?(?:length|limit|exceeded|safety|recitation|filter|blocklist|prohibited_content|abort"
-    r"|aborted|cancelled|timeout|error|incomplete)(?:_.*)?|max_(?:\w+_)?(?:tokens|length)"
-)
-# An object that describes an end has its reason under one of these keys.
-_REASON_KEYS = {"type", "reason"}
-# Keys whose value true says that an answer was cut off. Those in the second tuple count only as keys
-# of a row or message, because objects in a row use the same names for other things.
+# An object that is the value of such a key has the reason under one of these keys.
+_REASON_KEYS = ("type", "reason")
+# Reasons of complete answers.
+_END_REASONS = {
+    "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls", "tool_call",
+    "function_call", "word", "complete", "completed",
+}  # fmt: skip
+# Reasons of answers that were cut off.
+_CUT_REASONS = {
+    "length", "limit", "max_tokens", "max_output_tokens", "max_new_tokens", "max_tokens_reached",
+    "max_length", "max_len", "model_length", "token_limit", "error_limit", "truncated",
+    "context_length_exceeded", "model_context_window_exceeded", "incomplete", "interrupted",
+    "abort", "aborted", "cancelled", "canceled", "user_cancel", "timeout", "error", "network_error",
+    "insufficient_system_resource", "malformed_function_call", "content_filter", "content_filtered",
+    "guardrail_intervened", "safety", "sensitive", "recitation", "blocklist", "prohibited_content",
+    "spii", "error_toxic",
+}  # fmt: skip
+# Names of enums may stand before the reason.
+_REASON_PREFIXES = ("finish_reason_", "reason_")
+# Keys whose value true says that an answer was cut off. Those in the second tuple count only as
+# keys of a row or message, because objects in a row use the same names for other things.
 _LIMIT_FLAGS = ("stopped_limit",)
 _FLAGS = ("truncated", "is_truncated")
-_FLAG_REASONS = {
-    "true": "length", "yes": "length", "1": "length", "1.0": "length",
-    "false": "stop", "no": "stop", "0": "stop", "0.0": "stop",
-}  # fmt: skip
-# Keys under which rows and messages keep the response of an API, or facts about it.
+_TRUE = {"true", "1", "1.0", "yes"}
+_FALSE = {"false", "0", "0.0", "no"}
+# Keys under which rows and messages keep the response of an API, or facts about it. Under keys of
+# the second tuple, there may be one response for each answer. Under all others, several objects are
+# alternatives, of which the chat has only one.
 _RESPONSE_KEYS = (
-    "response_metadata", "generation_info", "meta_info", "metadata", "raw", "raw_response",
-    "response", "responses", "choices", "candidates", "details", "generations",
+    "response_metadata", "generation_info", "generation_metadata", "meta_info", "meta", "metadata",
+    "llm_output", "raw", "raw_response", "response", "choices", "candidates", "details",
+    "generations",
 )  # fmt: skip
+_RESPONSES_KEYS = ("responses", "raw_responses")
+# A text under one of these keys may be the answer itself, which is not searched.
+_ANSWER_KEYS = ("response", "responses")
+
+# Of a response: the answers to which it belongs, as indices.
+_Response = tuple[Mapping[Any, Any], Sequence[int]]
 
 
 def find_cuts(item: Mapping[Any, Any], n_answers: int = 1) -> list[str]:
     """Find the answers of a row or message that were cut off.
 
-    A key such as ``finish_reason`` says so. If its value is a list with one reason for each answer,
-    each reason is read. A single reason belongs to the last answer. A list of another length has
-    reasons of other generations, so it counts only if all of them were cut off.
-
-    A reason in the item itself decides alone. Without one, the responses of an API in the item are
-    searched: a single response, or as many responses as there are answers.
+    A key such as ``finish_reason`` says whether an answer was cut off. The keys of the item itself
+    are read first. For answers about which they say nothing, the responses of an API inside the
+    item are read. If two keys of the same depth disagree, the answer counts as cut off.
 
     Args:
         item: the row or message.
         n_answers: how many answers it has, at least 1.
 
     Returns:
-        For each answer the key with its value, or an empty text if the answer was not cut off.
+        For each answer the key and the reason, or an empty text if the answer was not cut off.
     """
     cuts = [""] * n_answers
-    decided: set[int] = set()
-    pending: list[tuple[Mapping[Any, Any], range]] = [(item, range(n_answers))]
-    for response, answers in pending:
-        if not decided.isdisjoint(answers):
-            continue
-        for key, value in response.items():
-            name = snake_case(key)
-            if name in (*_FINISH_KEYS, *_LIMIT_FLAGS) or (name in _FLAGS and response is item):
-                if is_filled(value):
-                    decided.update(answers)
-                found = _read_cuts(name, value, len(answers))
-                # A single value is about the last answer.
-                for answer, is_cut in zip(answers[-len(found) :], found, strict=True):
-                    if is_cut:
-                        cuts[answer] = f"{key} {value!r:.40}"
-            elif name in _RESPONSE_KEYS:
-                pending += _responses(value, answers)
+    unknown = set(range(n_answers))
+    level: list[_Response] = [(item, range(n_answers))]
+    while level and unknown:
+        stated: set[int] = set()
+        for response, answers in level:
+            for answer, cut in _stated_ends(response, answers, is_item=response is item):
+                if answer in unknown:
+                    stated.add(answer)
+                    cuts[answer] = cuts[answer] or cut
+        unknown -= stated
+        inner: list[_Response] = []
+        for response, answers in level:
+            inner += _inner_responses(response, answers)
+        level = inner
     return cuts
-
-
-def _read_cuts(name: str, value: Any, n_answers: int) -> list[bool]:
-    """Read from the value of a key whether each answer was cut off, or only the last answer."""
-    reasons = unpacked(value)
-    if not isinstance(reasons, (list, tuple)):
-        reasons = [reasons]
-    found: list[bool] = []
-    for reason in reasons:
-        found.append(any(map(_is_cut, _reasons(name, reason))))
-    return found if len(found) == n_answers else [bool(found) and all(found)]
-
-
-def _reasons(name: str, value: Any) -> Iterator[str]:
-    """Yield the reasons in the value of a key, in lower case.
-
-    A text such as ``FinishReason.STOP``, which Python writes for an enum, gives ``stop``.
-    """
-    value = unpacked(value)
-    if isinstance(value, Mapping) and not _REASON_KEYS.isdisjoint(value):
-        value = [value.get(key) for key in _REASON_KEYS]
-    for word in words_in(value):
-        if name in (*_LIMIT_FLAGS, *_FLAGS):
-            yield _FLAG_REASONS.get(word, "")
-        else:
-            yield word.rpartition(".")[2].replace("-", "_")
-
-
-def _is_cut(reason: str) -> bool:
-    return reason not in _END_REASONS and bool(_CUT_REASON.fullmatch(reason))
-
-
-def _responses(value: Any, answers: range) -> Iterator[tuple[Mapping[Any, Any], range]]:
-    """Yield the responses in the value of a key, each with the answers to which it belongs."""
-    if isinstance(value, (list, tuple)) and len(value) == len(answers) > 1:
-        for answer, response in zip(answers, value, strict=True):
-            yield from _responses(response, range(answer, answer + 1))
-        return
-    while not _is_map(value) and isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    if _is_map(value):
-        yield dict(value), answers
-
-
-def _is_map(value: Any) -> bool:
-    """Whether a value is an object, or the list of its keys and values that Arrow makes from it."""
-    if isinstance(value, Mapping):
-        return True
-    if not value or not isinstance(value, (list, tuple)):
-        return False
-    return all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str)
-        for pair in value
-    )
 
 
 def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
@@ -136,13 +90,105 @@ def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
     Args:
         key: a key of a row, in any spelling such as ``finishReason``.
         value: its value.
-        is_cut_known: False if no value may say that an answer was cut off.
+        is_cut_known: False if the end of the answer cannot be left out, as after a tool call.
+            Reasons of answers that were cut off are then not understood.
     """
     name = snake_case(key)
-    if name not in (*_FINISH_KEYS, *_LIMIT_FLAGS, *_FLAGS):
+    if name in _FINISH_KEYS:
+        known = _END_REASONS | _CUT_REASONS if is_cut_known else _END_REASONS
+    elif name in (*_LIMIT_FLAGS, *_FLAGS):
+        known = _TRUE | _FALSE if is_cut_known else _FALSE
+    else:
         return False
-    for reason in _reasons(name, value):
-        is_known = reason in _END_REASONS or (is_cut_known and _is_cut(reason))
-        if not is_known:
+    return all(known.issuperset(_reasons(reason)) for reason in _listed(value))
+
+
+def _stated_ends(
+    response: Mapping[Any, Any], answers: Sequence[int], is_item: bool
+) -> Iterator[tuple[int, str]]:
+    """Yield what the keys of a response say about its answers.
+
+    Each item is the index of an answer, and the key with the reason if the answer was cut off. A
+    single reason belongs to the last answer. Reasons of which the number differs from the number of
+    answers are ambiguous: those of a single answer belong to several generations, of which the chat
+    has one, and some of those of several answers are about an earlier answer.
+    """
+    for key, value in response.items():
+        name = snake_case(key)
+        is_flag = name in _LIMIT_FLAGS or (is_item and name in _FLAGS)
+        if not (is_flag or name in _FINISH_KEYS):
+            continue
+        cut_reasons = _TRUE if is_flag else _CUT_REASONS
+        cuts: list[str] = []
+        for listed in _listed(value):
+            reason = next((word for word in _reasons(listed) if word in cut_reasons), "")
+            cuts.append(f"{key} {reason!r}" if reason else "")
+        if is_flag and not any(cuts):
+            continue  # Whether another limit was reached is not known.
+        if len(cuts) == 1:
+            yield answers[-1], cuts[0]
+        elif len(cuts) == len(answers):
+            yield from zip(answers, cuts, strict=True)
+        elif cuts and (all(cuts) or (any(cuts) and len(answers) > 1)):
+            cut = next(filter(None, cuts))
+            for answer in answers:
+                yield answer, cut
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the reasons in the value of a key: one for each item of a list that is not empty."""
+    decoded = unpacked(value)
+    values = decoded if isinstance(decoded, (list, tuple)) else [decoded]
+    return [item for item in values if any(words_in(item))]
+
+
+def _reasons(value: Any) -> Iterator[str]:
+    """Yield the words of a reason in snake case.
+
+    A text such as ``FinishReason.STOP``, which Python writes for an enum, gives ``stop``.
+    """
+    value = unpacked(value)
+    if isinstance(value, Mapping):
+        stated = [value[key] for key in _REASON_KEYS if value.get(key) is not None]
+        value = stated or value
+    for word in words_in(value):
+        if word.lower() in _TRUE | _FALSE:
+            yield word.lower()
+            continue
+        name = word.rpartition(".")[2].partition(":")[0]
+        reason = snake_case(name.strip("<>'\" "))
+        for prefix in _REASON_PREFIXES:
+            reason = reason.removeprefix(prefix)
+        yield reason
+
+
+def _inner_responses(response: Mapping[Any, Any], answers: Sequence[int]) -> Iterator[_Response]:
+    """Yield the responses inside a response or row, each with the answers to which it belongs."""
+    for key, value in response.items():
+        name = snake_case(key)
+        if name not in (*_RESPONSE_KEYS, *_RESPONSES_KEYS):
+            continue
+        value = value if name in _ANSWER_KEYS else unpacked(value)
+        is_list = isinstance(value, (list, tuple)) and not _is_pairs(value)
+        if is_list and name in _RESPONSES_KEYS and len(value) == len(answers):
+            for answer, inner in zip(answers, value, strict=True):
+                if isinstance(inner, Mapping):
+                    yield inner, [answer]
+            continue
+        while isinstance(value, (list, tuple)) and len(value) == 1 and not _is_pairs(value):
+            value = value[0]
+        if _is_pairs(value):
+            value = dict(value)
+        if isinstance(value, Mapping):
+            yield value, answers
+
+
+def _is_pairs(value: Any) -> bool:
+    """Whether a value is the list of keys and values that Arrow makes from an object."""
+    if not value or not isinstance(value, (list, tuple)):
+        return False
+    for pair in value:
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str)
+        if not is_pair:
             return False
     return True

@@ -158,13 +158,15 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
     return ""
 
 
-def read_header(file: Path, error_class: type[Exception]) -> dict[str, TensorHeader]:
+def read_header(
+    file: Path, error_class: type[Exception], advice: str = "Restore or download it again."
+) -> dict[str, TensorHeader]:
     """Read the shapes and dtypes of a safetensors file.
 
     Raises:
         error_class: the file is missing, damaged or truncated.
     """
-    with parsing(f"{file} is damaged or cut short", error_class, "Restore or download it again."):
+    with parsing(f"{file} is damaged or cut short", error_class, advice):
         try:
             check_regular(file)
         except FileNotFoundError as error:

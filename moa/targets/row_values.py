@@ -20,7 +20,7 @@ def is_filled(value: Any) -> bool:
 
 
 def words_in(value: Any) -> Iterator[str]:
-    """Yield the values inside a value, at every depth, as lower-case texts."""
+    """Yield the values inside a value, at every depth, as texts."""
     pending = [unpacked(value)]
     while pending:
         element = pending.pop()
@@ -29,7 +29,7 @@ def words_in(value: Any) -> Iterator[str]:
         elif isinstance(element, (list, tuple)):
             pending += element
         elif element is not None:
-            yield str(element).strip().lower()
+            yield str(element).strip()
 
 
 def snake_case(key: Any) -> str:

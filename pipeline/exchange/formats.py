@@ -35,6 +35,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...errors import DatasetError, DrafterError, OptionInvalid
-from ...files import MAX_JSON_BYTES, PARTIAL_SUFFIX, disk_full_guard, parsing, write_atomic
+from ...files import (
+    PARTIAL_SUFFIX,
+    disk_full_guard,
+    parse_object,
+    parsing,
+    read_bounded,
+    write_atomic,
+)
 from ...moa.drafters.eagle3 import default_fused_layers
 from ...moa.targets.model_files import check_regular, load_pickled_tensors, read_header
 from ...storage.schema import HIDDEN_LAST, layer_field
@@ -62,6 +70,8 @@ _MAX_GROWTH = 32
 _MIN_LIMIT_BYTES = 64 << 20
 _ROWS_PER_BATCH = 256
 _STATE = "state.json"
+# `export` keeps the files that exist, so a damaged file must be deleted before it is written again.
+_ADVICE = "Delete it, and run the command again that wrote it."
 
 
 class FileFormat(ABC):
@@ -374,9 +384,9 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
     An uncompressed file is memory-mapped. A compressed file is read into memory.
     """
     with parsing(
-        f"{path} is damaged, or holds other Python objects than tensors",
+        f"{path} is damaged or cut short, or holds other Python objects than tensors",
         DatasetError,
-        "Make the file again, or delete it.",
+        _ADVICE,
     ):
         if not path.name.endswith(".gz"):
             return load_pickled_tensors(path)
@@ -392,15 +402,17 @@ def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.n
     """Write the Arrow dataset of an export to speculators. Its `state.json` is written last.
 
     Args:
-        n_rows: number of sequences. An existing dataset with the same number of rows is kept.
+        n_rows: number of sequences. An existing dataset with the same number of rows is kept,
+            unless it is damaged.
         texts: token ids [S] and loss mask [S] of each sequence.
     """
     from datasets import Dataset
 
     partial = folder / ("rows" + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
-    if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
-        return
+    with suppress(DatasetError):
+        if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
+            return
     ids_type = pa.list_(pa.int64())
     schema = pa.schema([("input_ids", ids_type), ("loss_mask", ids_type), ("seq_len", pa.int64())])
     with disk_full_guard(folder):
@@ -427,15 +439,20 @@ def _load_rows(folder: Path) -> pa.Table:
     from datasets import load_from_disk
 
     trouble = f"{folder} has no usable Arrow dataset with the columns input_ids and loss_mask"
+    # Read each file on its own first, because the errors of `datasets` do not name the file.
+    for file in (folder / _STATE, folder / "dataset_info.json", *folder.glob("data-*.arrow")):
+        with parsing(f"{file} is damaged or cut short", DatasetError, _ADVICE):
+            if file.suffix == ".json":
+                parse_object(read_bounded(file))
+            else:
+                pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
     with parsing(trouble, DatasetError, "Prepare the dataset again."):
-        for file in folder.glob("*.json"):
-            check_regular(file, MAX_JSON_BYTES)
         rows = load_from_disk(str(folder)).with_format(None)
         return rows.data.table.select(["input_ids", "loss_mask"])
 
 
 def _read_tensor(path: Path, key: str) -> Tensor:
-    if key not in read_header(path, DatasetError):
+    if key not in read_header(path, DatasetError, _ADVICE):
         raise DatasetError(
             f"{path} lacks the tensor {key}. Check --format, or make the file again."
         )

@@ -410,6 +410,7 @@ def test_what_would_disappear_rejects_its_row(row: dict[str, Any], reason: Rejec
             "custom_instructions": "",
             "python_tools": [],
             "xml_tools": [],
+            "options": {"language": None},
         },
     }
     for row in (whole | same, whole | {"chat_template_kwargs": "{}"}):
@@ -1171,14 +1172,23 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         rejected(found, RejectReason.MARKED_UNTRAINED, "finish_reason 'length'")
     two_answers = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS]}
     responses = [{"finish_reason": "length"}, {"finish_reason": "stop"}]
+    column: dict[str, Any]
     for column in (
         {"finish_reason": ["length", "stop"]},
         {"finish_reason": '["length", "length"]'},
+        {"finish_reason": [None, "length", None, "stop"]},
+        {"finish_reason": ["stop", "stop", "length"]},
         {"responses": responses},
+        {"responses": responses, "finish_reason": "stop"},
     ):
         found = tokenize_row(template_of("chatml"), two_answers | column, 100)
         rejected(found, RejectReason.MARKED_UNTRAINED, "was cut off: it has finish_reason")
-    for column in ({"finish_reason": ["stop", "length"]}, {"responses": responses[::-1]}):
+    for column in (
+        {"finish_reason": ["stop", "length"]},
+        {"responses": responses[::-1]},
+        {"metadata": [("finish_reason", "length"), ("model", "x")]},
+        {"responses": [{"finish_reason": "stop"}, {}], "metadata": {"finish_reason": "length"}},
+    ):
         found = tokenize_row(template_of("chatml"), two_answers | column, 100)
         assert marked_texts(template_of("chatml").tokenizer, found) == ["a<|im_end|>", "a"]
 
@@ -1260,6 +1270,13 @@ def test_a_call_that_was_cut_is_named() -> None:
         # These are the reasons of several generations. The row has only one of them.
         ({"finish_reasons": ["stop", "length"]}, False),
         ({"finish_reasons": ["length", "stop"]}, False),
+        ({"finish_reasons": ["length", "length"]}, True),
+        ({"finish_reason": [None, "length"]}, True),
+        ({"finish_reason": {"type": None, "kind": "length"}}, True),
+        ({"finish_reason": "FINISH_REASON_MAX_TOKENS"}, True),
+        ({"finish_reason": "<FinishReason.MAX_TOKENS: 2>"}, True),
+        ({"finish_reason": "content filter"}, True),
+        ({"stopReason": "maxTokens"}, True),
     ],
 )
 def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_cut: bool) -> None:
@@ -1287,6 +1304,10 @@ def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_c
         ({"generations": [[{"generation_info": {"finish_reason": "length"}}]]}, True),
         ({"metadata": [("finish_reason", "length")]}, True),
         ({"response": {"stopped_limit": True}}, True),
+        ({"stopped_limit": False, "metadata": {"finish_reason": "length"}}, True),
+        ({"finish_reason": [None], "metadata": '{"finish_reason": "length"}'}, True),
+        ({"metadata": {"finish_reason": "stop"}, "raw": {"finish_reason": "length"}}, True),
+        ({"response": '{"finish_reason": "length"}'}, False),
         ({"truncated": "length", "note": "finish_reason: length"}, False),
         ({"truncated": 12}, False),
     ],

@@ -1,6 +1,7 @@
 """The logs of a run: the time of training and of waiting, figures, curves, entries in trackers."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from tensorboard.summary.writer import event_file_writer
 
-from moa_data.errors import TrainingError
+from moa_data.errors import StorageUnavailable, TrainingError
 from moa_data.storage.read.store import ActivationStore
+from moa_data.tests.kit.disks import tmpfs
+from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.progress import progress_to
 from moa_data.tests.kit.runs import run, settings
 from moa_data.trainer import callbacks, checkpoints, data, fit
@@ -166,6 +170,25 @@ def test_a_tracker_that_cannot_be_used_is_one_line(
         run(store_path, tmp_path / "run", logger="wandb")
     assert str(error).splitlines()[0] in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("n_inodes", range(6, 12))
+def test_a_log_that_cannot_be_written_prints_no_traceback(
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_inodes: int
+) -> None:
+    """The folder of the run needs more inodes than the disk has."""
+    tracebacks: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    out = tmp_path / "disk" / "run"
+    with (
+        tmpfs(out.parent, f"size=200m,nr_inodes={n_inodes}"),
+        raises_naming(StorageUnavailable, out, "No space left"),
+    ):
+        run(store_path, out, drafter="eagle", max_steps=2)
+    for thread in threading.enumerate():
+        if isinstance(thread, event_file_writer._AsyncWriterThread) and thread.exception:
+            thread.join()
+    assert not tracebacks
 
 
 @pytest.mark.draws

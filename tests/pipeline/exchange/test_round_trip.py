@@ -434,6 +434,27 @@ def test_damaged_and_foreign_files_are_named(store: Path, target: Path, tmp_path
             bring_in(source, name, target, tmp_path / "back")
 
 
+@pytest.mark.parametrize("name", get_args(Format))
+def test_a_cut_file_is_named_with_advice_that_works(
+    store: Path, target: Path, tmp_path: Path, name: Format
+) -> None:
+    folder = export(store, name, tmp_path / "out", max_sequences=2)
+    for path in [*folder.rglob("*_1.*"), *folder.glob("*.arrow"), *folder.glob("[ds]*.json")]:
+        whole = path.read_bytes()
+        for n_bytes in (len(whole) // 2, 0):
+            path.write_bytes(whole[:n_bytes])
+            with raises_naming(DatasetError, path, "damaged", "Delete it"):
+                bring_in(folder, name, target, tmp_path / "back")
+            if "_1." in path.name:
+                with raises_naming(DatasetError, path, "damaged", "Delete it"):
+                    export(store, name, folder, max_sequences=2)
+            path.unlink()
+            export(store, name, folder, max_sequences=2)
+            # `datasets` draws a fingerprint at random and writes it to the JSON files.
+            assert path.read_bytes() == whole or path.suffix == ".json"
+    assert len(bring_in(folder, name, target, tmp_path / "back")) == 2
+
+
 def test_speculators_files_must_belong_to_their_rows(
     store: Path, target: Path, tmp_path: Path
 ) -> None:
