@@ -221,7 +221,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     ),
     "no tokenizer": (
         lambda room: (room / "model/tokenizer.json").unlink(),
-        {EXTRACT: ("has no tokenizer; put the model's tokenizer.json",)},
+        {EXTRACT: ("has no tokenizer. Put the model's tokenizer.json",)},
     ),
     "no config": (
         lambda room: (room / CONFIG).unlink(), dict.fromkeys((PLAN, EXTRACT), ("config.json",))
@@ -253,7 +253,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     "no part": (drop_parts, {
         AUDIT: ("no finished part",),
         STORE["inspect"]: ("--sequence is 0, expected", "below 0"),
-        TRAINING: ("0 committed training sequences",),
+        TRAINING: ("0 training sequences in its finished parts",),
     }),
     "tokens beyond the vocabulary": (
         shrink_vocabulary,
@@ -270,7 +270,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         put_stranger,
         {
             "generate --model model --drafter strange --prompt Hi":
-                ("have the hash 0",),
+                ("had weights with the hash 0",),
         },
     ),
     "a link in the store": (link_parts, dict.fromkeys(
@@ -290,11 +290,11 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     "a shard cut short": (halve("store/parts/kv/c.0.0.0.0.0"), {TRAINING: ("rewrites only the damaged part",)}),
     "long prompts": (ask_much, {
         EVAL: ("give shorter prompts",),
-        f"generate {DECODE} --prompt '{'word ' * 512}'": ("it must have fewer than 512",),
+        f"generate {DECODE} --prompt '{'word ' * 512}'": ("expected fewer than 512",),
     }),
     "control tokens": (ask_for_control, dict.fromkeys(
         (EVAL, f"{EVAL} --disconnect 4"),
-        (f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT}: message 1 contains '",),
+        (f"prompt 2: {RejectReason.SPECIAL_TOKEN_IN_CONTENT} (message 1 contains '",),
     ) | {
         f"generate {DECODE} --prompt 'Hi <|eot_id|>'":
             ("message 0 contains '<|eot_id|>'", "Correct the text"),
@@ -309,7 +309,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         dict.fromkeys(commands, ("config.json: auto_map names Python code", "auto_map out")),
     ) for folder, commands in {"model": WITH_MODEL, "store/target": WITH_STORE}.items()},
     "code beside drafters and chats": (put_code_elsewhere, {
-        f"{GENERATE} --drafter evil": ("has an unknown format",),
+        f"{GENERATE} --drafter evil": ("in an unknown format",),
         f"{PLAN} --dataset evil/chats": ("has no file with one of the suffixes .jsonl",),
     }),
     "a gzip bomb": (put_bomb, {
@@ -318,14 +318,14 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
     }),
     "fewer weights than the config calls for": (
         changed(CONFIG, hidden_size=1 << 14, intermediate_size=1 << 16, num_hidden_layers=1000),
-        {GENERATE: ("config.json calls for more than",)},
+        {GENERATE: ("config.json describes at least",)},
     ),
     "pickled weights": (pickle_weights, {GENERATE: ("no file named model.safetensors",)}),
     "weights elsewhere": (
-        weights_at("../model.safetensors"), {GENERATE: ("are said to be in '../model",)},
+        weights_at("../model.safetensors"), {GENERATE: ("names '../model",)},
     ),
     "weights in a pickle": (
-        weights_at("pytorch_model.bin"), {GENERATE: ("are said to be in 'pytorch_model.bin'",)},
+        weights_at("pytorch_model.bin"), {GENERATE: ("names 'pytorch_model.bin'",)},
     ),
     "an adapter": (
         lambda room: (room / "model/adapter_config.json").write_text("{}"),
@@ -341,9 +341,9 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         changed(BUNDLE, **changes), {TRAINING: (text,)},
     ) for changes, text in (
         ({"num_attention_heads": 0}, "num_attention_heads is '0', expected a whole number"),
-        ({"num_key_value_heads": 3}, "2 query heads are not a multiple of 3 KV heads"),
-        ({"head_dim": 6}, "belongs to another target than its store: it has head_dim 6 instead of 8"),
-        ({"vocab_size": 1000}, "belongs to another target than its store: it has vocab_size 1000"),
+        ({"num_key_value_heads": 3}, "query heads (2) is not a multiple of the number of KV heads (3)"),
+        ({"head_dim": 6}, "not belong to the target of its store, because it has head_dim 6 instead of 8"),
+        ({"vocab_size": 1000}, "not belong to the target of its store, because it has vocab_size 1000"),
         ({"hidden_size": "16"}, "hidden_size is '16', expected a whole number"),
         (
             {"num_hidden_layers": 10**9},
@@ -389,7 +389,7 @@ INPUTS: dict[str, tuple[Callable[[Path], object], dict[str, tuple[str, ...]]]] =
         f"{BARE} --temperature -0.5": ("temperature is '-0.5', expected at least 0",),
         f"{BARE} --top-p 0": ("--top-p is '0', expected above 0",),
         f"{BARE} --tree big":
-            ("'big' is not a shape of drafts; expected a chain's length such as 5",),
+            ("'big' is not a shape of drafts. Expected the length of a chain such as 5",),
         f"{BARE} --tree 6x8x4": ("a draft tree of depth 6 needs at least one node per level",),
         f"{BARE} --tree -1": ("'-1' is not a shape of drafts",),
         f"{BARE} --seed 99999999999999999999": ("--seed is '99999999999999999999', expected",),

@@ -121,7 +121,7 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     if n_last >= n_layers:
         raise TrainingError(
             f"target_layer_inference is {n_last}, but it must be below the number of the target's "
-            f"layers, {n_layers}; lower --target-layer-inference."
+            f"layers, {n_layers}. Lower --target-layer-inference."
         )
     if n_last:
         # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
@@ -136,14 +136,14 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
         wanted.append((_LAYER_OUTPUTS, f"hidden/layer_{layer}"))
     missing = [name for _, name in wanted if name not in store.fields]
     if missing:
-        advice = f"add them with {add_command(str(store.path), missing, n_last)}"
+        advice = f"Add them with {add_command(str(store.path), missing, n_last)}"
         if origin := store.manifest.extraction.get("imported_from"):
             advice = (
-                f"nothing can be added to a store that was imported from {origin}, so extract a "
-                "new store with these fields"
+                f"A store that was imported from {origin} cannot get more fields, so extract a new "
+                "store with these fields"
             )
         raise SelectionInvalid(
-            f"{store.path} lacks the fields {', '.join(missing)}, which this drafter reads; "
+            f"{store.path} lacks the fields {', '.join(missing)}, which this drafter reads. "
             f"{advice}, or train another --drafter."
         )
     fields_of_drafter: list[FieldRead] = []

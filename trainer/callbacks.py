@@ -248,8 +248,8 @@ class MicroBatches(L.Callback):
             write_beside(self.file, (json.dumps(facts, indent=1) + "\n").encode())
         if not chosen.fits:
             text = (
-                f"a micro-batch of only {sizes[-1]} of the longest sequences does not fit into "
-                "the free memory; what helps: "
+                f"even a micro-batch of {sizes[-1]} of the longest sequences does not fit into the "
+                "free memory. To save memory, use "
             )
             warnings.warn(text + WHAT_HELPS, RunWarning, stacklevel=2)
 
@@ -422,7 +422,10 @@ class StopGuard(L.Callback):
 
 def stopped_at(step: int) -> str:
     """Return the message for the user after a signal has stopped a run and its state was saved."""
-    return f"stopped at step {step}; go on with the same command and --resume."
+    return (
+        f"stopped at step {step} after saving its state. Continue with the same command and "
+        "--resume."
+    )
 
 
 class SignalsLeftAlone(_SignalConnector):

@@ -33,8 +33,8 @@ from ..moa.targets.model_files import write_tensors
 from .config import CHECKPOINTS, DrafterSettings
 
 FULL_DISK_ADVICE = (
-    "The previous checkpoint, if any, is intact. Free some space and run the same command again, "
-    "with --resume if there is a checkpoint."
+    "If there is a previous checkpoint, it is intact. Free some space and run the same command "
+    "again, with --resume if there is a checkpoint."
 )
 # Replaces a file of the run that is not a checkpoint.
 write_beside = partial(write_atomic, advice=FULL_DISK_ADVICE)
@@ -49,8 +49,9 @@ def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
         reason: text that says what is wrong with the file.
     """
     return DrafterError(
-        f"{path} is damaged or not a checkpoint of this run: {reason}. Nothing was read from it. "
-        "If there is a best.ckpt, copy it over this file; otherwise train again with another --out."
+        f"{path} is damaged, or it is not a checkpoint of this run ({reason}). Nothing was read "
+        "from it. If there is a best.ckpt, copy it over this file. Otherwise train again with "
+        "another --out."
     )
 
 
@@ -78,7 +79,7 @@ class CheckpointFiles(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Raise NotImplementedError. Checkpoints are never removed, only replaced by newer ones."""
-        raise NotImplementedError(f"{path} is not removed")
+        raise NotImplementedError(f"{path} is a checkpoint, and checkpoints are never removed")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     The tensors are memory-mapped, so they are read from the file when they are used.
     """
     if not path.is_file():
-        raise damaged_checkpoint(path, "not a regular file")
+        raise damaged_checkpoint(path, "it is not a regular file")
     try:
         with safe_open(path, framework="pt") as tensors:
             state = json.loads((tensors.metadata() or {})[_STATE])
@@ -98,10 +99,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         # RuntimeError includes RecursionError, which deeply nested JSON may raise.
         raise damaged_checkpoint(
-            path, f"no training state in its header ({type(error).__name__})"
+            path, f"its header does not contain a training state ({type(error).__name__})"
         ) from error
     if not isinstance(checkpoint, dict):
-        raise damaged_checkpoint(path, "no training state in its header")
+        raise damaged_checkpoint(path, "its header does not contain a training state")
     return checkpoint
 
 
@@ -109,7 +110,7 @@ def read_step(path: Path) -> int:
     """Read from a checkpoint how many optimizer steps the run had taken."""
     step = read_checkpoint(path).get("global_step")
     if not isinstance(step, int):
-        raise damaged_checkpoint(path, "no step count")
+        raise damaged_checkpoint(path, "it does not contain the number of steps")
     return step
 
 
@@ -132,7 +133,8 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"a checkpoint can hold only plain values and tensors, got {type(value).__name__} at {name}"
+        f"the entry {name} of the checkpoint has the type {type(value).__name__}, expected a "
+        "tensor, number, text, list or dictionary"
     )
 
 
@@ -204,8 +206,8 @@ def initial_drafter(
     check_target_fits(other.config, target, fresh.config.target)
     if other.kind != fresh.kind:
         raise TrainingError(
-            f"{source} holds a drafter of kind {other.kind}, but this run trains a drafter of "
-            f"kind {fresh.kind}. Give --drafter {other.kind}, or choose another --init-from."
+            f"{source} holds a drafter of kind {other.kind}, but this run trains a drafter of kind "
+            f"{fresh.kind}. Give --drafter {other.kind}, or choose another --init-from."
         )
     needed: list[str] = []
     foreign: list[str] = []
@@ -221,12 +223,12 @@ def initial_drafter(
             foreign.append(name)
     if needed:
         raise TrainingError(
-            f"the drafter of {source} was trained with other settings than those of this run. "
-            f"Give {' '.join(needed)}."
+            f"the drafter of {source} was trained with other settings than this run. To start from "
+            f"its weights, give {' '.join(needed)}."
         )
     if foreign:
         raise TrainingError(
-            f"the drafter of {source} has {', '.join(foreign)}, which can be run but not trained. "
-            "Choose another --init-from."
+            f"the drafter of {source} has {', '.join(foreign)}, and moa-data can run such drafters "
+            "but not train them. Choose another --init-from."
         )
     return build_drafter(fresh.config, other.state_dict(), source)

@@ -424,8 +424,8 @@ class StoreDataModule(L.LightningDataModule):
         self.n_validation_positions = int(responses[self.validation_sequences].sum())
         if len(train) and not responses[train].any():
             raise TrainingError(
-                f"{store.path}: the response masks of all {len(train)} training sequences are "
-                "zero, so there is nothing to learn. Make the store from chats with answers."
+                f"the {len(train)} training sequences of {store.path} have no response tokens, so "
+                "there is nothing to learn. Make the store from chats with answers."
             )
         facts = RunFacts(
             hidden_size=int(store.manifest.target["hidden_size"]),
@@ -443,8 +443,8 @@ class StoreDataModule(L.LightningDataModule):
         self.micro_batch = config.data.micro_batch_size or batch_size
         if len(train) < batch_size:
             raise TrainingError(
-                f"{store.path} has {len(train)} committed training sequences, too few for a batch "
-                f"of {batch_size}; extract more sequences, or lower --batch-size."
+                f"{store.path} has {len(train)} training sequences in its finished parts, too few "
+                f"for a batch of {batch_size}. Extract more sequences, or lower --batch-size."
             )
         fields_read(store, config)  # Refuse a store that lacks a field.
         self.steps_per_epoch = len(train) // batch_size

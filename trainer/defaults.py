@@ -87,7 +87,9 @@ def choose_settings(
     if n_given is None:
         epochs = min(10, max(1, round(_TRAINED_TOKENS / max(1, facts.n_tokens))))
         epochs = choose(
-            "epochs", epochs, f"at least {_TRAINED_TOKENS:,} tokens, but no more than 10 passes"
+            "epochs",
+            epochs,
+            f"to train on at least {_TRAINED_TOKENS:,} tokens, but in at most 10 epochs",
         )
         n_sequences = epochs * facts.n_sequences
     else:
@@ -103,7 +105,9 @@ def choose_settings(
     size = max(1, min(size, facts.n_sequences))
     size += -size % facts.n_devices
     size = choose(
-        "batch_size", size, f"for a run of {n_sequences:,.0f} sequences, repeats included"
+        "batch_size",
+        size,
+        f"for a run of {n_sequences:,.0f} sequences, including repeats in later epochs",
     )
     _choose_rates(choose, is_paper)
     steps_per_epoch = facts.n_sequences // size
@@ -116,22 +120,26 @@ def choose_settings(
     if is_paper and steps_per_epoch >= 20 * _WARMUP_STEPS:
         choose("decay_steps", steps_per_epoch, "one epoch, as published")
     choose("decay_steps", -1, "until the end of the run")
-    choose("validate_every", max(1, min(1000, n_steps // 10)), "ten times per run, or more often")
-    choose("log_every", max(1, min(10, n_steps // 20)), "twenty times per run, or more often")
+    choose(
+        "validate_every",
+        max(1, min(1000, n_steps // 10)),
+        "validates at least ten times in the run",
+    )
+    choose("log_every", max(1, min(10, n_steps // 20)), "logs at least twenty times in the run")
     return config.of(**values), chosen
 
 
 def _choose_rates(choose: Any, is_paper: bool) -> None:
     """Choose the optimizer and its learning rates."""
     long = "as published, for long runs of large targets"
-    short = "learns more in runs of this length"
+    short = "learns more than adamw in runs of this length"
     optimizer = choose("optimizer", "adamw" if is_paper else "muon", long if is_paper else short)
     if optimizer == "adamw" and is_paper:
         choose("learning_rate", 3e-5, long)
         choose("peak_multiplier", 20.0, long)
     choose("learning_rate", 1e-4, "for runs of this length")
     if optimizer == "muon":
-        choose("matrix_learning_rate", 2e-3, "independent of the width")
+        choose("matrix_learning_rate", 2e-3, "suits weights of every width")
     choose("peak_multiplier", 10.0, "ratio of the peak learning rate to the final one")
 
 
@@ -149,7 +157,7 @@ def choose_validation_fraction(n_sequences: int, n_positions: int) -> ChosenSett
     return ChosenSetting(
         "validation_fraction",
         share,
-        "enough for 50 sequences or 5,000 response tokens, at most a fifth",
+        "enough for 50 sequences or 5,000 response tokens, but at most a fifth of the sequences",
     )
 
 
@@ -163,23 +171,23 @@ def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
     messages = []
     if n_steps < _FEW_STEPS:
         messages.append(
-            f"{n_steps} steps are too few to train a drafter well; give more --epochs, or a "
+            f"{n_steps} steps are too few to train a drafter well. Give more --epochs, or a "
             "smaller --batch-size"
         )
     if 2 * warmup > n_steps:
         messages.append(
-            f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps; give fewer "
+            f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps. Give fewer "
             "--warmup-steps"
         )
     if decays and decay_end <= warmup < n_steps:
         messages.append(
-            f"with these settings the decay would end at step {decay_end}, within the warm-up, so "
-            f"the learning rate drops to its final value after step {warmup}; give --decay-steps "
-            "-1, which decays until the end of the run"
+            f"the decay of the learning rate would end at step {decay_end}, before the warm-up "
+            f"does, so the learning rate drops to its final value after step {warmup}. Give "
+            "--decay-steps -1, which decays until the end of the run"
         )
     if decays and decay_end > n_steps:
         messages.append(
-            f"the run ends at step {n_steps}, but the learning rate falls until step {decay_end}; "
-            "give --decay-steps -1, which decays until the end of the run"
+            f"the run ends at step {n_steps}, before the learning rate reaches its final value at "
+            f"step {decay_end}. Give --decay-steps -1, which decays until the end of the run"
         )
     return messages

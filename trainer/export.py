@@ -94,8 +94,8 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
     notes = tuple(layout.notes(drafter.config))
     if n_drafted := len(drafter.config.draft_tokens):
         notes += (
-            f"{layout.reader} drafts from the whole vocabulary, with the target's LM head, but "
-            f"here the drafter can draft only {n_drafted:,} tokens",
+            f"{layout.reader} drafts from the whole vocabulary, with the target's LM head, while "
+            f"in moa-data the drafter can draft only {n_drafted:,} tokens",
         )
     return DrafterExportReport(
         folder, layout.name, layout.reader, drafter.kind, n_tensors, n_bytes, notes
@@ -162,9 +162,9 @@ def _check_embeddings(layout: Layout, facts: TargetFacts | None) -> None:
     if facts is not None and not layout.holds_embeddings and facts.embedding_scale != 1:
         fitting = ", ".join(other.name for other in LAYOUTS.values() if other.holds_embeddings)
         raise DrafterError(
-            f"{facts.model_type} scales its embeddings, but {layout.reader} would feed "
-            f"unscaled ones to the drafter, because the format {layout.name} holds no embeddings. "
-            f"Choose one of the formats {fitting}."
+            f"{facts.model_type} scales its embeddings, but the format {layout.name} holds no "
+            f"embeddings, so {layout.reader} would feed unscaled embeddings to the drafter. Choose "
+            f"one of the formats {fitting}."
         )
 
 
@@ -176,10 +176,13 @@ def _store_of(drafter: Path) -> str:
             if store and _is_store(store):
                 return store
             raise TargetError(
-                f"the format needs the target, but the store {store!r} of {folder} does not exist. "
-                f"{_GIVE}"
+                f"this format needs data of the target, but the store {store!r}, from which "
+                f"{folder} was trained, does not exist. {_GIVE}"
             )
-    raise TargetError(f"the format needs the target, but {drafter} is not a run. {_GIVE}")
+    raise TargetError(
+        f"this format needs data of the target, but {drafter} is not the folder of a run, so its "
+        f"target is not known. {_GIVE}"
+    )
 
 
 def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any:
@@ -188,7 +191,9 @@ def _read_tensor(files: list[Path], names: tuple[str, ...], folder: Path) -> Any
             if name in read_header(file, TargetError):
                 with safe_open(file, framework="pt") as tensors:
                     return tensors.get_tensor(name)
-    raise TargetError(f"{folder} lacks the tensor {names[0]}, which the format needs. {_GIVE}")
+    raise TargetError(
+        f"this format needs the tensor {names[0]} of the target, but {folder} lacks it. {_GIVE}"
+    )
 
 
 def _is_store(location: str) -> bool:
@@ -204,13 +209,14 @@ def _compare(drafter: Drafter, folder: Path, dtype: torch.dtype) -> None:
         drafter.config.to_dict(), sort_keys=True
     ):
         raise DrafterError(
-            f"{folder} loads with other sizes than those that were written. Report this as a bug, "
-            "with its drafter.json."
+            f"the sizes of the drafter in {folder} changed when it was read again after the "
+            "export. Report this as a bug, with the drafter.json of the exported drafter."
         )
     weights = again.state_dict()
     for name, value in drafter.state_dict().items():
         meant = value.to(dtype).to(weights[name].dtype) if value.is_floating_point() else value
         if not torch.equal(weights[name], meant):
             raise DrafterError(
-                f"{folder}: {name} does not load as it was written. Check the disk and try again."
+                f"the tensor {name} in {folder} changed when it was read again after the export. "
+                "Check the disk and try again."
             )

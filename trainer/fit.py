@@ -206,7 +206,7 @@ def train(
             )
     except torch.OutOfMemoryError as error:
         raise TrainingError(
-            f"the device ran out of memory ({first_line(error)}); what helps: {WHAT_HELPS}"
+            f"the device ran out of memory ({first_line(error)}). To save memory, use {WHAT_HELPS}"
         ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
         # Ctrl-C was pressed while the guard was not active, or twice while the guard was active.
@@ -225,10 +225,13 @@ def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
     try:
         step = checkpoints.read_step(out / LAST)
     except (DrafterError, OSError):
-        return "stopped before the first checkpoint; run the same command again."
+        return (
+            "stopped before the first checkpoint. Run the same command again, which starts from "
+            "the beginning."
+        )
     if isinstance(interrupt, callbacks.StoppedAtOnce):
         return (
-            f"stopped without saving; go on from the checkpoint of step {step} with the same "
+            f"stopped without saving. Continue from the checkpoint of step {step} with the same "
             "command and --resume."
         )
     return callbacks.stopped_at(step)
@@ -369,7 +372,7 @@ def _run_steps(
         if isinstance(error, MoaDataError) or is_other or guard.has_started or not resumes:
             raise
         raise checkpoints.damaged_checkpoint(
-            last, f"{type(error).__name__} {first_line(error)}"
+            last, f"loading it raises {type(error).__name__}: {first_line(error)}"
         ) from error
 
 
@@ -415,8 +418,8 @@ def build_module(data: StoreDataModule) -> DrafterModule:
     if max_depth is not None and config.validation.draft_length > max_depth:
         raise TrainingError(
             f"--draft-length {config.validation.draft_length} is more than the {max_depth} tokens "
-            f"that this {sizes.kind} drafter can draft in a row; lower "
-            "--draft-length, or raise the drafter's block_size or medusa_heads."
+            f"in a row that this {sizes.kind} drafter can draft. Lower --draft-length, or raise "
+            "the drafter's block_size or medusa_heads."
         )
     # Use a separate generator, so that the initial weights do not depend on other random draws.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
@@ -464,8 +467,7 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
         raise TrainingError(
             f"this machine cannot train with --accelerator {machine.accelerator} --devices "
             f"{machine.devices} --num-nodes {machine.num_nodes} --precision {machine.precision} "
-            f"({error}); "
-            "choose other values, or auto."
+            f"({error}). Choose other values, or auto."
         ) from error
     # Check the number of processes before any process waits for the others.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
@@ -501,9 +503,9 @@ def _loggers(config: TrainConfig) -> list[Logger]:
         # All exceptions are caught here: the tracker's package may be missing, or its client may
         # refuse the account or the server with errors of its own.
         raise TrainingError(
-            f"--logger {name} cannot be used ({first_line(error)}); run pip install "
-            f"'moa-data[{name}]', and set "
-            "its account and server in environment variables."
+            f"--logger {name} cannot be used ({first_line(error)}). Run `pip install "
+            f"'moa-data[{name}]'`, and set the tracker's account and server in its environment "
+            "variables."
         ) from error
     return loggers
 
@@ -520,7 +522,7 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
         raise TrainingError(
             f"{launched} processes were launched for the {n_devices} devices of --devices "
             f"{machine.devices} and --num-nodes {machine.num_nodes}. Launch one process per "
-            "device; --devices is the number of devices of one machine."
+            "device. --devices is the number of devices of one machine."
         )
 
 
@@ -593,7 +595,8 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
     if config.resume:
         if not last.exists():
             raise TrainingError(
-                f"there is nothing to resume, because {last} does not exist; run without --resume."
+                f"there is nothing to resume, because {last} does not exist. Run the command "
+                "without --resume."
             )
         checkpoints.read_step(last)
         refuse_other_inputs(
@@ -608,7 +611,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         # resume, so the run starts again.
         if last.is_file():
             raise OutputOccupied(
-                f"{out} already holds a run; pass --resume to continue it, or another --out."
+                f"{out} already holds a run. Give --resume to continue it, or another --out."
             )
     else:
         refuse_other_files(out, "a training run", {RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE})
@@ -635,7 +638,8 @@ def _recorded_config(out: Path) -> TrainConfig:
         return TrainConfig(**yaml.safe_load(record.read_text()))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise TrainingError(
-            f"{record} cannot be read, so nothing can be resumed; restore it."
+            f"the run cannot be resumed, because {record} cannot be read or is damaged. Restore "
+            "this file."
         ) from error
 
 
@@ -646,7 +650,7 @@ def _lock_run(out: Path) -> Iterator[None]:
         lock = lock_file(out / LOCK_FILE)
     except LockHeld as held:
         raise OutputOccupied(
-            f"{out} is being trained by {held.holder}; wait until it ends, or choose another --out."
+            f"{held.holder} is training in {out}. Wait until it ends, or choose another --out."
         ) from held
     try:
         yield
@@ -679,7 +683,8 @@ def _check_resumed(data: StoreDataModule, out: Path) -> None:
             recorded = dict(json.loads((out / STORE_FILE).read_text()))
         except (ValueError, TypeError) as error:
             raise TrainingError(
-                f"{out / STORE_FILE} cannot be read, so nothing can be resumed; restore it."
+                f"the run cannot be resumed, because {out / STORE_FILE} is damaged. Restore this "
+                "file."
             ) from error
         facts = _store_facts(data.store)
         # Compare only recorded facts. Earlier releases recorded fewer of them, for example no
@@ -702,10 +707,10 @@ def _check_resumed(data: StoreDataModule, out: Path) -> None:
     now = data.config.schedule.decay_end_step(data.steps_per_epoch)
     if now != before:
         raise OutputOccupied(
-            f"the learning rate of the run in {out} falls until step {before}, but would now fall "
-            f"until step {now}, and {step} steps have been taken. Give --decay-steps {before} to "
-            "continue with the final rate, or start a new run from its weights with --init-from "
-            f"{out}."
+            f"with the new number of steps, the learning rate would fall until step {now} and not "
+            f"until step {before}, but the run in {out} has already taken {step} steps. Give "
+            f"--decay-steps {before} to continue with the final rate, or start a new run from its "
+            f"weights with --init-from {out}."
         )
 
 
@@ -771,7 +776,7 @@ def plot_curves(run: Path, out: Path) -> None:
         ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
         ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),
         (
-            "Expected acceptance length, bonus included",
+            "Expected acceptance length, including the bonus token",
             {
                 "val/expected_acceptance_length": "greedy",
                 "val/expected_sampled_length": "samples at temperature 1",

@@ -54,13 +54,13 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
     reads: Reads = drafter.config.reads
     if not reads.kv:
         raise TrainingError(
-            f"the drafter of kind {drafter.kind} reads no keys and values with its settings, so "
-            "it cannot show which of them matter; choose a --drafter that reads them."
+            f"this {drafter.kind} drafter reads no keys and values, so it cannot show which of "
+            "them matter. Choose a --drafter that reads them."
         )
     names = [*reads.fields.values(), *(f"hidden/layer_{layer}" for layer in reads.outputs)]
     if missing := [name for name in names if name not in store.fields]:
         raise SelectionInvalid(
-            f"{store.path} lacks the fields {', '.join(missing)}, which the drafter reads; add "
+            f"{store.path} lacks the fields {', '.join(missing)}, which the drafter reads. Add "
             f"them with {add_command(str(store.path), missing)}, or choose a drafter that was "
             "trained from this store."
         )

@@ -55,7 +55,7 @@ PLUS_MINUS = "±"
 _NORMAL_95 = 1.96
 WHAT_HELPS = (
     "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (for eagle3 "
-    "above all drafter.draft_vocabulary), a store of shorter sequences (extract --max-length)."
+    "above all drafter.draft_vocabulary), or a store of shorter sequences (extract --max-length)."
 )
 # Fraction of the free memory that trial steps leave unused. Memory fragments during a run, because
 # batches differ in length.
@@ -211,9 +211,9 @@ class DrafterModule(L.LightningModule):
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
-                "the store holds NaN or infinity in a sequence that was read for step "
-                f"{self.global_step}. `moa-data verify {self.config.store}` lists what is "
-                "damaged; extract these parts again."
+                f"the activations that were read for step {self.global_step} contain NaN or "
+                f"infinity. Find the damaged parts with `moa-data verify {self.config.store}`, and "
+                "extract them again with `moa-data repair` and --model."
             )
 
     def configure_gradient_clipping(
@@ -253,9 +253,9 @@ class DrafterModule(L.LightningModule):
         # sets the gradients to 0.
         if bad:
             raise TrainingError(
-                f"the gradient of {bad[0]} is not finite at step {self.global_step} (this is so "
-                f"for {len(bad)} weights in all); lower --learning-rate, use --precision 32-true, "
-                "or look for NaN in the store with `moa-data verify`."
+                f"the gradients of {len(bad)} weights are not finite at step {self.global_step}, "
+                f"for example the gradient of {bad[0]}. Lower --learning-rate, use --precision "
+                "32-true, or look for NaN in the store with `moa-data verify`."
             )
 
     def on_validation_epoch_start(self) -> None:

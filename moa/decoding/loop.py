@@ -156,15 +156,16 @@ def generate_batch(
     """
     if on_tokens is not None and len(prompts) > 1:
         raise DrafterError(
-            "the argument on_tokens works only with a single prompt; leave it out for a batch of "
-            "prompts."
+            "the argument on_tokens works with one prompt, but several prompts were given. Leave "
+            "it out for a batch of prompts."
         )
     if proposer is None:
         proposer = PLAIN
         tree = None
     elif tree is None:
         raise DrafterError(
-            "the argument `proposer` also needs the shape of its drafts; give `tree` too."
+            "the argument proposer was given without the argument tree, the shape of its drafts. "
+            "Give both."
         )
     if not prompts:
         return []
@@ -353,21 +354,22 @@ class _Row:
         on_tokens: OnTokens | None,
     ) -> None:
         if not prompt_tokens:
-            raise DrafterError("the prompt is empty; give at least one token.")
+            raise DrafterError("the prompt is empty. Give at least one token.")
         if max_new_tokens < 1:
             raise DrafterError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
         if len(prompt_tokens) >= target.max_positions:
             raise DrafterError(
-                f"the prompt has {len(prompt_tokens)} tokens, but it must have fewer than "
-                f"{target.max_positions}, the length of the target's context; shorten the prompt."
+                f"the prompt has {len(prompt_tokens)} tokens, expected fewer than "
+                f"{target.max_positions}, the target's maximum number of positions. Shorten the "
+                "prompt."
             )
         vocab_size = target.facts.vocab_size
         if (
             unknown := next((token for token in prompt_tokens if not 0 <= token < vocab_size), None)
         ) is not None:
             raise DrafterError(
-                f"the prompt has the token id {unknown}, but the target's token ids go from 0 to "
-                f"{vocab_size - 1}; encode the prompt with the target's tokenizer."
+                f"the prompt has the token id {unknown}, but the target's token ids are from 0 to "
+                f"{vocab_size - 1}. Encode the prompt with the target's tokenizer."
             )
         self._ends = ends
         self._on_tokens = on_tokens

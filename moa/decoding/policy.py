@@ -146,6 +146,6 @@ class AutoPolicy(ShapePolicy):
         n_drafted = sum(run.n_drafted_calls for run in runs)
         n_calls = sum(run.n_target_calls for run in runs)
         return (
-            f"{n_drafted:,} of {n_calls:,} target calls verified chains of drafts of the shape "
-            f"{self._shape}, the other calls had no drafts"
+            f"{n_drafted:,} of {n_calls:,} target calls verified a chain of drafts (of the shape "
+            f"{self._shape}). The other calls had no drafts"
         )

@@ -120,8 +120,8 @@ class Chain:
             raise DrafterError(
                 "--tree LENGTHcCONFIDENCE needs a drafter with a confidence head, but this "
                 f"{self._drafter.kind} drafter has none. Give a fixed length such as --tree 7, or "
-                "--tree LENGTH@PROBABILITY such as 10@0.2, which stops when the drafts become "
-                "unlikely."
+                "--tree LENGTH@PROBABILITY such as --tree 10@0.2, which ends a chain when its "
+                "drafts become unlikely."
             )
         return confidence.float()
 
@@ -159,7 +159,7 @@ class DrafterProposer(Proposer):
         if drafter.dtype != weight.dtype:
             raise DrafterError(
                 f"the drafter has the dtype {drafter.dtype}, but the target's weights have the "
-                f"dtype {weight.dtype}; load both with the same dtype."
+                f"dtype {weight.dtype}. Load both with the same dtype."
             )
         self.frozen = frozen
         self.drafter = drafter

@@ -116,8 +116,8 @@ class SamplingConfig:
         # the answer for a seed must not depend on them.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
-                f"chains of the shape {shape} stop when their drafts become unlikely, which works "
-                f"only in greedy decoding; give a fixed length such as --tree {shape.depth}, or "
+                f"--tree {shape} ends a chain when its drafts become unlikely, which works only at "
+                f"temperature 0. Give a fixed length such as --tree {shape.depth}, or "
                 "--temperature 0."
             )
 

@@ -65,19 +65,19 @@ class TreeShape:
             (self.stop_below or self.cut_below) and not self.is_chain
         ):
             raise DrafterError(
-                "stop_below and cut_below are only for chains, and a chain can have only one of "
-                "them; leave out the other."
+                "only the shape of a chain (breadth 1) can have stop_below or cut_below, and it "
+                "can have only one of them. Set the other to 0."
             )
         if not self.is_chain and self.n_nodes < self.depth:
             raise DrafterError(
                 f"a draft tree of depth {self.depth} needs at least one node per level, but has "
-                f"only {self.n_nodes} nodes; give at least {self.depth} nodes."
+                f"only {self.n_nodes} nodes. Give at least {self.depth} nodes."
             )
         if self.n_candidates > _MAX_CANDIDATES:
             raise DrafterError(
                 f"a draft tree of depth {self.depth} and breadth {self.breadth} has "
                 f"{self.n_candidates:,} candidates per round, but at most {_MAX_CANDIDATES:,} are "
-                "allowed; give a smaller depth or breadth."
+                "allowed. Give a smaller depth or breadth."
             )
 
     @classmethod
@@ -91,8 +91,8 @@ class TreeShape:
         match = _SHAPE.fullmatch(text.lower())
         if match is None:
             raise DrafterError(
-                f"{text!r} is not a shape of drafts; expected a chain's length such as 5, "
-                "LENGTH@PROBABILITY such as 10@0.2, LENGTHcCONFIDENCE such as 7c0.3, or "
+                f"{text!r} is not a shape of drafts. Expected the length of a chain such as 5, "
+                "LENGTH@PROBABILITY such as 10@0.2, LENGTHcCONFIDENCE such as 7c0.3, or a tree as "
                 "DEPTHxBREADTHxNODES such as 6x8x62."
             )
         depth, breadth, n_nodes, stop_below, cut_below = match.groups()

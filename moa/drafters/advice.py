@@ -35,10 +35,10 @@ def advise(
         kv_growth: size of a token's KV and last hidden state together, divided by the size of its
             last hidden state.
     """
-    times = f"a token takes {kv_growth:.0f} times the bytes"
+    times = f"{kv_growth:.0f} times the bytes"
     drafter = "train --drafter eagle"
     activations = "--activations hidden:last"
-    reads = f"eagle reads no other activations; with kv {times}."
+    reads = f"eagle reads no other activations; with kv as well, each token would take {times}."
     if not has_kv:
         reason = _NO_KV
         reads = "eagle reads no other activations."
@@ -50,11 +50,11 @@ def advise(
         drafter = "train --drafter moa, the default"
         activations = "--activations kv,hidden:last, the default"
         reason = _MANY
-        reads = f"moa reads both; {times} that hidden:last alone takes."
+        reads = f"moa reads both, and together they take {times} of hidden:last alone."
     advice = [
         Advice("drafter", drafter, reason),
         Advice("activations", activations, reads),
-        Advice("settings", "none", _SETTINGS),
+        Advice("settings", "the defaults", _SETTINGS),
     ]
     if n_tokens < FEW_TOKENS:
         advice.append(Advice("chats", "as many as you have", _CHATS))
@@ -71,25 +71,26 @@ def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
 
 
 _ON_CPU = (
-    "training moa takes 2.8 times the processor time, and its drafts cost more; on SmolLM2-135M "
-    "both had the same acceptance length after 0.27 million training tokens (1.65 and 1.64)."
+    "in training, moa takes 2.8 times the processor time of eagle, and each of its drafts takes "
+    "longer; on SmolLM2-135M, both had the same acceptance length after 0.27 million training "
+    "tokens (eagle 1.65, moa 1.64)."
 )
-_NO_KV = "moa reads keys and values, which this target does not cache."
+_NO_KV = "moa reads keys and values, but this target does not cache any."
 _FEW = (
-    "after 2.0 million training tokens its acceptance length was 1.01 times that of moa (on a "
-    "target of 17 million weights), and moa takes 3.3 times as long to train on an H100."
+    "after 2.0 million training tokens, the acceptance length of eagle was 1.01 times that of moa "
+    "(on a target of 17 million weights), and eagle trains 3.3 times as fast on an H100."
 )
 _MANY = (
-    "after 8.0 million training tokens the acceptance length of eagle was 0.95 times that of moa "
-    "(on a target of 17 million weights; nothing was measured at 7B), but eagle trains 3.3 times "
-    "as fast on an H100."
+    "after 8.0 million training tokens, the acceptance length of eagle was only 0.95 times that of "
+    "moa (on a target of 17 million weights; nothing was measured at 7B), but eagle trains 3.3 "
+    "times as fast on an H100."
 )
 _SETTINGS = (
-    "`train` chooses batch size, learning rates and length from the target's size and the number "
-    "of tokens, and says why."
+    "`moa-data train` chooses batch size, learning rates and length of the run from the target's "
+    "size and the number of tokens, and prints its reasons."
 )
 _CHATS = (
-    "with more chats the acceptance length still rises steeply: 2.2 after 0.15 million training "
-    "tokens, 3.4 after 0.57 million and 4.0 after 2.0 million (moa, on a target of 17 million "
-    "weights)."
+    "the acceptance length rises steeply with the number of training tokens; for moa on a target "
+    "of 17 million weights, it was 2.2 after 0.15 million tokens, 3.4 after 0.57 million and 4.0 "
+    "after 2.0 million."
 )

@@ -327,7 +327,7 @@ class Drafter(nn.Module, ABC):
         """Create the empty cache that :meth:`take_context` fills and :meth:`draft_root` reads."""
         if self.context_width is None:
             raise DrafterError(
-                f"a {self.kind} drafter can only draft on the machine of its target; "
+                f"drafters of kind {self.kind} can draft only on the machine of their target. "
                 "`moa-data chat --help` lists the kinds that can draft over a network."
             )
         return ContextCache(self.context_layers)
@@ -363,9 +363,9 @@ class Drafter(nn.Module, ABC):
         next_position = cache.lengths[0]
         if context.ndim != 2 or context.shape[1] != width or start != next_position:
             raise DrafterError(
-                f"the contexts have the shape {list(context.shape)} and begin at position "
-                f"{start}, expected the shape [n, {width}] and position {next_position}; pass the "
-                "contexts in order."
+                f"the contexts have the shape {list(context.shape)} and begin at position {start}, "
+                f"expected the shape [n, {width}] and position {next_position}. Pass the contexts "
+                "in order."
             )
         weight = next(self.parameters())
         state.forget_drafts()

@@ -109,12 +109,12 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.context not in CONTEXTS:
-            yield f"the context is {self.context!r}, expected one of {', '.join(CONTEXTS)}"
+            yield f"context is {self.context!r}, expected one of {', '.join(CONTEXTS)}"
         elif self.context == "memory":
             if self.fused_layers:
                 yield (
-                    "the context memory encodes all layers of the target: remove fused_layers, or "
-                    "set context to hidden or kv"
+                    "context is memory, which encodes all layers of the target, so fused_layers "
+                    "must be empty. Remove fused_layers, or set context to hidden or kv"
                 )
             yield from self.encoder_problems()
         else:
@@ -124,34 +124,35 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             yield from self._kv_problems()
         if self.n_drafts < 1:
             yield (
-                "a block_size of 1 leaves only the anchor, which is a known token, so nothing is "
-                "drafted: give a block_size of at least 2"
+                f"a block_size of {self.block_size} leaves no token to draft, because the first "
+                "token of a block is already known. Set block_size to at least 2"
             )
         if not 0 <= self.mask_token < self.vocab_size:
             yield (
-                f"mask_token ({self.mask_token}) must be a token id below the size of the "
-                f"target's vocabulary ({self.vocab_size})"
+                f"mask_token is {self.mask_token}, but the target's token ids are from 0 to "
+                f"{self.vocab_size - 1}"
             )
 
     def _kv_problems(self) -> Iterator[str]:
         if len(self.fused_layers) % self.block_layers or self.fused_layers[0] == -1:
             yield (
-                f"with the context kv, the drafter's {self.block_layers} layers divide "
-                "fused_layers evenly among themselves: give a number of target layers that is a "
-                f"multiple of {self.block_layers}, without the embedding (-1)"
+                "context is kv, so the number of layers in fused_layers must be a multiple of "
+                f"{self.block_layers}, the number of the drafter's layers, and the embedding (-1) "
+                "cannot be one of them"
             )
         n_kv_heads = self.kv_width // (2 * self.head_dim)
         if self.self_attention_kv_heads != n_kv_heads:
             yield (
-                f"self_attention_kv_heads ({self.self_attention_kv_heads}) must equal the target's "
-                f"number of KV heads ({n_kv_heads}) with the context kv"
+                f"self_attention_kv_heads is {self.self_attention_kv_heads}, but with context kv "
+                f"it must equal the target's number of KV heads, {n_kv_heads}"
             )
         n_seen = self.n_seen_layers * n_kv_heads
         if n_seen < 1 or self.n_heads % n_seen:
             yield (
-                f"with the context kv, each drafter layer sees {self.n_seen_layers} target layers "
-                f"with {n_kv_heads} KV heads each, and its {self.n_heads} query heads cannot be "
-                "divided evenly among all these KV heads: give another number of fused_layers"
+                f"context is kv, so each layer of the drafter attends to {self.n_seen_layers} "
+                f"target layers with {n_kv_heads} KV heads each, which together must divide the "
+                f"{self.n_heads} query heads of the drafter. Set fused_layers to another number of "
+                "layers"
             )
 
     @property
@@ -233,8 +234,8 @@ class BlockState(LayerState):
         rows = [torch.cat([like[:0], *parts]) for parts in self.fresh]
         if [len(row) for row in rows] != list(counts):
             raise DrafterError(
-                "the target's states are missing for some committed tokens; pass them to `observe` "
-                "before drafting."
+                "the target's hidden states are missing for some committed tokens. Pass them to "
+                "`observe` before drafting."
             )
         self.fresh = [()] * len(rows)
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -655,7 +656,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def draft_level(
         self, state: BlockState, frozen: FrozenTarget, level: DraftLevel, cache: KVSource
     ) -> Tensor:
-        assert state.hidden is not None, "a round begins with its root"
+        assert state.hidden is not None, "draft_root must run before draft_level"
         hidden = state.hidden[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
         if self.markov_head is None:
             return hidden

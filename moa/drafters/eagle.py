@@ -66,8 +66,8 @@ class FeatureState(LayerState):
             if not parts:
                 if (last := self.last[row]) is None:
                     raise DrafterError(
-                        "the drafter has no states of the target; pass them to `observe` before "
-                        "drafting."
+                        "the drafter has no hidden states of the target. Pass them to `observe` "
+                        "before drafting."
                     )
                 self.n_true[row] -= 1
                 parts = (last,)

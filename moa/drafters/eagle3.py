@@ -236,11 +236,11 @@ class Eagle3Drafter(FeatureDrafter):
         marked = self.t2d.nonzero()[:, 0]
         if not torch.equal(ids.sort().values, marked):
             raise DrafterError(
-                f"the drafter's tensor d2t yields {len(ids)} token ids from {int(ids.min())} to "
-                f"{int(ids.max())}, and its tensor t2d marks {len(marked)} of the target's ids 0 to "
-                f"{len(self.t2d) - 1}. Both must name the same tokens, each once, and d2t must hold "
-                "offsets (target id - draft id), not target ids; correct d2t, or restore the "
-                "drafter's weights."
+                "the drafter's tensors d2t and t2d must select the same token ids of the target, "
+                f"each once. But d2t gives {len(ids)} ids from {int(ids.min())} to "
+                f"{int(ids.max())}, and t2d selects {len(marked)} of the ids from 0 to "
+                f"{len(self.t2d) - 1}. d2t must hold offsets (target id - draft id), not target "
+                "ids. Correct d2t, or restore the drafter's weights."
             )
 
     @override

@@ -98,11 +98,14 @@ class GlideSizes(LayerSizes):
         )
         if not (is_whole and is_held):
             yield (
-                "target_kv must have four numbers: a layer of the target, its number of KV heads, "
-                "and the widths of a key and a value"
+                "target_kv must be four numbers that fit the target: the index of a layer, the "
+                "number of its KV heads, the width of a key and the width of a value"
             )
         if self.n_heads % max(1, n_heads):
-            yield f"the target's {n_heads} KV heads must divide its {self.n_heads} query heads"
+            yield (
+                f"the target has {n_heads} KV heads and {self.n_heads} query heads, but the number "
+                "of KV heads must divide the number of query heads"
+            )
 
     @property
     def attended(self) -> tuple[int, int, int, int]:

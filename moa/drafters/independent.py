@@ -54,7 +54,7 @@ class IndependentSizes(DrafterSizes):
     @override
     def problems(self) -> Iterator[str]:
         if self.independent_width % 2:
-            yield f"independent_width must be an even number >= 2, got {self.independent_width}"
+            yield f"independent_width is {self.independent_width}, expected an even number"
 
     @classmethod
     @override

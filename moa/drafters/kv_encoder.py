@@ -101,32 +101,33 @@ class KVEncoderSizes(DrafterSizes):
         n_encoded = len(strided_layers(n_layers, self.layer_stride))
         if min(self.kv_width, heads, kv_heads, head_dim, mlp_width) < 1:
             yield (
-                "kv_width and the sizes layer_attention_heads, _kv_heads, _head_dim and "
-                "_mlp_width must be at least 1"
+                "kv_width, layer_attention_heads, layer_attention_kv_heads, "
+                "layer_attention_head_dim and layer_attention_mlp_width must be at least 1"
             )
         if heads % max(1, kv_heads):
             yield (
-                f"layer_attention_kv_heads ({kv_heads}) must divide layer_attention_heads ({heads})"
+                f"layer_attention_kv_heads is {kv_heads}, which must divide layer_attention_heads, "
+                f"{heads}"
             )
         if head_dim % 2:
-            yield f"layer_attention_head_dim ({head_dim}) must be even"
+            yield f"layer_attention_head_dim is {head_dim}, expected an even number"
         if self.layer_stride > max(1, n_layers):
             yield (
-                f"layer_stride ({self.layer_stride}) must be from 1 to the number of target "
-                f"layers ({n_layers})"
+                f"layer_stride is {self.layer_stride}, expected at most {n_layers}, the number of "
+                "target layers"
             )
         if (
             not set(self.kv_groups) <= set(range(n_groups))
             or max(self.kv_group_widths, default=0) > self.kv_width
         ):
             yield (
-                "kv_groups must be indexes into kv_group_widths, and none of these widths may be "
-                f"above kv_width ({self.kv_width})"
+                "kv_groups must contain indexes into kv_group_widths, and no width may be larger "
+                f"than kv_width, {self.kv_width}"
             )
         if self.layer_groups > max(1, n_encoded):
             yield (
-                f"layer_groups ({self.layer_groups}) must be from 1 to the number of encoded "
-                f"layers ({n_encoded})"
+                f"layer_groups is {self.layer_groups}, expected at most {n_encoded}, the number of "
+                "target layers that are encoded"
             )
 
     @staticmethod
@@ -149,9 +150,9 @@ class KVEncoderSizes(DrafterSizes):
         # number does not divide the KV width, the head dim is rounded down.
         if kv_width % heads and (heads != facts.n_heads or kv_width // heads % 2):
             raise DrafterError(
-                f"layer_attention_heads is {heads}, which does not divide the KV width {kv_width} "
-                "(the size of all keys and values of a token in a target layer); give "
-                f"--layer-attention-heads {_layer_attention_heads(kv_width, facts.n_heads)}."
+                f"layer_attention_heads is {heads}, which does not divide {kv_width}, the KV width "
+                "(the number of values in all keys and values of one token in one target layer). "
+                f"Give --layer-attention-heads {_layer_attention_heads(kv_width, facts.n_heads)}."
             )
         if given.get("unrotated_keys"):
             facts.check_rotation()

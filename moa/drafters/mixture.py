@@ -88,8 +88,8 @@ class MoASizes(KVEncoderSizes):
         n_layers = self.n_layers
         if n_last > n_layers:
             yield (
-                f"target_layer_inference ({n_last}) must be from 0 to the target's number of "
-                f"layers ({n_layers})"
+                f"target_layer_inference is {n_last}, expected at most {n_layers}, the number of "
+                "target layers"
             )
 
     @property

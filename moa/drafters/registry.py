@@ -31,6 +31,6 @@ def drafter_class(kind: str) -> type[Drafter]:
     """Return the drafter class of a kind; raise DrafterError if the kind is unknown."""
     if kind not in DRAFTERS:
         raise DrafterError(
-            f"{kind!r} is not a kind of drafter; expected one of {', '.join(DRAFTERS)}."
+            f"{kind!r} is not a kind of drafter. Expected one of {', '.join(DRAFTERS)}."
         )
     return DRAFTERS[kind]

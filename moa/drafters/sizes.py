@@ -71,15 +71,17 @@ class DrafterSizes:
                 value = TypeAdapter[Any](cast(Any, item.type)).validate_python(value)
             except ValidationError as error:
                 raise DrafterError(
-                    f"the drafter has {item.name} {str(value)[:60]!r}, which is not a valid "
-                    "value. Restore the drafter's drafter.json or config.json."
+                    f"the drafter's setting {item.name} has the value {str(value)[:60]!r}, which "
+                    "is not valid. Correct this setting, or restore the drafter's drafter.json or "
+                    "config.json."
                 ) from error
             object.__setattr__(self, item.name, value)
         problems = list(self.problems())
         if max(self.draft_vocabulary, 1 + max(self.draft_tokens, default=0)) > self.vocab_size:
             problems.append(
-                "draft_vocabulary and draft_tokens must be within the target's vocabulary of "
-                f"{self.vocab_size} tokens"
+                f"draft_vocabulary ({self.draft_vocabulary}) must not exceed the target's "
+                f"vocabulary of {self.vocab_size} tokens, and the ids in draft_tokens must be "
+                "below this number"
             )
         if problems:
             raise DrafterError(
@@ -117,16 +119,19 @@ class DrafterSizes:
         """Check a number of draft levels; raise DrafterError if it exceeds ``max_depth``."""
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
-                f"this {self.kind} drafter can draft at most {self.max_depth} tokens in a row, "
-                f"but {depth} were asked for; give a shape of drafts (--tree) with at most "
-                f"{self.max_depth} levels, or a drafter that was trained for more."
+                f"this {self.kind} drafter can draft at most {self.max_depth} tokens in a row, but "
+                f"{depth} were requested. Give a --tree with at most {self.max_depth} levels, or a "
+                "drafter that was trained for more."
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
         """Yield a problem for each number of KV heads that does not divide the query heads."""
         for name in names:
             if self.n_heads % (count := getattr(self, name)):
-                yield f"{name} ({count}) must divide the target's {self.n_heads} query heads"
+                yield (
+                    f"{name} is {count}, which must divide the target's number of query heads, "
+                    f"{self.n_heads}"
+                )
 
     @classmethod
     def from_target(
@@ -169,18 +174,21 @@ class DrafterSizes:
         kind = sizes.pop("kind", cls.kind)
         if kind != cls.kind:
             raise DrafterError(
-                f"these are the sizes of a drafter of kind {kind!r}, expected {cls.kind!r}."
+                f"the sizes are for a drafter of kind {kind!r}, expected the kind {cls.kind!r}."
             )
         known = {item.name for item in fields(cls)}
         if unknown := sorted(set(sizes) - known):
             raise DrafterError(
-                f"drafter.json has unknown keys {', '.join(unknown)}. It was probably written by "
-                "a newer release of moa-data; install that release, or restore the file."
+                f"drafter.json has keys that this release does not know: {', '.join(unknown)}. It "
+                "was probably written by a newer release of moa-data. Install that release, or "
+                "restore the file."
             )
         try:
             return cls(**sizes)
         except TypeError as error:
-            raise DrafterError(f"drafter.json is incomplete ({error}); restore it.") from error
+            raise DrafterError(
+                f"drafter.json lacks some sizes of the drafter ({error}). Restore the file."
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes and the ``kind`` as plain values for JSON."""
@@ -258,8 +266,8 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
         layer_names = ",".join(map(str, layers))
         also = "; the first may be -1, the embedding" if embedding else ""
         raise DrafterError(
-            f"fused_layers is {layer_names or 'none'}, expected decoder layers of the target "
-            f"from 0 to {n_layers - 1} in ascending order{also}."
+            f"fused_layers is {layer_names or 'empty'}, expected decoder layers of the target from "
+            f"0 to {n_layers - 1} in ascending order{also}."
         )
 
 
@@ -269,9 +277,9 @@ def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
         n_read = min(len(layers), n_layers)
         spread = [index * (n_layers - 1) // max(1, n_read - 1) for index in range(n_read)]
         raise DrafterError(
-            f"the drafter reads {len(layers)} layers of the target, and a target with {n_layers} "
-            "layers has too few for the default choice. Choose the layers yourself, for example "
-            f"spread evenly over the target: --fused-layers {','.join(map(str, spread))}."
+            f"by default, this drafter reads {len(layers)} layers of the target, but a target with "
+            f"{n_layers} layers has too few for that. Choose the layers yourself, for example "
+            f"evenly spread over the target: --fused-layers {','.join(map(str, spread))}."
         )
 
 
@@ -291,18 +299,21 @@ def check_target_fits(
         # A size is 0 if the drafter is a checkpoint of another project that does not state it.
         size = getattr(config, name, 0)
         if size not in (0, sizes[name]):
-            wrong.append(f"its {name} is {size}, but this target has {sizes[name]}")
+            wrong.append(f"the drafter's {name} is {size}, but the target's is {sizes[name]}")
     if (last := max(getattr(config, "fused_layers", ()), default=-1)) >= sizes["n_layers"]:
-        wrong.append(f"it reads layer {last}, but this target has {sizes['n_layers']} layers")
+        wrong.append(
+            f"the drafter reads layer {last} (counted from 0), but the target has only "
+            f"{sizes['n_layers']} layers"
+        )
     expected = config.target.get("weights_sha256")
     got = identity.get("weights_sha256")
     if expected and got and expected != got:
         wrong.append(
-            f"the weights of that target have the hash {expected[:12]}, but the weights of this "
-            f"target have the hash {got[:12]}"
+            f"the drafter's target had weights with the hash {expected[:12]}, but this target has "
+            f"weights with the hash {got[:12]}"
         )
     if wrong:
         raise TargetError(
-            f"the drafter was trained for another target: {wrong[0]}. Pass the target that the "
+            f"the drafter was trained for another target ({wrong[0]}). Pass the target that the "
             "drafter's store was extracted from."
         )

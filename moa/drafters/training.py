@@ -100,7 +100,7 @@ class TrainingInputs:
         """Return the KV; raise DrafterError if the batch has no KV."""
         if self.kv is None:
             raise DrafterError(
-                "this drafter reads the target's keys and values, but the batch has none; set `kv` "
+                "this drafter reads the target's keys and values, but the batch has none. Set `kv` "
                 "of the batch."
             )
         return self.kv

@@ -104,15 +104,15 @@ def choose_draft_vocabulary(
     if gains.get(best, 1.0) < _LEAST_GAIN:
         return DraftVocabulary(
             0,
-            f"with fewer tokens, {gains.get(best, 1.0):.2f} times as many tokens would be "
-            "committed per weight that is read",
+            f"a smaller draft vocabulary would commit only {gains.get(best, 1.0):.2f} times as "
+            "many tokens per weight that is read",
         )
     share = coverage(halves, best)
     before = f"{weights_read(upper_bound) / 1e6:,.0f} M"
     after = f"{weights_read(best) / 1e6:,.0f} M"
     return DraftVocabulary(
         best,
-        f"they cover about {share:.1%} of the tokens of new responses; a round of {N_DRAFTS} "
-        f"drafts reads {after} weights instead of {before}, so {gains[best]:.2f} times as many "
-        "tokens are committed per weight that is read",
+        f"the most frequent tokens, which make up about {share:.1%} of new responses. A round of "
+        f"{N_DRAFTS} drafts reads {after} weights and not {before}, and commits {gains[best]:.2f} "
+        "times as many tokens per weight that is read",
     )

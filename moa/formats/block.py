@@ -52,7 +52,8 @@ def _config(sizes: BlockDrafterSizes) -> dict[str, Any]:
 
 def _reads_embedding(sizes: BlockDrafterSizes) -> list[str]:
     return [
-        "fused_layers has -1, the embedding, but it can read only outputs of decoder layers"
+        "the drafter reads the target's embedding (fused_layers contains -1), but this format "
+        "supports only outputs of decoder layers"
     ] * (-1 in sizes.fused_layers)
 
 
@@ -77,12 +78,13 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     # ModelOpt and vLLM write these keys into config.json.
     if settings.get("causal") or settings.get("is_causal"):
         raise DrafterError(
-            "config.json has causal true, which is not supported: in drafters of this format, all "
-            "slots of a block attend to each other. Choose another drafter."
+            "config.json has causal true, which is not supported, because all slots of a block "
+            "must attend to each other. Choose another drafter."
         )
     if type(block) is not int or type(mask) is not int:
         raise DrafterError(
-            "config.json lacks block_size or mask_token_id; restore the original config.json."
+            "config.json must have whole numbers for block_size and mask_token_id. Restore the "
+            "original config.json."
         )
     if (drafted := config.get("draft_vocab_size")) not in (facts["vocab_size"], None):
         layout.check_shape(weights, "d2t", [drafted])
@@ -116,8 +118,8 @@ DFLASH = Layout(
     },
     unfit=_reads_embedding,
     notes=lambda sizes: [
-        f"vLLM: num_speculative_tokens {sizes.n_drafts}; SGLang: --speculative-num-draft-tokens "
-        f"{1 + sizes.n_drafts}"
+        f"set num_speculative_tokens to {sizes.n_drafts} in vLLM, or "
+        f"--speculative-num-draft-tokens to {1 + sizes.n_drafts} in SGLang"
     ],
     config=lambda sizes, target_config: _config(sizes) | {"architectures": ["DFlashDraftModel"]},
     recognises=lambda names, config: _is_block(names) and not _is_dspark(config),
@@ -198,7 +200,10 @@ def _dspark_notes(sizes: DSparkSizes) -> list[str]:
     return (
         []
         if runs_in_sglang
-        else ["SGLang supports only vanilla Markov heads, and confidence heads that read them"]
+        else [
+            "SGLang cannot run this drafter, because it supports only Markov heads of the kind "
+            "vanilla, and only confidence heads that read the Markov head"
+        ]
     )
 
 
@@ -232,7 +237,7 @@ VLLM_DSPARK = replace(
     reader="vLLM",
     needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},
-    notes=lambda sizes: [f"num_speculative_tokens: {sizes.n_drafts}"],
+    notes=lambda sizes: [f"set num_speculative_tokens to {sizes.n_drafts}"],
     # If this package did not write the folder, it is read with the layout ``dspark``.
     recognises=lambda names, config: False,
 )

@@ -142,10 +142,14 @@ def _why_no_drafter(folder: Path) -> str:
             f"Run the same command again{resume}."
         )
     if (folder / "plan.parquet").is_file():
-        return f"{folder} is a store, which holds no drafter; `moa-data train {folder}` trains one."
+        return (
+            f"{folder} is a store and holds no drafter. Train one with `moa-data train {folder}`, "
+            "and give the folder of that run."
+        )
     return (
-        f"{folder} holds no drafter: expected a training run, a folder with {CONFIG_FILE}, or a "
-        f"folder with {_LAYOUT_CONFIG} in one of the formats {', '.join(LAYOUTS)}."
+        f"{folder} holds no drafter. Expected the folder of a training run, a folder with "
+        f"{CONFIG_FILE}, or a folder with {_LAYOUT_CONFIG} in one of the formats "
+        f"{', '.join(LAYOUTS)}."
     )
 
 
@@ -216,7 +220,7 @@ def build_drafter(
     )
     if problem := find_problems(found, expected):
         raise DrafterError(
-            f"{source}: the weights do not fit the sizes of the drafter: {problem}. Restore the "
+            f"{source}: the weights do not fit the sizes of the drafter ({problem}). Restore the "
             "drafter's files."
         )
     drafter = build(config)
@@ -272,14 +276,14 @@ def write_layout(
         fitting = [name for name, other in LAYOUTS.items() if other.kind == drafter.kind]
         raise DrafterError(
             f"the format {layout.name} is for drafters of kind {layout.kind}, but this drafter is "
-            f"of kind {drafter.kind}, which has these formats: {', '.join(fitting) or 'none'}. "
-            "Choose one of them with --format."
+            f"of kind {drafter.kind}. Its formats are: {', '.join(fitting) or 'none'}. Choose one "
+            "of them with --format."
         )
     if refusals := layout.refusals(sizes):
         raise DrafterError(
-            f"{layout.reader} cannot run this drafter as it was trained: {'; '.join(refusals)}. "
-            "Train a drafter with other sizes (--set drafter.NAME=VALUE), or choose another "
-            "--format."
+            f"{layout.reader} cannot run this drafter as it was trained, because "
+            f"{'; '.join(refusals)}. Train a drafter with other sizes (--set drafter.NAME=VALUE), "
+            "or choose another --format."
         )
     weights = _layout_weights(drafter, layout, dtype, target)
     config = layout.config(sizes, target.get("config")) | {
@@ -330,12 +334,16 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], s
     else:
         layout = LAYOUTS.get(str(record.get("format"))) if isinstance(record, dict) else None
     if layout is None:
-        description = f"{_OWN_KEY} {str(record)[:60]}"
+        description = f"{_LAYOUT_CONFIG} has {_OWN_KEY} {str(record)[:60]}"
         if record is None:
-            description = ", ".join([*sorted(tensors)[:3], "..."]) if tensors else "no tensors"
+            description = (
+                f"its tensors are {', '.join([*sorted(tensors)[:3], '...'])}"
+                if tensors
+                else "it has no tensors"
+            )
         raise DrafterError(
-            f"the drafter in {folder} has an unknown format (its files have {description}). "
-            f"Give a drafter in one of the formats {', '.join(LAYOUTS)}."
+            f"{folder} holds a drafter in an unknown format ({description}). Give a drafter in one "
+            f"of the formats {', '.join(LAYOUTS)}."
         )
     weights: Weights = {}
     for name, value in tensors.items():
@@ -355,12 +363,12 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], s
         reason = str(error)
         if isinstance(error, KeyError):
             reason = (
-                f"{_OWN_KEY} in {_LAYOUT_CONFIG}, or the file of weights, lacks {error}; restore "
+                f"{_OWN_KEY} in {_LAYOUT_CONFIG}, or the file of weights, lacks {error}. Restore "
                 "the original files."
             )
         raise DrafterError(
-            f"{folder} holds a drafter of kind {layout.kind} for {layout.reader} that cannot be used: "
-            f"{reason}"
+            f"{folder} holds a drafter of kind {layout.kind} for {layout.reader} that cannot be "
+            f"used: {reason}"
         ) from error
 
 
@@ -371,8 +379,8 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
         own_name = rename(name)
         if own_name in renamed:
             raise DrafterError(
-                f"{folder}: the tensor {name} {list(value.shape)} has the same meaning as another "
-                f"tensor of the file: both are read as {own_name}. Remove one of them."
+                f"{folder}: the tensor {name} {list(value.shape)} and another tensor of the file "
+                f"both stand for the drafter's tensor {own_name}. Remove one of them from the file."
             )
         renamed[own_name] = value
     return renamed
@@ -395,8 +403,8 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
             # Null means false.
             if (found[key] or False) != written[key]:
                 raise DrafterError(
-                    f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} implies "
-                    f"{written[key]}; export the drafter again, or restore config.json."
+                    f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} "
+                    f"implies {written[key]}. Export the drafter again, or restore config.json."
                 )
 
 
@@ -421,7 +429,7 @@ def _check_ignored(
             # Convert tensors of other dtypes, such as float8, because PyTorch cannot compute their
             # smallest and largest values.
             checked = values if values.dtype in FLOATS else values.float()
-            check_finite({name: checked}, "its file of weights", DrafterError)
+            check_finite({name: checked}, "the drafter's file of weights", DrafterError)
 
 
 def _read_weight_file(folder: Path) -> Weights:
@@ -437,15 +445,17 @@ def _read_weight_file(folder: Path) -> Weights:
     if not file.is_file():
         raise DrafterError(
             f"{folder / _LAYOUT_WEIGHTS} does not exist, and the folder has neither "
-            f"{_LAYOUT_INDEX} nor {_LAYOUT_PICKLE}. Download the folder again. Weights in several "
-            f"pickled files (pytorch_model.bin.index.json) are not read: convert them to "
+            f"{_LAYOUT_INDEX} nor {_LAYOUT_PICKLE}. Download the folder again. If its weights are "
+            "in several pickled files (pytorch_model.bin.index.json), convert them to "
             f"{_LAYOUT_WEIGHTS}."
         )
     with parsing(f"cannot read {file}", DrafterError):
         weights = load_pickled_tensors(file)
         for name, value in weights.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):
-                raise ValueError("the file must contain only a mapping from names to tensors")
+                raise ValueError(
+                    "it must contain only tensors and their names, but it has other entries"
+                )
     return weights
 
 
@@ -454,20 +464,21 @@ def _read_shards(index: Path) -> Weights:
     weight_map = read_json(index, DrafterError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DrafterError(
-            f"{index} has no weight_map that names the files of weights. Download the folder again."
+            f"{index} has no weight_map, which says in which file each tensor is. Download the "
+            "folder again."
         )
     weights: Weights = {}
     for name in sorted(set(map(str, weight_map.values()))):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise DrafterError(
-                f"{index} says that weights are in {name[:60]!r}, which is not a *.safetensors "
-                "file of the folder. Download the folder again."
+                f"{index} says that there are tensors in {name[:60]!r}, which is not a "
+                "*.safetensors file of the folder. Download the folder again."
             )
         shard = _read_safetensors(index.parent / name)
         if repeated := weights.keys() & shard.keys():
             raise DrafterError(
-                f"{index} names two files with the tensor {min(repeated)}, which may hold "
-                "different values. Download the folder again."
+                f"the tensor {min(repeated)} is in two of the files that {index} names, and they "
+                "may hold different values. Download the folder again."
             )
         weights |= shard
     return weights

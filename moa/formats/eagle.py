@@ -95,9 +95,9 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
 def _check_zero_bias(weights: Weights) -> None:
     if weights["fc.bias"].any():
         raise DrafterError(
-            f"the tensor fc.bias {list(weights['fc.bias'].shape)} is not zero, but config.json says "
-            "that this drafter has no such bias; restore the original files, or export the drafter "
-            "again."
+            f"the tensor fc.bias {list(weights['fc.bias'].shape)} is not zero, but config.json "
+            "says that this drafter has no such bias. Restore the original files, or export the "
+            "drafter again."
         )
 
 
@@ -112,7 +112,10 @@ def _unpack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) ->
     with torch.device("meta"):
         state = EagleDrafter(sizes).state_dict()
     if problem := find_problems(unpacked, _pack(state, sizes)):
-        raise DrafterError(f"{problem}; restore the file of weights.")
+        raise DrafterError(
+            f"the weights do not fit the sizes of the drafter ({problem}). Restore the file of "
+            "weights."
+        )
     renumbered: Weights = {}
     for name, value in unpacked.items():
         if not name.startswith("layers.0."):
@@ -120,9 +123,9 @@ def _unpack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) ->
     for name, value in _pack(renumbered, sizes).items():
         if name.startswith("layers.0.") and not torch.equal(weights[name], value):
             raise DrafterError(
-                f"the tensor {name} {list(weights[name].shape)} has not the value that moa-data "
-                "wrote: the first layer of this folder must return its input unchanged. Export the "
-                "drafter again."
+                f"the tensor {name} {list(weights[name].shape)} has other values than those that "
+                "moa-data wrote. The first layer in this folder must return its input unchanged. "
+                "Export the drafter again."
             )
     return renumbered
 
@@ -153,9 +156,9 @@ def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
 
 def _eagle_notes(sizes: EagleSizes) -> list[str]:
     return [
-        "the format has no norm before the first layer, so the folder holds an additional first "
-        "layer, which returns its input and costs about as much as any other layer. Train with "
-        "--set drafter.eagle_input_norm=false to avoid it"
+        "this format has no norm before the first layer. Therefore the folder has an additional "
+        "first layer, which returns its input and takes about as much time as any other layer. To "
+        "avoid it, train with --set drafter.eagle_input_norm=false"
     ] * sizes.eagle_input_norm
 
 
@@ -196,7 +199,11 @@ EAGLE = Layout(
     # With linear scaling of RoPE, the EAGLE authors' code ignores rope_theta.
     unfit=lambda sizes: [
         *layout.unfilled_width(sizes),
-        *["the target's RoPE is scaled, which is not supported"] * layout.is_rope_scaled(sizes),
+        *[
+            "the target's RoPE (rotary position embedding) is scaled, which this format does not "
+            "support"
+        ]
+        * layout.is_rope_scaled(sizes),
     ],
     notes=_eagle_notes,
     config=lambda sizes, target_config: _config(
@@ -257,9 +264,9 @@ MOA_EAGLE = Layout(
     needs=("config",),
     requires={"eagle_input_norm": (True,), "eagle_fc_bias": (False,)},
     notes=lambda sizes: [
-        f"give the drafter's sizes in the settings of moa_spec: {sizes.eagle_layers} layers, "
-        f"{sizes.self_attention_kv_heads} KV heads, MLP width {sizes.self_attention_mlp_width}, "
-        "default_layer false"
+        "the MoA authors' code does not read the drafter's sizes from config.json. Set them in its "
+        f"settings (moa_spec): {sizes.eagle_layers} layers, {sizes.self_attention_kv_heads} KV "
+        f"heads, MLP width {sizes.self_attention_mlp_width}, default_layer false"
     ],
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     pack=lambda weights, sizes: _scaled(weights, sizes, sizes.eagle_embedding_scale),
@@ -317,8 +324,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     }.items():
         if (value := eagle_config.get(name, config.get(name, plain))) not in (plain, None):
             raise DrafterError(
-                f"config.json has {name} {value!r}, but only {plain!r} is supported for EAGLE-3. "
-                "Choose another drafter."
+                f"config.json has {name} {value!r}, but only {plain!r} is supported for EAGLE-3 "
+                "drafters. Choose another drafter."
             )
     draft_vocabulary = layout.rows(weights, layout.LM_HEAD)
     layout.check_size(config, "draft_vocab_size", draft_vocabulary, weights, layout.LM_HEAD)
@@ -367,7 +374,10 @@ EAGLE3 = Layout(
     ignored=(layout.EMBEDDINGS,),
     requires={"qkv_bias": (False,), "query_key_norm": (False,)},
     unfit=lambda sizes: (
-        ["the engines read exactly 3 layers of the target: set fused_layers to three layers"]
+        [
+            "vLLM and SGLang require drafters that read exactly 3 layers of the target, so "
+            "fused_layers must have 3 layers"
+        ]
         * (len(sizes.fused_layers) != 3)
     ),
     config=_eagle3_config,

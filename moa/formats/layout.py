@@ -83,7 +83,10 @@ class Layout:
         for name, values in self.requires.items():
             size = getattr(sizes, name)
             if size not in values:
-                reasons.append(f"{name} is {size}, but must be {' or '.join(map(str, values))}")
+                reasons.append(
+                    f"{name} is {size}, but this format supports only "
+                    f"{' or '.join(map(str, values))}"
+                )
         return reasons + list(self.unfit(sizes))
 
 
@@ -140,8 +143,8 @@ def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
     """
     if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
         yield (
-            f"the head dim is {sizes.head_dim}, but must be the width divided by the number of "
-            f"heads, {sizes.hidden_size} / {sizes.n_heads}"
+            f"the target's head dim is {sizes.head_dim}, but this format supports only the width "
+            f"divided by the number of heads ({sizes.hidden_size} / {sizes.n_heads})"
         )
 
 
@@ -153,12 +156,12 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
     needed = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps")
     if missing := [name for name in needed if not config.get(name)]:
         raise DrafterError(
-            f"config.json lacks {', '.join(missing)}; restore the original config.json."
+            f"config.json lacks {', '.join(missing)}. Restore the original config.json."
         )
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise DrafterError(
-            "config.json has layers with a sliding window, which is not supported. Choose another "
-            "drafter."
+            "config.json describes layers with a sliding window, which is not supported for "
+            "drafters. Choose another drafter."
         )
     # transformers has "swish" as another name of "silu".
     if (activation := config.get("hidden_act")) not in (ACTIVATION, "swish", None):
@@ -188,7 +191,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
         if type(facts[name]) is not int or facts[name] < 1:
             raise DrafterError(
                 f"config.json has {name} {str(facts[name])[:60]!r}, expected a whole number above "
-                "0; restore the original config.json."
+                "0. Restore the original config.json."
             )
     return facts
 
@@ -226,7 +229,7 @@ def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, nam
     if (value := config.get(key)) is not None and value != size:
         raise DrafterError(
             f"config.json has {key} {str(value)[:60]}, but the tensor {name} of shape "
-            f"{list(weights[name].shape)} implies {size}; restore the original config.json."
+            f"{list(weights[name].shape)} implies {size}. Restore the original config.json."
         )
 
 
@@ -234,7 +237,7 @@ def check_bias(config: ForeignConfig, key: str, weights: Weights, name: str) -> 
     """Refuse a config.json in which a key calls for a bias that the file does not have."""
     if config.get(key) and name not in weights:
         raise DrafterError(
-            f"config.json has {key} true, but the tensor {name} is missing; restore the original "
+            f"config.json has {key} true, but the tensor {name} is missing. Restore the original "
             "files."
         )
 
@@ -242,11 +245,12 @@ def check_bias(config: ForeignConfig, key: str, weights: Weights, name: str) -> 
 def check_shape(weights: Weights, name: str, shape: list[int]) -> None:
     """Refuse a tensor that is missing, or has another shape than the drafter's sizes imply."""
     if name not in weights:
-        raise DrafterError(f"the tensor {name} {shape} is missing; restore the file of weights.")
+        raise DrafterError(f"the tensor {name} {shape} is missing. Restore the file of weights.")
     found = list(weights[name].shape)
     if found != shape:
         raise DrafterError(
-            f"the tensor {name} has shape {found}, expected {shape}; restore the file of weights."
+            f"the tensor {name} has the shape {found}, expected {shape}. Restore the file of "
+            "weights."
         )
 
 
@@ -280,7 +284,7 @@ def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
 def rows(weights: Weights, name: str) -> int:
     """Return the number of rows of a tensor. Raise DrafterError if the tensor is missing."""
     if name not in weights or not weights[name].dim():
-        raise DrafterError(f"the weights lack the tensor {name}; restore the file of weights.")
+        raise DrafterError(f"the tensor {name} is missing. Restore the file of weights.")
     return int(weights[name].shape[0])
 
 
@@ -301,12 +305,13 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
         if ids:
             if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
                 raise DrafterError(
-                    f"config.json has {str(ids)[:60]!r} as the ids of the target layers to read, "
-                    "expected a list of whole numbers; restore the original config.json."
+                    f"config.json has {str(ids)[:60]!r} as the list of target layers that the "
+                    "drafter reads, expected a list of whole numbers. Restore the original "
+                    "config.json."
                 )
             return tuple(layer - first for layer in ids)
     # Refuse the file. Do not guess the layers from the target's number of layers.
     raise DrafterError(
-        "config.json does not say which layers of the target the drafter reads; restore the "
+        "config.json does not say which layers of the target the drafter reads. Restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."
     )

@@ -36,8 +36,8 @@ def _config(sizes: IndependentSizes, target_config: Any) -> dict[str, Any]:
 
 def _read_sizes(*_: object) -> Never:
     raise DrafterError(
-        "it was written by another program, which does not record the drafter's target. Give a "
-        "drafter that moa-data has exported."
+        "the drafter was written by another program, which does not record the drafter's target. "
+        "Give a drafter that moa-data has exported."
     )
 
 

@@ -71,7 +71,10 @@ _PAPER: dict[str, tuple[Any, ...]] = {
 def _unlike_all(sizes: MoASizes) -> Iterator[str]:
     yield from layout.unfilled_width(sizes)
     if sizes.kv_groups:
-        yield "the target's layers have different kinds of KV caches, which is not supported"
+        yield (
+            "the target's layers have different kinds of KV caches, which this format does not "
+            "support"
+        )
 
 
 def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
@@ -81,14 +84,16 @@ def _moa_unfit(sizes: MoASizes) -> Iterator[str]:
     n_heads = sizes.n_heads
     if (heads, head_dim) != (n_heads, sizes.kv_width // n_heads):
         yield (
-            f"layer self-attention (over the target's layers) has {heads} heads of size "
-            f"{head_dim}, but must have {n_heads} heads of size {sizes.kv_width // n_heads}, as "
-            f"many as the target: set layer_attention_heads={n_heads}"
+            f"layer self-attention (attention over the target's layers) has {heads} heads of size "
+            f"{head_dim}, but this format supports only {n_heads} heads of size "
+            f"{sizes.kv_width // n_heads}, the target's number of heads "
+            f"(layer_attention_heads={n_heads})"
         )
     if layout.is_rope_scaled(sizes):
         yield (
-            "the target's RoPE is scaled, but this program would run cross-attention and layer "
-            "self-attention without the scaling (the format moa-vllm keeps it)"
+            "the target's RoPE (rotary position embedding) is scaled, but the MoA authors' code "
+            "ignores the scaling in cross-attention and layer self-attention (the format moa-vllm "
+            "supports it)"
         )
 
 
@@ -98,8 +103,9 @@ def _moa_notes(sizes: MoASizes) -> list[str]:
         for size in (f"{block}_kv_heads", f"{block}_mlp_width"):
             given.append(f"{size} {getattr(sizes, size)}")
     return [
-        f"give the drafter's sizes in the settings of moa_spec: {', '.join(given)}, "
-        f"target_layer_inference {sizes.target_layer_inference}"
+        "the MoA authors' code does not read the drafter's sizes from config.json. Set them in its "
+        f"settings (moa_spec): {', '.join(given)}, target_layer_inference "
+        f"{sizes.target_layer_inference}"
     ]
 
 
@@ -131,13 +137,14 @@ def _vllm_unfit(sizes: MoASizes) -> Iterator[str]:
     cross_heads = sizes.cross_attention_kv_heads
     if self_heads != cross_heads:
         yield (
-            f"self- and cross-attention have {self_heads} and {cross_heads} KV heads, but the fork "
-            "has one KV cache for both"
+            f"self-attention has {self_heads} KV heads and cross-attention has {cross_heads}, but "
+            "the fork of vLLM has one KV cache for both, so the numbers must be equal"
         )
     if heads != n_heads or sizes.kv_width % n_heads:
         yield (
-            f"layer self-attention has {heads} heads over a KV width of {sizes.kv_width}, but the "
-            f"fork uses the target's {n_heads} heads, which must divide that width"
+            f"layer self-attention (attention over the target's layers) has {heads} heads, but the "
+            f"fork of vLLM supports only the target's number of heads ({n_heads}), which must also "
+            f"divide the KV width ({sizes.kv_width})"
         )
 
 

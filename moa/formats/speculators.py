@@ -58,8 +58,8 @@ def _config(
     folder = Path(target_config.name_or_path)
     if (folder / FROZEN_FILE).is_file():
         raise DrafterError(
-            "the speculators formats refer to the target's weight files, which a store does not "
-            "contain; give the target's folder or Hub id with --model."
+            "the formats of speculators refer to the target's weight files, which a store does not "
+            "contain. Give the target's folder or Hub id with --model."
         )
     verifier_path = str(folder.resolve() if folder.is_dir() else folder)
     return {
@@ -136,7 +136,11 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
             f"config.json has {_TYPE} {str(kind)[:60]!r}, expected one of {', '.join(_OWN)}. "
             "Choose another drafter."
         )
-    with parsing(f"{LAYERS_KEY} cannot be used", DrafterError, "Restore the original config.json."):
+    with parsing(
+        f"{LAYERS_KEY} in config.json cannot be used",
+        DrafterError,
+        "Restore the original config.json.",
+    ):
         known = AutoConfig.for_model(layer_config["model_type"]).to_dict().keys() | {
             "rope_theta",
             "rope_scaling",
@@ -197,7 +201,8 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
         tokens = offsets + torch.arange(len(offsets))
         if not torch.equal(tokens, unpacked["t2d"].nonzero()[:, 0]):
             raise DrafterError(
-                "the tensors d2t and t2d do not name the same tokens; restore the file of weights."
+                "the tensors d2t and t2d must select the same tokens, but they do not. Restore the "
+                "file of weights."
             )
         if isinstance(sizes, DSparkSizes) and head in unpacked:
             layout.check_shape(weights, head, [len(offsets), sizes.markov_rank])
@@ -209,8 +214,8 @@ def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
 def _unfit(sizes: BlockDrafterSizes) -> list[str]:
     is_shifted = getattr(sizes, "markov_head", "") == "rnn" and not sizes.sample_from_anchor
     return [
-        "speculators' rnn head begins at the anchor's slot, but here it begins at the first slot "
-        "that drafts"
+        "speculators starts an rnn Markov head at the anchor (the last known token), but moa-data "
+        "starts it at the first draft if sample_from_anchor is false"
     ] * is_shifted
 
 

@@ -216,12 +216,14 @@ def _flex_works(
                     # Comparisons with NaN are false, so this negated comparison also finds an error
                     # that is NaN.
                     if not error <= _MAX_ERROR:
-                        raise ValueError(f"its results are {error:.1%} off")
+                        raise ValueError(
+                            f"its results differ by {error:.1%} from those of the plain computation"
+                        )
     except Exception as error:  # noqa: BLE001 - a compiler can raise any exception
         text = first_line(error)
         warnings.warn(
-            "attention with masks runs without FlexAttention, which may be slower, because "
-            f"FlexAttention fails on this machine: {text:.200}",
+            f"FlexAttention fails on this machine ({text:.200}), so attention with masks runs "
+            "without it, which may be slower.",
             stacklevel=2,
         )
         return False

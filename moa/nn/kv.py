@@ -106,7 +106,7 @@ class KVBuffer:
     def buffer(self) -> Tensor:
         """The tensor of all keys and values, [2, L, B, H_kv, S, d]."""
         if self._buffer is None:
-            raise DrafterError("the cache is empty: extend it before attending to it.")
+            raise DrafterError("the cache is empty. Extend it before attending to it.")
         return self._buffer
 
     @property

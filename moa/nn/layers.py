@@ -90,7 +90,7 @@ class Rotary(nn.Module):
         super().__init__()
         if head_dim < 2 or head_dim % 2:
             raise DrafterError(
-                f"RoPE needs an even head dim, got {head_dim}; choose another number of heads."
+                f"RoPE needs an even head dim, got {head_dim}. Choose another number of heads."
             )
         rope_type = rope_parameters.get("rope_type", "default")
         self.scaling = 1.0
@@ -122,8 +122,9 @@ class Rotary(nn.Module):
                 inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
         else:
             raise DrafterError(
-                f"rope type {rope_type!r} is not supported, because its angles change with the "
-                f"length of the input; supported are {', '.join(ROPE_TYPES)}."
+                f"rope_type {rope_type!r} is not supported, because its angles change with the "
+                "length of the input. Choose a target with one of the types "
+                f"{', '.join(ROPE_TYPES)}."
             )
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(

@@ -120,8 +120,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
     n_bytes = 2 * sum(layer.weight.nbytes for layer in layers)
     if n_free is not None and n_bytes > n_free:
         _LOG.warning(
-            "decoding is slower than it could be: copies of the weights in a faster layout need "
-            "%s of memory, but only %s are free",
+            "decoding is slower than it could be, because a copy of the weights in a faster layout "
+            "needs %s of memory, and only %s are free",
             format_bytes(n_bytes), format_bytes(n_free),
         )  # fmt: skip
         return
@@ -251,12 +251,12 @@ def _works(dtype: torch.dtype, in_halves: bool = False) -> bool:
             result = product(x, Laid(_blocked(weight), bias, halves))
             if torch.allclose(result, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2):
                 return True
-        problem = "its products are wrong"
+        problem = "a test product was wrong"
     except (RuntimeError, AttributeError, TypeError) as error:
         problem = first_line(error)
     _LOG.warning(
-        "decoding is slower than it could be: PyTorch %s has no fast matrix products for %s "
-        "weights on this machine (%s)",
+        "decoding is slower than it could be, because PyTorch %s has no fast matrix products for "
+        "%s weights on this machine (%s)",
         torch.__version__, str(dtype).removeprefix("torch."), problem,
     )  # fmt: skip
     return False

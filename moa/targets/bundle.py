@@ -37,7 +37,10 @@ from .model_files import check_finite, find_problems, read_header, read_json, wr
 FROZEN_FILE = "frozen.safetensors"
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
-_ADVICE = "Run `moa-data verify`, and `moa-data repair` with --model."
+_ADVICE = (
+    "Find the damaged files with `moa-data verify STORE`, and repair them with `moa-data repair "
+    "STORE --model MODEL`."
+)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # The digest of a file is cached only if the file is at least this many seconds old. A younger file
 # could change again within one tick of the file system's clock, and keep its time stamp.
@@ -76,7 +79,8 @@ def weight_files(folder: Path) -> list[Path]:
     """List a model's safetensors files, sorted by name; raise TargetError if there are none."""
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise TargetError(
-            f"{folder} has no *.safetensors weights; save the model in the safetensors format."
+            f"{folder} has no weights in *.safetensors files. Save the model in the safetensors "
+            "format."
         )
     # A consolidated.safetensors next to other files holds the same weights in another layout, so
     # skip it.
@@ -242,9 +246,9 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
     # Refuse models such as OPT-350m, whose embeddings have another width than the hidden states.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
-            f"this {facts.model_type} has embeddings or an LM head of another shape than "
-            f"{size[0]:,} tokens by {size[1]:,} numbers, which drafters need. Choose another "
-            "target."
+            f"drafters need a target with embeddings and an LM head of {size[0]:,} tokens by "
+            f"{size[1]:,} numbers, but those of this {facts.model_type} have another shape. Choose "
+            "another target."
         )
     for index in range(facts.n_layers - n_layers_kept, facts.n_layers):
         for name, value in body.layers[index].state_dict().items():
@@ -287,7 +291,7 @@ def scaled_head(model: PreTrainedModel) -> Tensor:
     facts = TargetFacts.of_model(model)
     if head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
-            f"the LM head of {facts.model_type} is not a plain matrix, or it has a bias, which "
+            f"the LM head of {facts.model_type} is not a plain matrix, or has a bias, which "
             "drafters do not support. Choose another target."
         )
     weight = cast(Tensor, head.weight)
@@ -356,21 +360,22 @@ class FrozenTarget(nn.Module):
         if not (path / FROZEN_FILE).is_file():
             raise TargetError(
                 f"{path} has no {FROZEN_FILE}, the file of the target's frozen weights. Run "
-                "extract again with the same options: it restores target/."
+                "`moa-data extract` again with the same options, which restores the folder target/."
             )
         headers = read_header(path / FROZEN_FILE, TargetError)
         facts = load_facts(path)
         _check_sizes(path, facts.sizes, sizes or {})
         if (held := held_layers(path)) < n_layers:
             raise TargetError(
-                f"{path} holds {held} decoder layers, {n_layers} are needed; add the missing ones "
-                f"with `moa-data add STORE --model MODEL --target-layers {n_layers}`."
+                f"{path} holds {held} decoder layers of the target, but {n_layers} are needed. Add "
+                "the missing layers with `moa-data add STORE --model MODEL --target-layers "
+                f"{n_layers}`."
             )
         expected = frozen_tensors(facts, n_layers)
         stored = {name: header for name, header in headers.items() if name in expected}
         if problem := find_problems(stored, expected):
             raise TargetError(
-                f"{path / FROZEN_FILE} does not fit its config.json: {problem}. {_ADVICE}"
+                f"{path / FROZEN_FILE} does not fit its config.json ({problem}). {_ADVICE}"
             )
         with safe_open(path / FROZEN_FILE, framework="pt") as file:
             weights = {name: file.get_tensor(name).to(dtype=dtype) for name in expected}
@@ -449,6 +454,6 @@ def _check_sizes(path: Path, sizes: Mapping[str, Any], recorded: Mapping[str, An
             differences.append(f"{key} {sizes.get(key)} instead of {size}")
     if differences:
         raise TargetError(
-            f"{path} belongs to another target than its store: it has {', '.join(differences)}. "
-            f"{_ADVICE}"
+            f"{path} does not belong to the target of its store, because it has "
+            f"{', '.join(differences)}. {_ADVICE}"
         )

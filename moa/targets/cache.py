@@ -231,7 +231,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         """Return and clear the stored outputs of the :attr:`watched_layers`, [B, n, K * E]."""
         if not self._layer_outputs:
             raise DrafterError(
-                "the target's last call stored no layer outputs; call the proposer's begin before "
+                "the target's last call stored no layer outputs. Call the proposer's begin before "
                 "the target call."
             )
         outputs = torch.cat(self._layer_outputs, dim=1)
@@ -404,7 +404,7 @@ def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
         # KV is available.
         if have < stop and not isinstance(stops, DeviceLengths):
             raise DrafterError(
-                f"the drafter needs the contexts of positions {have} to {stop - 1}, which have "
-                f"not arrived; begin the round at token {have}, and feed the known tokens after "
-                "it as levels."
+                f"the drafter needs the contexts of positions {have} to {stop - 1}, which have not "
+                f"arrived yet. Begin the round at token {have}, and feed the known tokens after it "
+                "as levels."
             )

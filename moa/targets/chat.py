@@ -146,7 +146,7 @@ class RejectReason(StrEnum):
     NO_MESSAGES = "the row has neither messages nor conversations"
     MALFORMED_MESSAGES = "messages is not a list of objects with a role and a content"
     UNKNOWN_ROLE = "a message has an unknown role"
-    EMPTY_CONTENT = "a message is empty or no text"
+    EMPTY_CONTENT = "a message is empty, or its content is not text"
     NON_TEXT_PART = "a message has a part that is not text"
     NO_RESPONSE = "the chat has no assistant message"
     MALFORMED_TURNS = "turns is not a list of questions"
@@ -167,8 +167,8 @@ class RejectReason(StrEnum):
     NOT_SHOWN = "the chat template leaves out a part of the chat, or writes it twice"
     TEMPLATE_REWRITES_RESPONSE = "the chat template rewrites the response"
     NO_RESPONSE_TOKENS = "no token of the chat belongs to a response"
-    TRUNCATED_AWAY = "every response lies beyond the first max_length tokens"
-    NO_PROMPT_TOKENS = "every token of the chat would be a response, none a prompt"
+    TRUNCATED_AWAY = "every response begins after the first max_length tokens"
+    NO_PROMPT_TOKENS = "every token of the chat belongs to a response, so the chat has no prompt"
 
 
 @dataclass(unsafe_hash=True)
@@ -227,7 +227,9 @@ def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
     """Reject a chat without an answer, or with an answer that is not to be trained on."""
     roles = [message["role"] for message in chat.messages]
     if "assistant" not in roles:
-        raise Rejection(RejectReason.NO_RESPONSE, "roles: " + ", ".join(roles[:8]))
+        raise Rejection(
+            RejectReason.NO_RESPONSE, "its messages have the roles " + ", ".join(roles[:8])
+        )
     if mark := _find_skip_mark(row, is_row=True):
         raise Rejection(RejectReason.MARKED_UNTRAINED, f"the row has {mark}")
     answers = [message for message in chat.messages if message["role"] == "assistant"]
@@ -237,10 +239,12 @@ def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
             raise Rejection(RejectReason.MARKED_UNTRAINED, f"an answer has {mark}")
         cut = cuts[index] or find_cuts(answer)[0]
         if cut and answer is not chat.messages[-1]:
-            raise Rejection(RejectReason.MARKED_UNTRAINED, f"an earlier answer has {cut}")
+            raise Rejection(
+                RejectReason.MARKED_UNTRAINED, f"an earlier answer was cut off: it has {cut}"
+            )
     for column in _LAST_ANSWER_COLUMNS:
         if roles[-1] != "assistant" and _is_answer(row.get(column)):
-            detail = f"the column {column}, because the messages end before their last answer"
+            detail = f"the messages end before their last answer, which is in the column {column}"
             raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
 
 
@@ -267,7 +271,7 @@ def parse_prompt(row: Any) -> Chat | Rejection:
         for index, message in enumerate(chat.messages):
             for key in _TOOL_COLUMNS:
                 if message.get(key):
-                    detail = f"message {index} ({message['role']}) has {key}"
+                    detail = f"message {index} ({message['role']}) has the key {key}"
                     raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
     except Rejection as rejection:
         return Rejection(rejection.reason, rejection.detail)
@@ -281,7 +285,7 @@ def _parse_questions(turns: Any) -> Chat:
         if isinstance(text, str) and text.strip():
             messages.append({"role": "user", "content": text})
     if not messages or len(messages) < len(questions):
-        raise Rejection(RejectReason.MALFORMED_TURNS, f"got {turns!r:.60}")
+        raise Rejection(RejectReason.MALFORMED_TURNS, f"turns is {turns!r:.60}")
     return Chat(messages, asks_each=True)
 
 
@@ -320,17 +324,19 @@ def _parse(row: Any) -> Chat:
     if isinstance(row, Rejection):
         raise row
     if not isinstance(row, Mapping):
-        raise Rejection(RejectReason.MALFORMED_ROW, f"got {type(row).__name__}")
+        raise Rejection(RejectReason.MALFORMED_ROW, f"it has the type {type(row).__name__}")
     lists = _lists(row, _MESSAGE_COLUMNS)
     if not lists:
-        raise Rejection(RejectReason.NO_MESSAGES, "columns: " + ", ".join(map(str, list(row)[:8])))
+        raise Rejection(
+            RejectReason.NO_MESSAGES, "its columns are " + ", ".join(map(str, list(row)[:8]))
+        )
     if unread := _find_unread(row) or find_key(row, _READ_COLUMNS, ignored=_READ_COLUMNS):
-        raise Rejection(RejectReason.CONTENT_NOT_READ, f"the column {unread}")
+        raise Rejection(RejectReason.CONTENT_NOT_READ, f"the row has the column {unread}")
     messages = _parse_lists(
         lists, _MESSAGE_COLUMNS, _parse_message, RejectReason.MALFORMED_MESSAGES
     )
     if not messages:
-        raise Rejection(RejectReason.MALFORMED_MESSAGES, "an empty list")
+        raise Rejection(RejectReason.MALFORMED_MESSAGES, "the list of messages is empty")
     tools = _parse_lists(
         _lists(row, _TOOL_COLUMNS), _TOOL_COLUMNS, _parse_tool, RejectReason.MALFORMED_TOOLS
     )
@@ -367,13 +373,18 @@ def _parse_lists(
     item_name = columns[0].removesuffix("s")
     parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
-        raise Rejection(RejectReason.CONTENT_NOT_READ, " and ".join(columns) + " differ")
+        raise Rejection(
+            RejectReason.CONTENT_NOT_READ, f"the columns {' and '.join(columns)} differ"
+        )
     return parsed[0] if parsed else None
 
 
 def _parse_list(items: Any, parse: _Parse[_T], item_name: str, malformed: RejectReason) -> list[_T]:
     if not isinstance(items, (list, tuple)):
-        raise Rejection(malformed, f"{item_name}s: got {type(items).__name__} {items!r:.60}")
+        raise Rejection(
+            malformed,
+            f"{item_name}s has the type {type(items).__name__} ({items!r:.60}), expected a list",
+        )
     return [parse(item, f"{item_name} {index}") for index, item in enumerate(items)]
 
 
@@ -383,7 +394,10 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
     for name in _SYSTEM_COLUMNS:
         value = row.get(name)
         if value and not isinstance(value, str):
-            raise Rejection(RejectReason.MALFORMED_SYSTEM, f"got {type(value).__name__}")
+            raise Rejection(
+                RejectReason.MALFORMED_SYSTEM,
+                f"the column {name} has the type {type(value).__name__}",
+            )
         if value and value.strip():
             column_texts.append(value)
     message_texts: list[str] = []
@@ -405,7 +419,10 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
 def _parse_message(item: Any, where: str) -> Message:
     """Parse a message of a row, with all of its keys, into a message of a chat."""
     if not isinstance(item, Mapping):
-        raise Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} is {type(item).__name__}")
+        raise Rejection(
+            RejectReason.MALFORMED_MESSAGES,
+            f"{where} has the type {type(item).__name__}, expected an object",
+        )
     names = sorted({str(name).strip().lower() for name in _values(item, ("role", "from"))})
     if not names:
         raise Rejection(RejectReason.MALFORMED_MESSAGES, f"{where} has no role")
@@ -413,7 +430,7 @@ def _parse_message(item: Any, where: str) -> Message:
     if role is None or ROLES.get(names[-1]) != role:
         raise Rejection(
             RejectReason.UNKNOWN_ROLE,
-            f"{where} has role " + " and ".join(f"{n!r:.80}" for n in names),
+            f"{where} has the role " + " and ".join(f"{n!r:.80}" for n in names),
         )
     where = f"{where} ({role})"
     unread = (
@@ -423,10 +440,15 @@ def _parse_message(item: Any, where: str) -> Message:
         raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has {unread}")
     calls = _parse_calls(item, where)
     if calls and role != "assistant":
-        raise Rejection(RejectReason.MALFORMED_TOOL_CALLS, f"{where} calls a tool")
+        raise Rejection(
+            RejectReason.MALFORMED_TOOL_CALLS,
+            f"{where} calls a tool, but only the assistant may call tools",
+        )
     contents = _values(item, ("content", "value"))
     if len(contents) == 2 and contents[0] != contents[1]:
-        raise Rejection(RejectReason.CONTENT_NOT_READ, f"{where} has both content and value")
+        raise Rejection(
+            RejectReason.CONTENT_NOT_READ, f"{where} has different texts in content and value"
+        )
     message = json_values(_without(item, _MESSAGE_KEYS)) | {"role": role}
     if contents:
         message["content"] = _read_content(contents[0], where)
@@ -444,7 +466,9 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        raise Rejection(RejectReason.EMPTY_CONTENT, f"{where} has {type(content).__name__}")
+        raise Rejection(
+            RejectReason.EMPTY_CONTENT, f"{where} has a content of type {type(content).__name__}"
+        )
     parts = []
     for part in content:
         if (
@@ -453,10 +477,14 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
             or not isinstance(part.get("text"), str)
         ):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has {str(kind)[:40]!r}")
+            raise Rejection(
+                RejectReason.NON_TEXT_PART, f"{where} has a part of type {str(kind)[:40]!r}"
+            )
         for key, value in part.items():
             if key not in _PART_KEYS and is_filled(value):
-                raise Rejection(RejectReason.NON_TEXT_PART, f"{where} has a text with {key}")
+                raise Rejection(
+                    RejectReason.NON_TEXT_PART, f"{where} has a part with the key {key}"
+                )
         # Keep the type of the part, because some templates show only parts whose type is ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
@@ -635,7 +663,8 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any]:
     tool = unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not is_json(tool):
         raise Rejection(
-            RejectReason.MALFORMED_TOOLS, f"{where} is {type(tool).__name__} {_keys(tool)}"
+            RejectReason.MALFORMED_TOOLS,
+            f"{where} has the type {type(tool).__name__} {_keys(tool)}",
         )
     return dict(tool)
 
@@ -649,10 +678,11 @@ def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
     if old_call and not is_empty:
         if calls:
             raise Rejection(
-                RejectReason.MALFORMED_TOOL_CALLS, f"{where} has tool_calls and function_call"
+                RejectReason.MALFORMED_TOOL_CALLS,
+                f"{where} has both tool_calls and function_call, expected one of them",
             )
         calls = [old_call]
-    return _parse_list(calls, _parse_call, f"{where}, call", RejectReason.MALFORMED_TOOL_CALLS)
+    return _parse_list(calls, _parse_call, f"{where}, tool call", RejectReason.MALFORMED_TOOL_CALLS)
 
 
 def _parse_call(call: Any, where: str) -> dict[str, Any]:
@@ -668,7 +698,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
         others += _values(call, ("arguments", *_OTHER_ARGUMENTS))
     if not is_call or any(others):
         raise Rejection(
-            RejectReason.MALFORMED_TOOL_CALLS, f"{where} is {type(call).__name__} {_keys(function)}"
+            RejectReason.MALFORMED_TOOL_CALLS,
+            f"{where} has the type {type(call).__name__} {_keys(function or call)}",
         )
     # The item may be the function itself, without an object around the function.
     outer = _without(call, ("function", "name", "arguments"))
@@ -691,7 +722,7 @@ def tool_name(value: Mapping[str, Any]) -> str:
 
 def _keys(value: Any) -> str:
     return (
-        "with " + ", ".join(map(str, list(value)[:8]))
+        "with the keys " + ", ".join(map(str, list(value)[:8]))
         if isinstance(value, Mapping)
-        else f"{value!r:.60}"
+        else f"with the value {value!r:.60}"
     )

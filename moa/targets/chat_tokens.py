@@ -213,7 +213,7 @@ def tokenize_chat(
         spans = _response_spans(template, messages, tools, text, marked)
         responses = [text[slice(*span)] for span in spans]
         if foreign := _find_foreign_key(template, messages, tools, shown_keys, responses):
-            detail = f"{foreign}, which the chat template needs for a response or writes into it"
+            detail = f"the chat template writes the {foreign} into a response, or fails without it"
             raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
         if is_cut and template.has_generation_prompt:
@@ -259,7 +259,11 @@ def _cut_response(
     # the rendering of the whole chat.
     end = spans[-2][1] if len(spans) > 1 else 0
     if prompt[:end] != text[:end]:
-        raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
+        raise Rejection(
+            RejectReason.TEMPLATE_REWRITES_RESPONSE,
+            "the last response was cut off, and the template writes earlier responses differently "
+            "in a prompt",
+        )
     # The prompt may already contain the beginning of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
     content = "".join(content_texts(messages[-1]))
@@ -268,7 +272,10 @@ def _cut_response(
         cut_text = prompt[:start] + form
         if is_generated or text.startswith(cut_text):
             return cut_text, (start, len(cut_text))
-    detail = "the last one is cut, and stands after other text than in a prompt"
+    detail = (
+        "the last response was cut off, and the template writes other text before it than in a "
+        "prompt"
+    )
     raise Rejection(RejectReason.TEMPLATE_REWRITES_RESPONSE, detail)
 
 
@@ -370,12 +377,12 @@ def prompt_tokens(
     except Rejection as rejection:
         if rejection.reason is RejectReason.NOT_SHOWN:
             raise TemplateError(
-                f"{rejection.reason}: {rejection.detail}. Leave this part out of the chat, or use "
+                f"{rejection.reason} ({rejection.detail}). Leave this part out of the chat, or use "
                 "another target."
             ) from rejection
     except RENDER_ERRORS as error:
         raise TemplateError(
-            f"The chat template refuses the prompt: {first_line(error)}. Correct the messages, "
+            f"The chat template refuses the prompt ({first_line(error)}). Correct the messages, "
             "for example their roles."
         ) from error
     return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -420,7 +427,9 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = where
         elif is_hidden:
-            raise Rejection(RejectReason.NOT_SHOWN, where + (", twice" if n_shown > 1 else ""))
+            raise Rejection(
+                RejectReason.NOT_SHOWN, where + (", which is written twice" if n_shown > 1 else "")
+            )
         if not is_hidden:
             end = max(end, piece_end)
         if piece.kind == "tool":
@@ -466,7 +475,8 @@ def _response_spans(
             is_ended = text[slice(*span)].endswith(template.end_of_turn)
             if index == 0 and template.text_after_last and not is_ended:
                 raise Rejection(
-                    RejectReason.TEMPLATE_REWRITES_RESPONSE, "message 0, which has no end of turn"
+                    RejectReason.TEMPLATE_REWRITES_RESPONSE,
+                    "message 0, after which the template writes no end-of-turn token",
                 )
             spans.append(span)
     return spans
@@ -635,7 +645,8 @@ def _encode(
         return Rejection(RejectReason.NO_PROMPT_TOKENS, f"{len(tokens)} tokens")
     if not mask[:max_length].any():
         return Rejection(
-            RejectReason.TRUNCATED_AWAY, f"first response token at {int(mask.argmax())}"
+            RejectReason.TRUNCATED_AWAY,
+            f"the first response token has the index {int(mask.argmax())}",
         )
     return TokenizedChat(
         tokens[:max_length].copy(),

@@ -248,7 +248,7 @@ class TargetFacts:
         if not self.family.keeps_kv:
             raise TargetError(
                 f"moa-data does not know what the layers of {self.model_type} cache, so it cannot "
-                "store their keys and values. Store hidden states: --activations "
+                "store their keys and values. Store hidden states instead, with --activations "
                 "hidden:last,hidden:layer:1,..."
             )
 
@@ -259,9 +259,9 @@ class TargetFacts:
         """
         if not self.rotates_as_llama:
             raise DrafterError(
-                "this drafter needs keys that have the same shape in all layers and are rotated "
-                f"(RoPE) as in Llama, but those of {self.model_type} are not. Train a drafter that "
-                "accepts any keys, such as moa, or one that reads hidden states."
+                "this drafter needs keys that have the same shape in all layers and are rotated by "
+                f"RoPE as in Llama, but the keys of {self.model_type} are different. Train a "
+                "drafter that accepts any keys, such as moa, or a drafter that reads hidden states."
             )
 
     def layer_sizes(self) -> DecoderBlockSizes:
@@ -273,8 +273,8 @@ class TargetFacts:
         config = self.config
         if not self.family.has_llama_layers:
             raise TargetError(
-                f"the layers of {self.model_type} cannot run on the output of a drafter (target "
-                "layer inference). Leave --target-layers and --target-layer-inference at 0."
+                f"the layers of {self.model_type} cannot run on the output of a drafter, as target "
+                "layer inference requires. Leave --target-layers and --target-layer-inference at 0."
             )
         if config.hidden_act != "silu":
             raise TargetError(
@@ -456,7 +456,9 @@ def parse_facts(
         config.dtype = config.dtype or dtype
     name = config.model_type
     with parsing(
-        f"{source}: the config of {name} is not understood", TargetError, "Choose another target."
+        f"{source}: the config of the model type {name} cannot be used",
+        TargetError,
+        "Choose another target.",
     ):
         _check_config(config, source)
         facts = TargetFacts.of(config)
@@ -518,8 +520,8 @@ def _check_config(config: Any, source: object) -> None:
     needed = ("hidden_size", "num_hidden_layers", "vocab_size")
     if lacking := [name for name in needed if getattr(config, name, None) is None]:
         raise TargetError(
-            f"{source}: the config of {config.model_type} has no {' and no '.join(lacking)}, "
-            "which stores and drafters need. Choose another target."
+            f"{source}: the config of {config.model_type} lacks {' and '.join(lacking)}, which "
+            "stores and drafters need. Choose another target."
         )
     for layer_config in _layer_configs(config):
         _check_counts({name: getattr(layer_config, name, None) for name in _LARGEST}, source)
@@ -533,15 +535,18 @@ def _check_facts(facts: TargetFacts, source: object) -> None:
     known_kinds |= {"linear_attention"} if facts.family.carries_state else set()
     epsilon = facts.norm_eps
     if keeps_kv and facts.n_heads % facts.n_kv_heads:
-        trouble = f"{facts.n_heads} query heads are not a multiple of {facts.n_kv_heads} KV heads"
+        trouble = (
+            f"the number of query heads ({facts.n_heads}) is not a multiple of the number of KV "
+            f"heads ({facts.n_kv_heads})"
+        )
     elif type(epsilon) not in (int, float) or not 0 <= epsilon <= 1:
         trouble = f"the epsilon of its norms is {epsilon!r}, expected a number from 0 to 1"
     elif config.dtype not in (None, *FLOATS):
         trouble = f"dtype is {str(config.dtype)[:60]!r}, expected a dtype of floating-point numbers"
     elif keeps_kv and set(facts.layer_kinds) - known_kinds:
         trouble = (
-            "layer_types must contain only "
-            f"{' or '.join(sorted(known_kinds - {'chunked_attention'}))}"
+            "layer_types contains other kinds of layers than "
+            f"{' and '.join(sorted(known_kinds - {'chunked_attention'}))}"
         )
     elif "sliding_attention" in facts.layer_kinds and not getattr(config, "sliding_window", None):
         trouble = "some layers have sliding_attention, but sliding_window is missing"

@@ -190,8 +190,9 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
         outputs[layer] = output[0] if isinstance(output, tuple | list) else output
         if outputs[layer].ndim != 3 or outputs[layer].shape[2] != width:
             raise TargetError(
-                f"the layers of {model.config.model_type} give several states of a token, so "
-                "moa-data cannot store their outputs. Leave hidden:layer:K out of --activations."
+                f"the layers of {model.config.model_type} do not output one hidden state for each "
+                "token, so moa-data cannot store their outputs. Leave hidden:layer:K out of "
+                "--activations."
             )
 
     modules: Any = decoder_layers(model) if layers else []

@@ -93,8 +93,8 @@ def fuse(model: nn.Module) -> None:
             vars(layer.get_submodule(name)).pop("packed", None)
     if n_wrong:
         _LOG.warning(
-            "decoding is slower than it could be: the weights of %d layers are not fused, because "
-            "fusing would change the results",
+            "decoding is slower than it could be, because fusing the weights of %d layers "
+            "(computing them as one matrix product) would change the results",
             n_wrong,
         )
 
@@ -140,8 +140,8 @@ class FusedBody:
             return None
         if not is_right:
             _LOG.warning(
-                "decoding is slower than it could be: the target's layers are run one by one, "
-                "because running them together would change the results"
+                "decoding is slower than it could be, because the faster code of moa-data would "
+                "change the results, so transformers runs the target's layers"
             )
             return None
         return fused_body

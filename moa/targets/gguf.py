@@ -25,8 +25,8 @@ from .model_files import check_regular
 
 _LOG = logging.getLogger(__name__)
 _ADVICE = (
-    "Give a complete GGUF file (llama-gguf-split --merge joins a split one), or the model's "
-    "folder in Hugging Face layout."
+    "Give a complete GGUF file (llama-gguf-split --merge joins the files of a split one), or the "
+    "model's folder in Hugging Face layout."
 )
 
 
@@ -48,7 +48,7 @@ def model_folder(path: Path) -> Path:
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise TargetError(
-            f"{path} holds several GGUF files: {names}. Give the path of one of them."
+            f"{path} holds several GGUF files ({names}). Give the path of one of them."
         )
     check_regular(files[0])
     folder = cache_folder("gguf") / file_sha256(files[0])
@@ -96,13 +96,19 @@ def _convert(file: Path, folder: Path) -> None:
         # memory than the weights take is required.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
-                f"dequantising {file} takes {format_bytes(1.25 * n_bytes)} of memory, but only "
-                f"{format_bytes(n_free)} are free. Free some memory."
+                f"converting {file} to weights that are not quantised takes "
+                f"{format_bytes(1.25 * n_bytes)} of memory, but only {format_bytes(n_free)} are "
+                "free. Free some memory."
             )
         check_room(
             folder, n_bytes, "Free some space, or set XDG_CACHE_HOME to a folder on a larger disk."
         )
-        _LOG.warning("dequantising %s once, to %s in %s", file.name, format_bytes(n_bytes), folder)
+        _LOG.warning(
+            "converting %s to weights that are not quantised, %s in %s; this is done only once",
+            file.name,
+            format_bytes(n_bytes),
+            folder,
+        )
         # Link the file into an empty folder, because transformers also reads other files in the
         # file's folder.
         link = Path(scratch) / "model.gguf"
@@ -121,8 +127,9 @@ def _convert(file: Path, folder: Path) -> None:
         unread = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
         if unread or model.num_parameters() != n_values:
             raise TargetError(
-                f"transformers does not read {unread or 'all weights'} of {file} (it has read "
-                f"{model.num_parameters():,} of {n_values:,} weights). {_ADVICE}"
+                f"transformers does not read {unread or 'all weights'} from {file}, so the model "
+                f"would be wrong (it has read {model.num_parameters():,} of {n_values:,} weights). "
+                f"{_ADVICE}"
             )
         converted = Path(scratch) / "model"
         model.save_pretrained(converted)
@@ -130,4 +137,4 @@ def _convert(file: Path, folder: Path) -> None:
         for written in (*converted.iterdir(), converted):
             fsync_directory(written)
         os.replace(converted, folder)
-    _LOG.warning("dequantised %s in %s", file, format_hours(time.monotonic() - began))
+    _LOG.warning("converted %s in %s", file, format_hours(time.monotonic() - began))

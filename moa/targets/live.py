@@ -67,7 +67,7 @@ def resolve_model_folder(
         return gguf.model_folder(folder)
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
         raise TargetError(
-            f"{path_or_id} does not exist, and it is neither a folder nor a Hub id of the form "
+            f"{path_or_id} is neither an existing file or folder nor a Hub id of the form "
             "OWNER/NAME. Check the path."
         )
     from huggingface_hub import snapshot_download
@@ -86,8 +86,8 @@ def resolve_model_folder(
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
         raise TargetError(
-            f"the folder {path_or_id} does not exist here, and the Hub gave no model of that name: "
-            f"{first_line(error).rstrip('.')}. Check the path or the name."
+            f"the folder {path_or_id} does not exist, and a model of this name could not be loaded "
+            f"from the Hub ({first_line(error).rstrip('.')}). Check the path or the name."
         ) from error
 
 
@@ -97,7 +97,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     ):
         raise TargetError(
-            f"{folder} has no tokenizer; put the model's tokenizer.json into the folder."
+            f"{folder} has no tokenizer. Put the model's tokenizer.json into the folder."
         )
     check_model_folder(folder)
     config = None
@@ -107,8 +107,8 @@ def load_target_tokenizer(folder: Path) -> Any:
         config = transformers_config(read_config(folder), folder)
     if packages := _missing_packages(folder):
         raise TargetError(
-            f"{folder} has no tokenizer.json, and reading its tokenizer.model needs "
-            f"{' and '.join(packages)}: pip install {' '.join(packages)}, or put the model's "
+            f"{folder} has no tokenizer.json, and reading its tokenizer.model requires "
+            f"{' and '.join(packages)}. Run `pip install {' '.join(packages)}`, or put the model's "
             "tokenizer.json into the folder."
         )
     with parsing(f"{folder} has no usable tokenizer", TargetError, "Restore its tokenizer files."):
@@ -122,9 +122,9 @@ def load_target_tokenizer(folder: Path) -> Any:
             tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
         raise TargetError(
-            f"{folder} has no fast tokenizer. Only a fast one tells which characters each token "
-            "covers, which is needed to find the tokens of responses. Save it as a fast tokenizer "
-            "(tokenizer.json)."
+            f"{folder} has no fast tokenizer. Only a fast tokenizer tells which characters each "
+            "token covers, which is needed to find the tokens of responses. Save it as a fast "
+            "tokenizer (tokenizer.json)."
         )
     return tokenizer
 
@@ -149,7 +149,7 @@ def pick_device(device: str) -> str:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise TargetError(
-                f"device {device!r} cannot be used: {first_line(error)}. Try --device cpu."
+                f"device {device!r} cannot be used ({first_line(error)}). Try --device cpu."
             ) from error
         return device
     if torch.cuda.is_available():
@@ -300,8 +300,8 @@ class Target:
             if self.facts.has_states:
                 raise TargetError(
                     f"the layers of {self.facts.model_type} carry a state from token to token, so "
-                    "they cannot verify a tree of drafts; draft a chain, with --tree 5 or eval "
-                    "--method chain."
+                    "they cannot verify a tree of drafts. Draft a chain: give --tree 5, or "
+                    "--method chain for `moa-data eval`."
                 )
             cache.begin_call(n_tokens, device)
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1
@@ -402,8 +402,8 @@ class Target:
             raise TargetError(f"{self.decoding_problem}.")
         if self.facts.has_states and n_rows > 1:
             raise TargetError(
-                f"the layers of {self.facts.model_type} carry a state from token to token, which "
-                "padding would change; decode one prompt at a time."
+                f"the layers of {self.facts.model_type} carry a state from token to token, so "
+                "prompts cannot be padded to a batch. Decode one prompt at a time."
             )
         return self.make_cache(n_rows, **shared)
 

@@ -208,9 +208,9 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     known = [*(file.name for file in weights), index.name]
     if wrong := [name for name in names if name not in known]:
         raise TargetError(
-            f"{folder}: in its index or config.json, weights are said to be in "
-            f"{str(wrong[0])[:60]!r}, which is not a *.safetensors file of the folder. Download "
-            "the folder again."
+            f"{folder}: model.safetensors.index.json or config.json names {str(wrong[0])[:60]!r} "
+            "as a file of weights, which is not a *.safetensors file of the folder. Download the "
+            "folder again."
         )
     return headers
 
@@ -239,7 +239,10 @@ def _check_memory(
         if n_free is None or n_bytes <= n_free:
             continue
         if n_values > n_held:
-            problem = f"config.json calls for more than {n_values:,} values, but the files hold {n_held:,}"
+            problem = (
+                f"config.json describes at least {n_values:,} weights, but the files hold only "
+                f"{n_held:,}"
+            )
             raise _misfit(folder, facts.config, problem)
         narrow = n_values * torch.bfloat16.itemsize
         advice = (
@@ -318,7 +321,7 @@ def _misfit(folder: Path, config: Any, problem: str) -> TargetError:
     known = config.to_dict()
     values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
     return TargetError(
-        f"the weights of {folder} do not fit config.json: {problem}. config.json has "
+        f"the weights of {folder} do not fit config.json ({problem}). config.json has "
         f"{', '.join(values)}. {_ADVICE}"
     )
 

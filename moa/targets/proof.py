@@ -83,7 +83,7 @@ def prove_logits(target: Target) -> None:
         for logits in (trained_logits, target.logits(head_inputs))
     ):
         raise TargetError(
-            f"{target.facts.model_type} does something to its logits that moa-data does not "
+            f"{target.facts.model_type} changes its logits in a way that moa-data does not "
             "support, so drafters would learn from wrong logits. Choose another target."
         )
 
@@ -104,9 +104,9 @@ def prove_norm(target: Target) -> nn.Module:
     normed = norm(outputs[last])
     if normed.shape != hidden.shape or not _agrees(normed, hidden):
         raise TargetError(
-            f"moa-data does not know how {target.facts.model_type} turns the output of its last "
-            "layer into hidden states. Choose a source that gives hidden states after the final "
-            "norm, such as `moa-data extract`."
+            f"moa-data does not know which norm {target.facts.model_type} applies after its last "
+            "layer. Use a source that gives hidden states after the final norm, such as `moa-data "
+            "extract` with --source transformers."
         )
     return norm
 
@@ -133,7 +133,7 @@ def decoding_problem(target: Target) -> str:
 
     why = _problem_of_calls(target, call, not target.facts.has_states, (None,))
     name = target.facts.model_type
-    return why and f"{name} can't be decoded here ({why}), but drafters can be trained for it"
+    return why and f"moa-data cannot decode {name} ({why}), but drafters can be trained for it"
 
 
 @torch.inference_mode()
@@ -146,7 +146,7 @@ def serving_problem(target: Target, call: Call) -> str:
     """
     # Engines may treat calls of one token as a special case, so the last call has only one token.
     why = _problem_of_calls(target, call, takes_trees=True, ends=(-1, None))
-    return why and f"{why}. `moa-data generate` decodes it"
+    return why and f"{why}. `moa-data generate` can decode it"
 
 
 def _problem_of_calls(
@@ -181,7 +181,10 @@ def _problem_of_calls(
         return first_line(error)[:200]
     if is_right:
         return ""
-    return "calls over parts of a sequence give other hidden states than one call over all of it"
+    return (
+        "if a sequence is processed in several calls, its hidden states are not the same as in one "
+        "call"
+    )
 
 
 def _sample(target: Target) -> tuple[Tensor, Tensor]:

@@ -83,15 +83,15 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError(
-            "the tokenizer has no chat template, so chats cannot be turned into tokens. "
-            "Use an instruction-tuned model, or put its chat_template.jinja into the model folder."
+            "the tokenizer has no chat template, so chats cannot be turned into tokens. Use an "
+            "instruction-tuned model, or put the model's chat_template.jinja into its folder."
         )
     try:
         return str(tokenizer.get_chat_template(tools=[] if uses_tools else None))
     except ValueError as error:
         raise TemplateError(
-            "the tokenizer has several chat templates, and none of them is the default "
-            f"({error}). Put the one to use into chat_template.jinja."
+            f"the tokenizer has several chat templates, but none of them is the default ({error}). "
+            "Put the template that you want to use into chat_template.jinja."
         ) from error
 
 
@@ -336,9 +336,9 @@ class ChatTemplate:
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(
-                "the chat template does not show where a user's message begins, or ends it with "
-                "text and not with a special token, so the target cannot write questions. Give "
-                "--dataset in place of --self-prompted."
+                "the target cannot write questions, because its chat template writes nothing "
+                "before the text of a user, or no special token after it. Give --dataset and not "
+                "--self-prompted."
             )
         return list(tokens), int(self.tokenizer.convert_tokens_to_ids(end.group()))
 
@@ -380,7 +380,7 @@ class ChatTemplate:
             self.render([_message("user")], add_generation_prompt=True)
         except (OverflowError, RecursionError) as error:
             raise TemplateError(
-                f"the chat template does not end: {first_line(error)}. Correct the template."
+                f"the chat template does not end ({first_line(error)}). Correct the template."
             ) from error
         except RENDER_ERRORS:
             # The template refuses this test chat. Other chats are checked when they are rendered.
@@ -478,7 +478,9 @@ class ChatTemplate:
             for text in texts(value):
                 n_chars += len(text)
                 if n_chars > MAX_CHAT_CHARS:
-                    raise Rejection(RejectReason.TOO_LONG, f"more than {MAX_CHAT_CHARS:,}")
+                    raise Rejection(
+                        RejectReason.TOO_LONG, f"it has more than {MAX_CHAT_CHARS:,} characters"
+                    )
                 if control_token := pattern.search(text):
                     raise Rejection(
                         RejectReason.SPECIAL_TOKEN_IN_CONTENT,
@@ -489,7 +491,7 @@ class ChatTemplate:
                 except UnicodeEncodeError as error:
                     raise Rejection(
                         RejectReason.NO_UNICODE,
-                        f"{where}, character {error.start:,}: {text[error.start]!a}",
+                        f"{where} has {text[error.start]!a} as character {error.start:,}",
                     ) from error
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
@@ -498,7 +500,7 @@ class ChatTemplate:
             self.check_texts(messages, tools)
         except Rejection as rejection:
             raise PromptUnusable(
-                f"{rejection.reason}: {rejection.detail}. Correct the text."
+                f"{rejection.reason} ({rejection.detail}). Correct the text."
             ) from rejection
 
 
@@ -584,8 +586,9 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     for name in arguments:
         if name in _TAKEN or not name.isidentifier():
             raise OptionInvalid(
-                f"template_kwargs has {name!r}, expected the name of a variable of the template "
-                "that moa-data does not set itself"
+                f"template_kwargs has {name!r}, which is not the name of a variable, or is the "
+                "name of a variable that moa-data sets itself. Give another variable of the chat "
+                "template"
             )
     return arguments
 
@@ -608,8 +611,9 @@ def choose_template_arguments(
     recorded = {name: target.get(RECORDED, "{}") for name, target in drafters.items() if target}
     if len(set(recorded.values())) > 1:
         raise OptionInvalid(
-            "the drafters were trained on chats rendered with different arguments: "
+            "the drafters were trained on chats that were rendered with different arguments of the "
+            "chat template: "
             + "; ".join(f"{name} {text}" for name, text in recorded.items())
-            + ". Choose the arguments for decoding: --set template_kwargs=NAME=VALUE."
+            + ". Choose the arguments for decoding with --set template_kwargs=NAME=VALUE."
         )
     return parse_template_arguments([next(iter(recorded.values()), "{}")])

@@ -215,7 +215,7 @@ def test_what_cannot_be_served_is_one_line(model: Path, tmp_path: Path) -> None:
             f"--token-file {tmp_path / 'none'}": "cannot be read",
             "--tree nonsense": "is not a shape of drafts",
             f"--drafter {tmp_path}": "drafter",
-            f"--model {tmp_path / 'none'}": "neither a folder nor a Hub id",
+            f"--model {tmp_path / 'none'}": "neither an existing file or folder nor a Hub id",
             f"--port {port}": "cannot listen on 127.0.0.1",
             f"--grpc-port {port}": "cannot listen on 127.0.0.1",
         }.items():

@@ -296,7 +296,7 @@ def test_columns_make_chats(columns: str, row: Any, expected: list[tuple[str, st
         (ALPACA | {"output": 3}, RejectReason.EMPTY_CONTENT, "message 1 (assistant)"),
         (ALPACA | {"input": 3}, RejectReason.EMPTY_CONTENT, "message 0 (user)"),
         (Rejection(RejectReason.MALFORMED_ROW, "no JSON"), RejectReason.MALFORMED_ROW, "no JSON"),
-        ([1], RejectReason.MALFORMED_ROW, "got list"),
+        ([1], RejectReason.MALFORMED_ROW, "it has the type list"),
     ],
 )
 def test_rows_without_these_columns_are_rejected(
@@ -523,11 +523,11 @@ DEEP_TOOLS = SURROGATE.replace(" \\ud800", "").replace(
     '{"m', f'{{"tools": {"[" * 900 + "]" * 900}, "m', 1
 )
 BAD_ROWS = [
-    (SURROGATE, RejectReason.NO_UNICODE, "message 0, character 2: '\\ud800'"),
+    (SURROGATE, RejectReason.NO_UNICODE, "message 0 has '\\ud800' as character 2"),
     (f'{{"messages": {DEEP}}}', RejectReason.MALFORMED_ROW, "nested too deeply"),
-    (DEEP_TOOLS, RejectReason.MALFORMED_TOOLS, "tool 0 is list"),
+    (DEEP_TOOLS, RejectReason.MALFORMED_TOOLS, "tool 0 has the type list"),
     (f'{{"messages": [], "id": {"9" * 5000}}}', RejectReason.MALFORMED_ROW, "limit (4300"),
-    ('{"messages": NaN}', RejectReason.MALFORMED_MESSAGES, "got float"),
+    ('{"messages": NaN}', RejectReason.MALFORMED_MESSAGES, "messages has the type float"),
     ('{"messages": "caf\udce9"}', RejectReason.MALFORMED_ROW, "can't decode byte 0xe9"),
 ]
 

@@ -959,7 +959,7 @@ def test_a_key_that_is_not_shown_may_hold_any_text() -> None:
 def test_a_prompt_whose_message_has_tools_is_rejected() -> None:
     system = {"role": "system", "content": "s", "tools": "[]"}
     found = parse_prompt({"messages": [system, ASKS]})
-    rejected(found, RejectReason.CONTENT_NOT_READ, "message 0 (system) has tools")
+    rejected(found, RejectReason.CONTENT_NOT_READ, "message 0 (system) has the key tools")
 
 
 def test_what_a_row_has_besides_its_chat_is_named() -> None:
@@ -1061,7 +1061,7 @@ def test_a_cut_answer_after_one_that_a_prompt_writes_otherwise_is_rejected() -> 
     answers = [ANSWERS | {"content": "A first answer."}, ANSWERS | {"content": "A second one."}]
     row = {"messages": [ASKS, *answers], "finish_reason": "length"}
     found = tokenize_row(template_of("qwen3"), row, 1000)
-    rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last one is cut")
+    rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "the last response was cut off")
     assert isinstance(tokenize_row(template_of("chatml"), row, 1000), TokenizedChat)
 
 
@@ -1159,7 +1159,7 @@ def test_a_cut_answer_stands_where_transformers_puts_it_or_is_rejected(reason: A
     assert marked_texts(tokenizer, tokenize_row(template_of("chatml"), of_message, 100)) == ["a"]
     for name in ("qwen3", "harmony"):
         found = tokenize_row(template_of(name), row, 100)
-        rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "stands after other text")
+        rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "other text before it")
         # The target has written the answers of `regenerate` after the generation prompt.
         regenerated = tokenize_row(template_of(name), row | {"row": 3}, 100)
         assert marked_texts(template_of(name).tokenizer, regenerated) == ["a"]
@@ -1182,7 +1182,7 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         {"responses": responses, "finish_reason": "stop"},
     ):
         found = tokenize_row(template_of("chatml"), two_answers | column, 100)
-        rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+        rejected(found, RejectReason.MARKED_UNTRAINED, "was cut off: it has finish_reason")
     for column in (
         {"finish_reason": ["stop", "length"]},
         {"responses": responses[::-1]},
@@ -1211,7 +1211,7 @@ def test_a_rejection_does_not_keep_the_texts_of_its_row() -> None:
 def test_a_cut_answer_before_a_last_question_rejects_its_row(reason: Any) -> None:
     row = {"messages": [ASKS, ANSWERS, ASKS, ANSWERS, ASKS], "finish_reason": reason}
     found = tokenize_row(template_of("chatml"), row, 100)
-    rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has finish_reason")
+    rejected(found, RejectReason.MARKED_UNTRAINED, "was cut off: it has finish_reason")
 
 
 def test_a_call_has_no_thought_that_only_a_prompt_has() -> None:
@@ -1321,7 +1321,7 @@ def test_a_finish_reason_may_be_inside_other_keys(extra: dict[str, Any], is_cut:
     if is_cut:
         earlier = {"messages": [ASKS, ANSWERS | extra, ASKS, ANSWERS]}
         found = tokenize_row(template_of("chatml"), earlier, 100)
-        rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer has")
+        rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer was cut off")
 
 
 @pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason", "done_reason"])

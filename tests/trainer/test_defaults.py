@@ -135,7 +135,7 @@ def test_a_batch_divides_over_the_devices_and_is_no_larger_than_the_split() -> N
             ["6 steps are too few", "warm-up takes 6 of 6"],
         ),
         ({"max_steps": 60, "warmup_steps": 20, "decay_steps": 6}, ["the learning rate drops"]),
-        ({"max_steps": 60, "decay_steps": 600}, ["but the learning rate falls until step 600"]),
+        ({"max_steps": 60, "decay_steps": 600}, ["reaches its final value at step 600"]),
         ({"max_steps": 60, "decay_steps": 600, "peak_multiplier": 1}, []),
         ({"max_steps": 60, "decay_steps": 0, "peak_multiplier": 1}, []),
         ({"max_steps": 60}, []),

@@ -63,9 +63,8 @@ def test_a_signal_in_each_phase(
         with pytest.raises(Interrupted) as stop:
             train(store_path, parts, resume=index > 0)
         monkeypatch.undo()
-        assert (
-            str(stop.value) == f"stopped at step {step}; go on with the same command and --resume."
-        ), name
+        advice = "Continue with the same command and --resume."
+        assert str(stop.value) == f"stopped at step {step} after saving its state. {advice}", name
         assert stop.value.signum == signum, name
         assert {signum: signal.getsignal(signum) for signum in STOPS} == before, (
             "handlers are given back"
@@ -96,7 +95,7 @@ def test_a_second_ctrl_c_ends_at_once(
 
     monkeypatch.setattr(DrafterModule, "training_step", stuck)
     with pytest.raises(
-        Interrupted, match="stopped without saving; go on from the checkpoint of step 4 with"
+        Interrupted, match=r"stopped without saving\. Continue from the checkpoint of step 4"
     ):
         train(store_path, tmp_path / "run")
     monkeypatch.undo()
@@ -119,7 +118,7 @@ def test_before_the_first_checkpoint_the_line_says_so(
 ) -> None:
     strike(fit, "build_module", 1, signal.SIGINT)
     with pytest.raises(
-        Interrupted, match=r"stopped before the first checkpoint; run the same command again\.$"
+        Interrupted, match=r"stopped before the first checkpoint\. Run the same command"
     ):
         train(store_path, tmp_path / "run")
 

@@ -234,7 +234,7 @@ def test_the_command_refuses_in_one_line(store_path: Path, tmp_path: Path) -> No
     )
     refused(
         run_command(*given, tmp_path / "eagle", "--codec", "transform:2"),
-        "eagle reads no keys and values",
+        "eagle drafter reads no keys and values",
     )
     refused(run_command(*given, tmp_path / "none", "--codec", "transform:2"), "none")
     assert not (tmp_path / "new").exists()

@@ -100,8 +100,8 @@ def test_the_first_rounds_time_plain_steps(policy: AutoPolicy, shape: TreeShape)
     policy.observe(4, 3.0, 2 * PLAIN_S)
     assert (
         policy.describe([DecodeStats([1] * 4, n_drafted_calls=1)])
-        == f"1 of 4 target calls verified chains of drafts of the shape {shape}, the other calls had "
-        "no drafts"
+        == f"1 of 4 target calls verified a chain of drafts (of the shape {shape}). The other calls "
+        "had no drafts"
     )
 
 

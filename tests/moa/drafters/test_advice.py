@@ -59,7 +59,7 @@ def test_the_figures_are_those_that_were_measured() -> None:
         by_topic(10 * FEW_TOKENS, False)["drafter"].reason,
     )
     assert f"{cost['EAGLE-2']['l2']} times that of moa" in few
-    assert f"{ratio:.1f} times as long" in few
+    assert f"{ratio:.1f} times as fast" in few
     assert f"{cost['EAGLE-2']['l8']} times that of moa" in many
     assert f"{ratio:.1f} times as fast" in many
     lengths = {

@@ -233,4 +233,4 @@ def test_tensors_of_a_reduced_vocabulary_of_another_shape_are_named(
     save_file(weights | {key: torch.ones(shape, dtype=weights[key].dtype)}, file)
     with pytest.raises(DrafterError) as caught:
         load_drafter(file.parent)
-    assert f"{key} has shape {shape}, expected" in str(caught.value)
+    assert f"{key} has the shape {shape}, expected" in str(caught.value)

@@ -263,6 +263,6 @@ def test_weights_that_cannot_be_packed_are_logged(
     monkeypatch.setattr(packed, "_blocked", fail)
     assert not packed._works.__wrapped__(torch.float32)
     texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [text.split(":")[0] for text in texts] == ["decoding is slower than it could be"] * 2
+    assert [text.split(",")[0] for text in texts] == ["decoding is slower than it could be"] * 2
     assert "0 B are free" in texts[0]
     assert "no such operation" in texts[1]

@@ -388,7 +388,7 @@ def test_tables_of_other_sizes_are_refused_before_weights_are_read(
     for command in ("plan", "extract"):
         refused(
             run(command, *made, "--activations", "hidden:last"),
-            f"this {name} has embeddings or an LM head of another shape than 400 tokens by 48",
+            f"400 tokens by 48 numbers, but those of this {name} have another shape",
         )
 
 
@@ -494,7 +494,7 @@ def test_targets_for_hidden_states_alone(tmp_path: Path, name: str, sizes: dict[
         "--device",
         "cpu",
     )
-    refused(decoded, f"{name} can't be decoded here")
+    refused(decoded, f"moa-data cannot decode {name}")
 
 
 @pytest.mark.parametrize("name", quick(["mistral", "ministral3"], ["ministral3"]))
