@@ -365,11 +365,10 @@ def _run_steps(
         # A signal arrived after the last micro-batch, when the guard no longer looks for signals.
         if guard.signum:
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         # Lightning restores a checkpoint without checking its content, so a damaged checkpoint may
         # raise any of these errors. If training has started already, the error has another cause.
-        is_other = isinstance(error, RuntimeError) and "state_dict" not in str(error)
-        if isinstance(error, MoaDataError) or is_other or guard.has_started or not resumes:
+        if isinstance(error, MoaDataError) or guard.has_started or not resumes:
             raise
         raise checkpoints.damaged_checkpoint(
             last, f"loading it raises {type(error).__name__}: {first_line(error)}"

@@ -36,6 +36,7 @@ from ..moa.drafters.training import (
 from ..moa.nn import masks
 from ..moa.nn.layers import DecoderBlock
 from ..moa.targets.bundle import FrozenTarget
+from ..text import first_line
 from .batches import Batch
 from .config import TrainConfig, known
 from .data import draw
@@ -145,6 +146,14 @@ class DrafterModule(L.LightningModule):
     def frozen(self) -> FrozenTarget:
         """The frozen target weights. When training has started, they are on the training device."""
         return self._frozen[0]
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Load weights. Raise ValueError if their names or shapes do not match."""
+        try:
+            return super().load_state_dict(*args, **options)
+        except RuntimeError as error:
+            # torch raises RuntimeError here, which could also be an error of the device.
+            raise ValueError(first_line(error)) from error
 
     def on_fit_start(self) -> None:
         """Move the target weights to the device, and compile parts of the drafter if requested."""
