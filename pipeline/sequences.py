@@ -394,7 +394,7 @@ def tokenize_row(
     if isinstance(chat, Rejection):
         return chat
     n_answers = sum(message["role"] == "assistant" for message in chat.messages)
-    is_cut = bool(find_cuts(content, n_answers)[-1] or find_cuts(chat.messages[-1])[0])
+    is_cut = bool(find_cuts(row, n_answers)[-1] or find_cuts(chat.messages[-1])[0])
     is_generated = content.keys() == REGENERATED_COLUMNS
     tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut, is_generated)
     if isinstance(tokenized, Rejection):

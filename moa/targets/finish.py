@@ -28,6 +28,8 @@ _CUT_REASONS = {
     "guardrail_intervened", "safety", "sensitive", "recitation", "blocklist", "prohibited_content",
     "spii", "error_toxic",
 }  # fmt: skip
+# Texts that Python and pandas write for a missing value.
+_NO_REASON = {"", "none", "null", "nan"}
 # Names of enums may stand before the reason.
 _REASON_PREFIXES = ("finish_reason_", "reason_")
 # Keys whose value true says that an answer was cut off. Those in the second tuple count only as
@@ -139,7 +141,12 @@ def _listed(value: Any) -> list[Any]:
     """Return the reasons in the value of a key: one for each item of a list that is not empty."""
     decoded = unpacked(value)
     values = decoded if isinstance(decoded, (list, tuple)) else [decoded]
-    return [item for item in values if any(words_in(item))]
+    stated: list[Any] = []
+    for item in values:
+        words = {word.lower() for word in words_in(item)}
+        if not words <= _NO_REASON:
+            stated.append(item)
+    return stated
 
 
 def _reasons(value: Any) -> Iterator[str]:

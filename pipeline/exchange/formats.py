@@ -35,7 +35,6 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -400,21 +399,18 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
         return load_pickled_tensors(io.BytesIO(data))
 
 
-def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write the Arrow dataset of an export to speculators. Its `state.json` is written last.
 
+    An existing dataset is replaced, because damaged tokens cannot be told from others.
+
     Args:
-        n_rows: number of sequences. An existing dataset with the same number of rows is kept,
-            unless it is damaged.
         texts: token ids [S] and loss mask [S] of each sequence.
     """
     from datasets import Dataset
 
     partial = folder / ("rows" + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
-    with suppress(DatasetError):
-        if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
-            return
     ids_type = pa.list_(pa.int64())
     schema = pa.schema([("input_ids", ids_type), ("loss_mask", ids_type), ("seq_len", pa.int64())])
     with disk_full_guard(folder):
@@ -443,7 +439,10 @@ def _load_rows(folder: Path) -> pa.Table:
     trouble = f"{folder} has no usable Arrow dataset with the columns input_ids and loss_mask"
     # Read each file on its own first, because the errors of `datasets` do not name the file.
     for file in (folder / _STATE, folder / "dataset_info.json", *folder.glob("data-*.arrow")):
+        if not file.exists():
+            raise DatasetError(f"{file} is missing. Run the command again that wrote the folder.")
         with parsing(f"{file} is damaged or cut short", DatasetError, _ADVICE):
+            check_regular(file)
             if file.suffix == ".json":
                 parse_object(read_bounded(file))
             else:

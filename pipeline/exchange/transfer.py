@@ -117,7 +117,7 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
         # Write the Arrow dataset last, because its state.json marks the folder as complete.
         if file_format.name == "speculators":
             texts = ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n))
-            write_rows(folder, n, texts)
+            write_rows(folder, texts)
     if config.rows_only:
         return (
             f"{folder} contains the rows of {counted(n, 'sequence')} for {config.format}, "
