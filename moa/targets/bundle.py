@@ -1,9 +1,10 @@
 """The bundle of a target: its config, its tokenizer, and the frozen weights that training needs.
 
 A bundle is the folder ``target/`` of a store. It has config.json, generation_config.json, tokenizer
-files, and frozen.safetensors. The latter contains the tensors ``embed_tokens.weight``,
-``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` in the target's dtype, where i is the
-layer's index in the target. This module also computes the hashes that identify a target.
+files, and frozen.safetensors. The file frozen.safetensors contains the tensors
+``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` in the target's
+dtype. The number i is the layer's index in the target. This module also computes the hashes that
+identify a target.
 
 Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N decoder layers
 in the bundle.
@@ -42,8 +43,9 @@ _ADVICE = (
     "STORE --model MODEL`."
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# The digest of a file is cached only if the file is at least this many seconds old. A younger file
-# could change again within one tick of the file system's clock, and keep its time stamp.
+# If a file changes twice within one tick of the file system's clock, the second change does not
+# change its time stamp. So the digest of a file is cached only if the last change was at least this
+# many seconds ago.
 _SETTLED_S = 2.0
 
 
@@ -126,12 +128,12 @@ def file_sha256(path: Path) -> str:
 
     The result is cached, so an unchanged file is read only once.
     """
-    # The digest is cached in the user's cache folder under the file's path, size, times and inode.
-    # Every change of a file changes one of these values, because no program can set the status
-    # change time (ctime).
+    # The digest is cached in the user's cache folder. Its key is made of the file's path, size,
+    # times and inode. Every change of a file changes this key, because it changes the status change
+    # time (ctime), which no program can set back.
     real = path.resolve()
-    # Files in the cache of the Hugging Face Hub are links to files that are named by their sha256.
-    # So they need not be hashed.
+    # In the cache of the Hugging Face Hub, a file is a link to a blob whose name is its sha256. So
+    # it need not be hashed.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -216,7 +218,7 @@ def held_layers(path: str | Path) -> int:
 
 
 def frozen_tensors(facts: TargetFacts, n_layers: int) -> dict[str, Tensor]:
-    """Create, on the meta device, the tensors that a bundle with the last N layers must contain."""
+    """Create the tensors that a bundle with the last N layers must contain, on the meta device."""
     n_total = facts.n_layers
     with torch.device("meta"):
         norm = torch.empty(facts.hidden_size)
@@ -269,13 +271,13 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer of a text model. An identity if it has no such norm."""
+    """Return the norm after the last layer of a text model, or an identity if there is none."""
     norm: nn.Module | None = first_attribute(body, _FINAL_NORMS)
     return nn.Identity() if norm is None else norm
 
 
 def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:
-    """Return the factors [E] of the norm after the last layer. Ones if it has no such norm."""
+    """Return the factors [E] of the norm after the last layer, or ones if there is no such norm."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
@@ -408,14 +410,18 @@ class FrozenTarget(nn.Module):
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
-        """Compute in a wider dtype than that of the weights.
+        """Compute in a wider dtype than the weights have.
 
-        Embeddings and LM head are not cast.
+        This casts the norms and the linear layers of the decoder layers. The weights of the
+        embeddings and the LM head are not cast.
+
+        Args:
+            dtype: the dtype to compute in.
+            casts_itself: true under autocast. The linear layers are then not cast.
         """
         self.compute_dtype = dtype
         for module in (self.norm, *self.layers.modules()):
-            # Under autocast (`casts_itself`), PyTorch itself casts the matrices of the decoder
-            # layers.
+            # Under autocast, PyTorch itself casts the matrices of the decoder layers.
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
@@ -427,9 +433,9 @@ class FrozenTarget(nn.Module):
         pack(self.lm_head, is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
-        """Return a layer with the rows of the LM head that belong to tokens [n].
+        """Return a linear layer with the rows of the LM head that belong to tokens [n].
 
-        Its weights are packed if those of the LM head are.
+        If the weights of the LM head are packed, the new layer's weights are packed, too.
         """
         return rows_of(self.lm_head_weight, tokens, isinstance(self.lm_head, PackedLinear))
 
