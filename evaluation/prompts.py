@@ -1,12 +1,14 @@
 """Reads prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
 
-Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT
-``{"conversations": [{"from", "value"}]}``. The prompt is everything before the last assistant
-message, or the whole chat if its last message is the user's. Optional keys: ``prompt_id`` (or
-``id``; the default is the number of the row), ``category``, ``tools``, ``system``.
+A file of chats has one chat per line: ``{"messages": [{"role", "content"}]}``, or in ShareGPT's
+format ``{"conversations": [{"from", "value"}]}``. If the last message is the assistant's, the
+prompt is everything before it. Otherwise the prompt is the whole chat. Optional keys are
+``prompt_id`` (or ``id``; the default is the number of the row), ``category``, ``tools`` and
+``system``.
 
-Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. The target answers
-each turn, and its answer becomes part of the history of the next turn.
+A file of Spec-Bench has one question per line:
+``{"question_id", "category", "turns": ["...", ...]}``. The target answers each turn, and its answer
+becomes part of the history of the next turn.
 """
 
 from collections import Counter
@@ -81,8 +83,8 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
-    # Statistics group answers by prompt id, so ids must be unique. The second prompt with the same
-    # id is renamed to ``id#2``.
+    # Statistics group answers by prompt id, so ids must be unique. If a second prompt has the id
+    # ``x``, it is renamed to ``x#2``.
     taken = {prompt.prompt_id for prompt in prompts}
     n_seen = Counter[str]()
     renamed = []

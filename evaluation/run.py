@@ -116,8 +116,8 @@ def build_methods(
     """Build the decoding methods of an evaluation.
 
     Returns:
-        Two dicts: name -> method, with the baseline first, and name of each ``auto`` method -> its
-        policy.
+        Two dicts. The first maps the name of each method to the method, with the baseline first.
+        The second maps the name of each ``auto`` method to its policy.
     """
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
@@ -197,8 +197,8 @@ def generate(
             and drafting pauses while drafts cost more time than they save (``auto``).
         sampling: sampling settings; greedy by default.
         seed: seed of the sampling.
-        on_tokens: called after each target call, with the new tokens, and for each of them whether
-            it was a draft.
+        on_tokens: called after each target call. It gets the new tokens, and for each new token
+            whether it was a draft.
 
     Returns:
         The answer with ``text``, ``tokens`` and ``stats``.

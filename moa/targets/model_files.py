@@ -74,8 +74,8 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
 
     Raises:
         StoreDamaged: the file is not a regular file. Reading a FIFO, for example, would block.
-        PermissionError: this user may not read the file. safetensors would report that it is
-            missing.
+        PermissionError: this user may not read the file. Without this check, safetensors would
+            report that the file is missing.
         ValueError: the file is larger than ``max_bytes``.
     """
     fd = open_regular(file)
@@ -203,9 +203,9 @@ def write_tensors(
 
     This is not atomic, see ``files.replacing``.
     """
-    # The writer of the safetensors package is not used, because it creates a temporary file that
-    # only its owner may read, and hides errno. Tensors of wide dtypes come first, so that each
-    # tensor is aligned.
+    # The writer of the safetensors package is not used. It creates a file that only its owner may
+    # read, and its errors have no errno. Tensors of wide dtypes come first, so that each tensor is
+    # aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -234,8 +234,8 @@ def check_finite(
 ) -> None:
     """Refuse weights with NaN or infinity. They are checked in the dtype in which they are used."""
     for name, values in weights.items():
-        # Check the minimum and the maximum, which are NaN if any value is NaN. They take a
-        # twentieth of the time of ``isfinite`` over all values.
+        # Check only the minimum and the maximum. Both are NaN if any value is NaN. Computing them
+        # takes a twentieth of the time of ``isfinite`` over all values.
         if (
             values.is_floating_point()
             and values.numel()
