@@ -146,7 +146,8 @@ def conform(
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (loaded,) = load_drafters([drafter], target, target.model.dtype).values()
-    # Other programs draft from the whole vocabulary with the target's LM head, so do the same here.
+    # Other programs draft tokens of the whole vocabulary, with the target's LM head. Do the same
+    # here.
     loaded.config = replace(loaded.config, draft_tokens=())
     if loaded.kind not in FORMATS[engine]:
         raise OptionInvalid(
@@ -368,7 +369,7 @@ def _partings(
             logits = chain.logits[0].float()
             best = int(logits.argmax())
             if best != token:
-                # Limit the gap, because JSON has no infinity.
+                # Limit the gap. It may be infinite, and JSON has no infinity.
                 gap = min(float(logits[best] - logits[token]), 1e9)
                 if gap > _TIES[drafter.dtype] * float(logits[best].abs()):
                     yield Parting(prompt, n, index, best, token, gap)

@@ -54,7 +54,7 @@ class Reading:
         )
 
     def states(self, outputs: Mapping[int, Tensor]) -> Tensor:
-        """Concatenate the observed layers' outputs, given the outputs [n, E] of each layer."""
+        """Concatenate the outputs [n, E] of the layers that the drafter reads."""
         return torch.cat([outputs[layer] for layer in self.layers], dim=-1).to(self.drafter.dtype)
 
 

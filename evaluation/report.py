@@ -332,7 +332,7 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
 
 
 def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Figure:
-    """Compute the mean over all values, given a sequence of values for each row."""
+    """Compute the mean over all values of all rows. Each row has a sequence of values."""
     sums: list[tuple[float, int]] = []
     for row_values in values:
         sums.append((sum(row_values), len(row_values)))
@@ -362,8 +362,8 @@ def ratio_with_interval(
     Args:
         prompt_ids: for each row, the id of its prompt.
         values: two or four numbers for each row: a numerator and a denominator, then optionally the
-            baseline's numerator and denominator for the same prompt. Rows with a denominator of 0
-            are left out. An example is an answer without target calls.
+            baseline's numerator and denominator for the same prompt. Rows in which a denominator is
+            0 are left out, for example answers without target calls.
 
     Returns:
         The ratio and its interval. Both are None if no row is left. The interval is None if the

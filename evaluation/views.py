@@ -272,8 +272,9 @@ def _divergence_lines(report: EvaluationReport) -> list[str]:
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
     """Write three tables about the continuations of cut answers.
 
-    The first table has one line per writer (the target or a drafter). The other two show the
-    agreement with the target, and the log-probability, by the number of tokens since the cut.
+    The first table has one line per writer, which is the target or a drafter. The second table
+    shows the agreement with the target for each number of tokens since the cut. The third table
+    shows the log-probability in the same way.
     """
     lines = [
         "",

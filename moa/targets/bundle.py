@@ -78,7 +78,7 @@ def load_eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List a model's safetensors files, sorted by name; raise TargetError if there are none."""
+    """List a model's safetensors files, sorted by name. Raise TargetError if there are none."""
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise TargetError(
             f"{folder} has no weights in *.safetensors files. Save the model in the safetensors "
@@ -97,9 +97,9 @@ def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, st
         progress: reports the number of bytes of weights that were hashed.
 
     Returns:
-        ``weights_sha256``, the hash of the names and bytes of all weight files, and
-        ``config_sha256``, the hash of config.json. For a folder made from a GGUF file there is only
-        ``weights_sha256``, the hash of the GGUF file.
+        A dict with ``weights_sha256``, the hash of the names and bytes of all weight files, and
+        ``config_sha256``, the hash of config.json. If the folder was made from a GGUF file, the
+        dict has only ``weights_sha256``, the hash of the GGUF file.
     """
     folder = Path(folder)
     # Raise TargetError if the folder is not a target.
@@ -206,7 +206,7 @@ def save_target_bundle(
 
 
 def held_layers(path: str | Path) -> int:
-    """Count the decoder layers in a bundle. If the folder is not a bundle, the count is 0."""
+    """Return the number of decoder layers in a bundle. It is 0 if the folder is not a bundle."""
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
@@ -277,7 +277,7 @@ def final_norm(body: nn.Module) -> nn.Module:
 
 
 def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:
-    """Return the factors [E] of the norm after the last layer. Without a norm, they are ones."""
+    """Return the factors [E] of the norm after the last layer, or ones if the model has no norm."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
@@ -453,7 +453,7 @@ class FrozenTarget(nn.Module):
 
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Raise TargetError if a bundle has other sizes than those that its store has recorded."""
+    """Raise TargetError if the sizes of a bundle differ from the sizes that its store records."""
     differences: list[str] = []
     for key, size in recorded.items():
         if sizes.get(key, size) != size:

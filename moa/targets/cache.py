@@ -11,9 +11,9 @@ each row. These tokens are *pending* until ``commit``. It moves the accepted tok
 committed tokens, and drops the other pending tokens. The cost of a commit does not depend on the
 length of the sequence.
 
-In this example, two rows have 5 and 3 committed tokens. A target call processes in each row the
-last chosen token r and three drafts x, y, z. The first row accepts x and z. The second row accepts
-no draft::
+In this example, row 0 has 5 committed tokens and row 1 has 3. For each row, a target call processes
+four tokens: r, which is not a draft, and three drafts x, y and z. Row 0 accepts x and z. Row 1
+accepts no draft::
 
     slot                        0 1 2 3 4 5 6 7 8
     row 0 before the call       a b c d e . . . .     lengths [5, 3], n_pending 0
@@ -122,7 +122,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     ) -> None:
         # ``shapes`` and ``groups`` are given only if the layers differ. ``shapes`` has the KV shape
         # of each layer, and None for a layer that has a recurrent state instead of KV. ``groups``
-        # has the layers with KV of their own.
+        # has the layers with KV of their own, which do not reuse the KV of another layer.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
         self.has_static_buffer = buffers is not None

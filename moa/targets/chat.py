@@ -54,9 +54,9 @@ _UNREAD = re.compile(
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
 )
-# More names of such keys, and names of system texts. They count only directly in a row, a message
-# or a tool call. Objects inside a row or message, such as `metadata`, use the same names for other
-# things.
+# More keys that belong to a chat, but that moa-data does not read. They count only directly in a
+# row, a message or a tool call. Objects inside a row or message, such as `metadata`, use the same
+# names for other things.
 _UNREAD_DIRECTLY = re.compile(
     r"observations?"
     r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
@@ -64,14 +64,14 @@ _UNREAD_DIRECTLY = re.compile(
     r"|(?:tool|function)_(?:results?|responses?|outputs?|schemas?|definitions?|lists?)|apis"
     r"|system(?:_instructions?|prompt|message)|sys_?(?:prompt|message|instructions?)",
 )
-# If an unread key has one of these values, the key is ignored. Such a value only switches thinking
-# on or off, or sets how much the assistant thinks.
+# A key such as ``reasoning`` is ignored if it has one of these values. Such a value only switches
+# thinking on or off, or sets how much the assistant thinks.
 _SWITCHES = {
     "on", "off", "yes", "no", "true", "false", "none", "enabled", "disabled", "adaptive", "auto",
     "minimal", "low", "medium", "high", "xhigh", "max", "summarized", "detailed", "concise",
 }  # fmt: skip
 # In requests to Anthropic, OpenAI and OpenRouter, an object with these keys switches thinking on or
-# off, or limits it. An unread key with such an object is ignored, too.
+# off, or limits it. A key such as ``reasoning`` is ignored if its value is such an object.
 _THINKING_SETTINGS = {
     "type", "budget_tokens", "display", "effort", "enabled", "exclude", "max_tokens", "summary",
 }  # fmt: skip
@@ -116,7 +116,7 @@ _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
 _USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-# How names_beside_chat lists the keys of messages and of tool calls.
+# `names_beside_chat` writes these words before the keys of messages and of tool calls.
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
 NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
@@ -179,10 +179,10 @@ class RejectReason(StrEnum):
 class Rejection(Exception):
     """A rejected row. The reason is counted, and the detail is shown with an example.
 
-    The functions that check a row raise it. But an error that was raised refers to the variables of
-    the functions that it passed through, so it would keep the texts of the chat in memory. So
-    :func:`parse_chat`, :func:`parse_prompt` and :func:`.chat_tokens.tokenize_chat` return a copy
-    that was not raised.
+    The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
+    :func:`.chat_tokens.tokenize_chat` catch it, and return a copy. The reason is memory: an error
+    that was raised refers to the variables of the functions that it passed through, and with them
+    to the texts of the chat.
     """
 
     reason: RejectReason
@@ -314,7 +314,7 @@ def content_text(message: Message) -> str:
 def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     """Return a copy of a message with ``change`` applied to the function of each tool call.
 
-    A function is an object with a name and arguments.
+    The function of a tool call is an object with a name and arguments.
     """
     if "tool_calls" not in message:
         return message
@@ -365,7 +365,10 @@ def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
 
 
 def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the lists that a row has under alternative names of one column, if they are not empty."""
+    """Return the lists that a row has under alternative names of one column.
+
+    Null, empty texts and empty objects are left out.
+    """
     lists = map(unpacked, _values(row, names))
     return [items for items in lists if items not in (None, "", {})]
 
@@ -424,7 +427,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
 
 
 def _parse_message(item: Any, where: str) -> Message:
-    """Parse a message of a row, with all of its keys, into a message of a chat."""
+    """Parse a message of a row into a message of a chat, which keeps all other keys."""
     if not isinstance(item, Mapping):
         raise Rejection(
             RejectReason.MALFORMED_MESSAGES,

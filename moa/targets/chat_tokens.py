@@ -161,7 +161,7 @@ class _MarkedChat:
         if not text:
             return value
         forms = {text}
-        # Templates must show a response unchanged. Other pieces may be shown as JSON or as Python
+        # Templates must show a response unchanged. They may show other pieces as JSON or as Python
         # literals.
         if kind != "assistant":
             forms |= {
@@ -208,7 +208,8 @@ def tokenize_chat(
         template.check_texts(bare, tools)
         text = template.render(messages, tools)
         shown_keys = _find_shown_keys(template, messages, tools, text)
-        # Keys that are not shown may hold any text, such as the raw output of a model.
+        # Remove the keys that the template does not show. They may hold any text, such as the raw
+        # output of a model, so they are not checked.
         hidden_keys = names.difference(shown_keys)
         messages = [without_keys(message, hidden_keys) for message in messages]
         if shown_keys:
@@ -245,10 +246,10 @@ def _cut_response(
     spans: list[Span],
     is_generated: bool,
 ) -> tuple[str, Span]:
-    """Return the text of a prompt that a cut response follows, and the span of this response.
+    """Return the text of a chat whose last response was cut off, and the span of this response.
 
-    The rendering of the whole chat cannot be used. After the response, it has an end-of-turn token,
-    and maybe more text.
+    The text is made of the rendering of the prompt, and the response. The rendering of the whole
+    chat cannot be used: after the response, it has an end-of-turn token, and maybe more text.
 
     Args:
         template: the chat template.
@@ -260,8 +261,8 @@ def _cut_response(
     """
     prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
     _check_pieces(template, _MarkedChat(messages[:-1], tools), prompt)
-    # Reject the chat if the template writes earlier responses in a prompt in another way than in
-    # the rendering of the whole chat.
+    # Reject the chat if the template writes earlier responses differently in a prompt than in the
+    # rendering of the whole chat.
     end = spans[-2][1] if len(spans) > 1 else 0
     if prompt[:end] != text[:end]:
         raise Rejection(
@@ -269,7 +270,7 @@ def _cut_response(
             "the last response was cut off, and the template writes earlier responses differently "
             "in a prompt",
         )
-    # The prompt may already contain the beginning of the response, such as <think>.
+    # The prompt may already contain the first words of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
     content = "".join(content_texts(messages[-1]))
     # Many templates strip white space around a content.
@@ -298,7 +299,7 @@ def _find_shown_keys(
         text: the rendering of the chat.
 
     Returns:
-        Name of each such key -> whether the template shows it in every message that has it.
+        Name of each shown key -> whether the template shows it in every message that has it.
     """
     keys_of_messages = [additional_keys(message) for message in messages]
     names = dict.fromkeys(itertools.chain.from_iterable(keys_of_messages))

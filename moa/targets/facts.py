@@ -483,7 +483,8 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
     """Raise TargetError if transformers has no model class with a text model for the model type."""
-    # Convert to text, because a damaged config may hold a list, which cannot be looked up.
+    # Convert the model type to a text, because in a damaged config it may be a list, which is not
+    # hashable.
     model_type = str(values.get("model_type"))
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

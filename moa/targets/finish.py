@@ -11,14 +11,15 @@ _FINISH_KEYS = (
     "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
     "native_finish_reason", "incomplete_details", "finish_details", "completion_reason",
 )  # fmt: skip
-# If the value of such a key is an object, the object holds the reason under one of these keys.
+# If the value of a key such as ``finish_reason`` is an object, the object has the reason under one
+# of these keys.
 _REASON_KEYS = ("type", "reason")
-# Reasons of complete answers.
+# Values of ``finish_reason`` and similar keys if the answer is complete.
 _END_REASONS = {
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls", "tool_call",
     "function_call", "word", "complete", "completed",
 }  # fmt: skip
-# Reasons of answers that were cut off.
+# Values of ``finish_reason`` and similar keys if the answer was cut off.
 _CUT_REASONS = {
     "length", "limit", "max_tokens", "max_output_tokens", "max_new_tokens", "max_tokens_reached",
     "max_length", "max_len", "model_length", "token_limit", "error_limit", "truncated",
@@ -30,8 +31,9 @@ _CUT_REASONS = {
 }  # fmt: skip
 # Some APIs write the name of an enum before the reason, as in FINISH_REASON_STOP.
 _REASON_PREFIXES = ("finish_reason_", "reason_")
-# If the value of such a key is true, an answer was cut off. Keys in `_FLAGS` count only directly in
-# a row or message, because objects inside a row use the same names for other things.
+# If one of the following keys has the value true, an answer was cut off. Keys in `_FLAGS` count
+# only directly in a row or message, because objects inside a row use the same names for other
+# things.
 _LIMIT_FLAGS = ("stopped_limit",)
 _FLAGS = ("truncated", "is_truncated")
 _TRUE = {"true", "1", "1.0", "yes"}
@@ -87,7 +89,7 @@ def find_cuts(item: Mapping[Any, Any], n_answers: int = 1) -> list[str]:
 
 
 def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
-    """Whether a key says why answers ended, and :func:`find_cuts` knows all of its reasons.
+    """Whether a key says why answers ended, and :func:`find_cuts` knows each reason in its value.
 
     Args:
         key: a key of a row, in any spelling such as ``finishReason``.

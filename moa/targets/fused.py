@@ -23,8 +23,8 @@ from .families import decoder_layers, text_model
 # layers execute the float32 operations in another order, which causes an error of about 1e-6. If
 # the original layer computes another formula, the error is about 1.
 _MAX_ERROR = 1e-4
-# A large position for the test. Some layers scale attention depending on the position, and at this
-# position their scale is not 1.
+# First position of the tokens in the test of a fused layer. Some layers scale attention depending
+# on the position. At such a large position, their scale is not 1.
 _FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)

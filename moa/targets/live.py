@@ -53,7 +53,7 @@ _GRAPH_SLOTS = 1024
 def resolve_model_folder(
     path_or_id: str, with_weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return a local model folder; convert a GGUF file or download a Hub snapshot if necessary.
+    """Return a local model folder. Convert a GGUF file or download a Hub snapshot if necessary.
 
     The folder of a snapshot is named after its commit.
     """
@@ -130,9 +130,9 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Return the packages that reading the folder's tokenizer.model requires, but that are missing.
+    """Return the packages that are not installed, but are needed to read a tokenizer.model.
 
-    The result is empty if the folder has a tokenizer.json, which requires no packages.
+    The result is empty if the folder has a tokenizer.json, which is read without these packages.
     """
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
@@ -174,9 +174,10 @@ class Target:
         self._head = model.get_output_embeddings()
         self.facts = TargetFacts.of(self.body.config)
         config = self.facts.config
-        # From the position ``floor_scale`` on, Llama 4 scales attention depending on the position.
-        # Its layers count positions themselves, and for drafts the count is wrong. So sequences
-        # must end before this position.
+        # From the position ``floor_scale`` on, Llama 4 multiplies queries by a factor that depends
+        # on the position. For this, its layers count the tokens in the cache, instead of using the
+        # position ids. The count is wrong for the drafts of a tree. So sequences must end before
+        # this position.
         bound = (
             getattr(config, "floor_scale", None)
             if getattr(config, "attn_temperature_tuning", 0)
@@ -442,8 +443,8 @@ def limited_threads(uses_one_thread: bool) -> Iterator[None]:
 Inputs = tuple[Tensor, Tensor | None, Tensor]
 """The inputs of a static call: the tokens [B, P], the tree mask [B, P, P], and a tensor [B, 2].
 
-Each row of the last tensor has two numbers: the committed tokens of the row, and the tokens of the
-call without padding. The tree mask is None if attention is causal.
+Each row of the last tensor has two numbers: how many committed tokens the row has, and how many
+tokens of the call are not padding. The tree mask is None if attention is causal.
 """
 
 
@@ -461,8 +462,9 @@ class StaticCalls:
 
     A CUDA graph repeats the same kernels with the same shapes and addresses. But the number of
     tokens in a call, and the length of the sequence, change from call to call. So each call is
-    padded to one of :data:`STATIC_SIZES`. It attends to all slots of a cache of fixed length, under
-    a mask. A tensor, which can be overwritten before a replay, says to which slots it writes.
+    padded to one of :data:`STATIC_SIZES`. Its tokens attend to all slots of a cache of fixed
+    length, under a mask. The slots to which the call writes are computed from a tensor, which is
+    overwritten before each replay.
 
     On a CUDA device, a graph is recorded for each size of calls, and is replayed for all calls of
     this size. If a sequence has more than ``n_slots`` tokens, the cache grows, and graphs are
@@ -542,9 +544,9 @@ Mark = float | torch.cuda.Event
 
 
 def mark_moment(device: torch.device) -> Mark:
-    """Mark this moment without waiting.
+    """Mark the present moment without waiting for the device.
 
-    For a CUDA device, the moment is when the device has done all work that is queued so far.
+    For a CUDA device, this is the moment at which it has done all the work that is queued so far.
     """
     if device.type != "cuda":
         return time.perf_counter()

@@ -38,23 +38,24 @@ _SIZE_KEYS = (
     "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
     "moe_intermediate_size", "attention_bias", "tie_word_embeddings",
 )  # fmt: skip
-# Names of modules that occur only in layers for drafting, in DeepSeek V3 and models derived from
-# it.
+# Names of modules that occur only in layers for multi-token prediction, in DeepSeek V3 and models
+# derived from it.
 _DRAFTING_PARTS = (
     "eh_proj",
     "enorm",
     "hnorm",
     "shared_head",
 )
-# Names of tensors with one row per token of the vocabulary, without `_PREFIXES`. These are the names
-# in the most common model families.
+# Names of the tensors that have one row per token of the vocabulary, in the most common model
+# families. The names are without `_PREFIXES`.
 _VOCABULARY_TENSORS = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
     "lm_head.weight",
 )
-# Prefixes of names that transformers adds or removes if the model's own names require it.
+# While transformers loads a model, it adds or removes these prefixes of tensor names, so that the
+# names in the files fit the names in the model.
 _PREFIXES = re.compile(r"^((model|language_model|transformer|gpt_neox)\.)+")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -126,8 +127,8 @@ def _load_fitting(
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
-            # transformers stacks the weights of all experts of a layer. If this fails, it does not
-            # report which weights are wrong.
+            # transformers stacks the weights of all experts of a layer. If stacking fails, the
+            # error of transformers does not name the wrong weights.
             if not (problem := _find_expert_problem(headers)):
                 raise
             raise _misfit(folder, facts.config, problem) from error

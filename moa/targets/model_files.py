@@ -30,7 +30,8 @@ _NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 _KERNELS = (
     "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 )
-# Keys of config.json that describe quantised weights -> the method if it is not named.
+# Keys of config.json that describe quantised weights -> the quantisation method to report if the
+# value of the key does not name it.
 _QUANTISATION_KEYS = {
     "quantization_config": "unknown",
     "compression_config": "compressed-tensors",
@@ -113,7 +114,8 @@ def check_model_folder(folder: Path) -> None:
         TargetError: the folder is refused.
     """
     has_config = (folder / "config.json").is_file()
-    # A damaged config may hold a list here, which cannot be looked up.
+    # Convert the model type to a text, because in a damaged config it may be a list, which is not
+    # hashable.
     is_native = has_config and str(read_config(folder).get("model_type")) in _NATIVE
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():

@@ -17,9 +17,9 @@ from .bundle import final_norm, scaled_head
 from .families import layer_outputs
 
 # A function that runs the target over the next n tokens of a sequence, and returns their hidden
-# states [n, E]. The first argument is the tokens. The second argument has one number for each
-# draft: the last tokens are drafts, and are rolled back after the call. The number is the index of
-# the draft's parent among the drafts. It is -1 if the parent is the token before the drafts.
+# states [n, E]. The first argument is the n tokens. The last of them may be drafts, which are
+# rolled back after the call. The second argument has one number for each draft: the index of the
+# draft's parent among the drafts, or -1 if the parent is the token before the drafts.
 Call = Callable[[list[int], tuple[int, ...]], Tensor]
 # A :class:`.live.Target`. The class cannot be imported here, because its module imports this one.
 Target = Any
@@ -160,7 +160,8 @@ def _problem_of_calls(
         target: the loaded target.
         call: runs the target over the next tokens of a sequence.
         takes_trees: whether a call may verify several drafts that follow the same token.
-        ends: for each of the last calls, the index in the sample at which its tokens end.
+        ends: one entry for each of the last calls. The call ends before the sample token with this
+            index. None is the end of the sample.
 
     Returns:
         Why the results differ, or the error of a call. Empty if the results agree.

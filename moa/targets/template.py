@@ -326,7 +326,7 @@ class ChatTemplate:
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def open_user_turn(self) -> tuple[list[int], int]:
-        """Return the tokens before the first user's text, and the token that ends this message.
+        """Return the tokens before the text of a first user message, and the token that ends it.
 
         Raises:
             TemplateError: the tokens cannot be found.
