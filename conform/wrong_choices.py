@@ -76,7 +76,10 @@ def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
 
 
 def _layers(pick: Callable[[int, int], int]) -> Choice:
-    """Return the wrong choice in which the drafter reads ``pick(layer, L)`` in place of a layer."""
+    """Return the wrong choice in which the drafter reads other target layers.
+
+    In place of each layer that it should read, it reads the layer ``pick(layer, L)``.
+    """
     return lambda r: setattr(r, "layers", tuple(pick(layer, r.n_layers) for layer in r.layers))
 
 
@@ -156,7 +159,10 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
 
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
-    """Return the wrong choice in which a method gets ``edit(tokens)`` as the committed tokens."""
+    """Return the wrong choice in which the method ``part`` gets changed committed tokens.
+
+    ``edit`` takes the committed tokens of a row, and returns the changed tokens.
+    """
     return _put(
         part,
         lambda own, plain: (

@@ -114,7 +114,7 @@ def run_demo(
         "eval": _evaluate, "serve": _serve,
     }  # fmt: skip
     if config.model is not None:
-        find_model(config.model)  # Raise before anything is written if the model is missing.
+        find_model(config.model)  # If the model is missing, raise before anything is written.
         del phases["target"]
     finished = _open(config, folder)
     reused = tuple(finished)

@@ -36,7 +36,7 @@ class DecodingConfig(TargetSettings):
         return self.refusal_of(self.tree_shape)
 
     def tree_shape(self) -> "TreeShape | None":
-        """Return the shape of ``tree``; raises DrafterError if this sampling cannot use it."""
+        """Parse ``tree``. Raise DrafterError if the sampling settings do not allow its shape."""
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape
 

@@ -33,7 +33,8 @@ class Prompt:
 
     prompt_id: str
     category: str
-    turns: tuple[tuple[Message, ...], ...]  # For each answer, the new messages before it.
+    # The messages of each turn. The target answers after the last message of a turn.
+    turns: tuple[tuple[Message, ...], ...]
     # JSON schemas of the tools that the target may call.
     tools: tuple[dict[str, Any], ...] | None = None
 
@@ -108,8 +109,8 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
     messages = tuple(chat.messages)
     turns: tuple[tuple[Message, ...], ...] = tuple((message,) for message in messages)
     if not chat.asks_each:
-        # Leave out the last assistant message. A chat that ends with another message is a prompt
-        # already.
+        # If the last message is the assistant's, leave it out. Otherwise the chat already is a
+        # prompt.
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
         raise DatasetError(
@@ -135,7 +136,7 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     in_turn: list[Prompt] = []
-    # ``zip_longest`` fills up categories that have fewer prompts with None.
+    # If a category has fewer prompts than others, ``zip_longest`` fills it up with None.
     for candidate in chain.from_iterable(zip_longest(*by_category.values())):
         if candidate is not None:
             in_turn.append(candidate)

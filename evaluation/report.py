@@ -388,7 +388,7 @@ def ratio_with_interval(
     value = float(ratio(sums.sum(axis=0, keepdims=True))[0])
     if len(sums) < 2:
         return value, None
-    # Draw how often each prompt occurs in each resample. The seed is fixed, so that equal
+    # Draw how often each prompt occurs in each bootstrap resample. The seed is fixed, so that equal
     # measurements have equal intervals.
     counts = np.random.default_rng(0).multinomial(
         len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES

@@ -103,7 +103,7 @@ def evaluate(
     markdown = markdown_report(report)
     try:
         write_figures(report, out)
-        # The JSON is written last, so that the figures are complete if the JSON exists.
+        # `write_report` writes the JSON last. So if the JSON exists, the figures are complete.
         write_report(report, markdown, out)
     except (OSError, StorageUnavailable) as error:
         raise ReportUnwritten(out, error, markdown) from error

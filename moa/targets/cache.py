@@ -57,7 +57,10 @@ class KVSource(Protocol):
     lengths: list[int]  # For each row, the number of positions whose KV is available.
 
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row from ``starts`` on: [B, n, L, D]."""
+        """Pack the KV of n positions of each row: [B, n, L, D].
+
+        The positions of a row start at ``starts[row]``. Layers before ``first_layer`` are left out.
+        """
         ...
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
@@ -138,7 +141,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # Decoder layers whose outputs each target call stores in this cache, because the drafter
         # reads them.
         self.watched_layers: tuple[int, ...] = ()
-        # One tensor [B, n, K * E] per chunk of a call.
+        # The stored outputs of the watched layers, one tensor [B, n, K * E] per chunk of a call.
         self._layer_outputs: list[Tensor] = []
         # The slots to which the current target call writes, as `slots_after` returns them. For a
         # static call, this has the lengths [B, 1] of the rows instead, and the call writes to the

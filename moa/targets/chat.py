@@ -25,8 +25,8 @@ from .row_values import (
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
-# A function that parses an item of a list. Its second argument is the name of the item in error
-# messages, such as "message 3".
+# A function that parses an item of a list. The second argument of the function is the name of the
+# item in error messages, such as "message 3".
 _Parse = Callable[[Any, str], _T]
 
 ROLES = {
@@ -307,7 +307,10 @@ def content_texts(message: Message) -> list[str]:
 
 
 def content_text(message: Message) -> str:
-    """Return a message's content as one text. Texts of parts are joined as in vLLM and llama.cpp."""
+    """Return a message's content as one text.
+
+    The texts of content parts are joined by line breaks, as in vLLM and llama.cpp.
+    """
     return "\n".join(filter(None, content_texts(message)))
 
 

@@ -273,7 +273,7 @@ def _cut_response(
     # The prompt may already contain the first words of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
     content = "".join(content_texts(messages[-1]))
-    # Many templates strip white space around a content.
+    # Many templates strip white space around a content, so also try the stripped content.
     for form in (content, content.lstrip(), content.rstrip(), content.strip()):
         cut_text = prompt[:start] + form
         if is_generated or text.startswith(cut_text):
@@ -312,7 +312,8 @@ def _find_shown_keys(
             return True  # The template needs the key.
 
     shown_keys: dict[str, bool] = {}
-    # Usually the template shows none of the keys. One rendering without all of them proves that.
+    # Usually the template shows none of the keys. So first remove all keys at once. If the
+    # rendering does not change, no key is shown.
     if not names or not is_shown(names):
         return shown_keys
     # Keys that are not shown stay removed, because a template may show one key in place of another.
@@ -409,7 +410,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
     try:
         shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
     except RENDER_ERRORS:
-        # If the template refuses the placeholders, expect the pieces in the order of the chat.
+        # The template refuses the placeholders. Expect the pieces in the order of the chat.
         shown = list(marked.pieces)
     counts = Counter(shown)
     order = {placeholder: position for position, placeholder in enumerate(counts)}
@@ -431,8 +432,8 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        # Gemma 4 writes tool results before the response that they follow in the chat. Such a
-        # response counts as rewritten too.
+        # In a chat, tool results follow the response that calls the tools. Gemma 4's template
+        # writes them before this response. Such a response counts as rewritten, too.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = where
         elif is_hidden:
@@ -515,10 +516,11 @@ def _prefix_span(
     text: str,
     is_open: bool = True,
 ) -> Span | None:
-    """Locate a response by two renderings: of the chat before it, and of the chat up to its end.
+    """Locate a response by two renderings of the beginning of the chat.
 
-    The result is None if one of these renderings is not a prefix of the rendering of the whole
-    chat.
+    The first rendering ends before the response. The second rendering ends with the response. Both
+    must be prefixes of the rendering of the whole chat. The response is then the text between their
+    ends. Otherwise the result is None.
 
     Args:
         template: the chat template.
@@ -535,8 +537,8 @@ def _prefix_span(
         return None
     prompt = template.render(before, tools, add_generation_prompt=is_open)
     if not template.has_generation_prompt and prompt == template.render(before, tools):
-        # Without a generation prompt, the header of the response would be counted as part of the
-        # response.
+        # If the template writes no generation prompt, the first rendering ends before the header of
+        # the response. The header would then be counted as part of the response.
         return None
     up_to_response = messages[: index + 1]
     turn = text if up_to_response == messages else template.render(up_to_response, tools)

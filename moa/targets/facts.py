@@ -52,7 +52,7 @@ class KVShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of values per token, keys and values of all heads together."""
+        """Number of elements per token: the keys and values of all heads together."""
         return self.n_heads * (self.key_width + self.value_width)
 
 
@@ -173,19 +173,19 @@ class TargetFacts:
 
     @property
     def splits_kv(self) -> bool:
-        """Whether stores keep the KV in several fields, because it differs between layers."""
+        """Whether stores keep the KV in several fields, because layers differ in its shape."""
         return self.family.keeps_kv and bool(self.kv_groups) and not self.has_uniform_kv
 
     @property
     def kv_width(self) -> int:
-        """Number of KV values per token, of all heads together, in the widest layer."""
+        """Number of elements per token in the keys and values of the widest layer."""
         if self.splits_kv:
             return max(group.shape.width for group in self.kv_groups)
         return 2 * self.n_kv_heads * self.head_dim
 
     @property
     def cache_width(self) -> int:
-        """Number of KV values per token in the caches of all layers together."""
+        """Number of elements per token in the keys and values that all layers cache together."""
         return sum(len(group.layers) * group.shape.width for group in self.kv_groups)
 
     @property
@@ -240,7 +240,7 @@ class TargetFacts:
 
     @cached_property
     def embedding_scale(self) -> float:
-        """Factor by which the embedding layer multiplies embeddings, as in Gemma. 1 by default."""
+        """Factor by which the embedding layer multiplies embeddings, as in Gemma. Usually 1."""
         table = empty_model(self.config).get_input_embeddings()
         return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
 
@@ -437,7 +437,7 @@ def parse_facts(
     Args:
         values: the content of config.json.
         source: name of the config file in error messages.
-        folder: the folder that holds the config file. None if there is only the content.
+        folder: the folder that holds the config file. None if the values come from elsewhere.
         with_weights: whether the weights will be used. If true, quantised weights raise
             TargetError.
 

@@ -110,7 +110,7 @@ def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -
     plain = _with_plain_dtypes(values)
     if folder is not None and plain == values:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # Decode special floats such as infinity, because transformers writes them as objects.
+    # transformers writes special floats such as infinity as objects, so decode these objects.
     return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(plain))
 
 

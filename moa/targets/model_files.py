@@ -71,7 +71,7 @@ class TensorHeader(NamedTuple):
 
 
 def check_regular(file: Path, max_bytes: int | None = None) -> int:
-    """Return the size of a file in bytes.
+    """Check that a file is a regular file, and return its size in bytes.
 
     Raises:
         StoreDamaged: the file is not a regular file. Reading a FIFO, for example, would block.
@@ -101,7 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a model folder. Raises TargetError if this is not possible."""
     if not (file := folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; give the folder of a transformers model.")
-    # Allow infinity, because Mamba 2 has an infinite largest time step.
+    # Allow infinity, because configs of Mamba 2 have an infinite largest time step.
     return read_json(file, TargetError, allows_infinity=True)
 
 

@@ -126,7 +126,8 @@ def decoding_problem(target: Target) -> str:
         device = target.device
         seen = None
         if parents:
-            # All drafts follow the first token.
+            # All drafts follow the first token of the call. Each draft attends to this token and to
+            # itself.
             seen = torch.eye(len(tokens), dtype=torch.bool, device=device)[None]
             seen[:, :, 0] = True
         hidden: Tensor = target.forward(torch.tensor([tokens], device=device), cache, seen)

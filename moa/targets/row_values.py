@@ -24,7 +24,10 @@ def is_filled(value: Any) -> bool:
 
 
 def words_in(value: Any) -> Iterator[str]:
-    """Yield the values inside a value, at every depth, as texts."""
+    """Yield, as texts, all values in an object or list, at every depth.
+
+    Any other value is yielded itself.
+    """
     pending = [unpacked(value)]
     while pending:
         element = pending.pop()

@@ -363,8 +363,7 @@ class ChatTemplate:
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or may not terminate."""
         try:
-            # Parse the template before compiling it, because the compiler already evaluates
-            # constants.
+            # The syntax tree shows which filters and variables the template uses.
             tree = _compile_jinja_template("").environment.parse(self.text)
             _compile_jinja_template(_OURS + self.text)
         except (JinjaError, RecursionError) as error:
@@ -387,7 +386,8 @@ class ChatTemplate:
                 f"the chat template does not end ({first_line(error)}). Correct the template."
             ) from error
         except RENDER_ERRORS:
-            # The template refuses this test chat. Other chats are checked when they are rendered.
+            # The template refuses this test chat, which is allowed. Each real chat is checked when
+            # it is rendered.
             pass
 
     def _find_forms(self) -> None:
