@@ -337,8 +337,8 @@ def _partings(
     """Repeat the rounds of an engine's answer, and yield the first draft in a round that differs.
 
     In each round, this package drafts after the tokens that the engine had committed before this
-    round. If our two logits for our draft and for the engine's draft are nearly equal, the
-    difference is not yielded, because rounding may have decided between the two tokens.
+    round. If our logits for our draft and for the engine's draft are nearly equal, rounding may
+    have decided between the two tokens. Such a difference is not yielded.
 
     Args:
         reading: a copy of the drafter, maybe with a wrong choice.

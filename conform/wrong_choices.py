@@ -142,11 +142,11 @@ def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
-    """Return the wrong choice in which slot q of a draft block sees key k if ``rule(q, k)`` is true.
+    """Return the wrong choice in which ``rule`` decides to which keys a slot attends.
 
-    The rule gets the numbers of all slots, q [Q, 1], and of all keys, k [S]. Slots, and the keys of
-    slots, are numbered from 0. The keys of the committed tokens before the block have negative
-    numbers.
+    Slot q of a draft block attends to key k if ``rule(q, k)`` is true. The rule gets the numbers of
+    all slots, q [Q, 1], and of all keys, k [S]. Slots, and the keys of slots, are numbered from 0.
+    The keys of the committed tokens before the block have negative numbers.
     """
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:

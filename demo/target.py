@@ -130,9 +130,9 @@ def train_target(
             ``model.model.layers``.
 
     Returns:
-        A dict with the number of parameters (``n_parameters``), the number of tokens seen in
-        training, prompts included (``n_tokens``), and the loss of the last step in nats per token
-        (``train_loss``).
+        A dict with three entries. ``n_parameters`` is the number of parameters. ``n_tokens`` is the
+        number of tokens seen in training, prompts included. ``train_loss`` is the loss of the last
+        step in nats per token.
     """
     texts: list[str] = []
     for row in train:

@@ -163,8 +163,8 @@ def measure(
                     answered.append(chat)
             if not answered:
                 continue
-            # Let each method be the first one equally often, because the first method of a batch
-            # runs with cold caches and on an idle machine.
+            # The first method that decodes a batch runs with cold caches and on an idle machine. So
+            # let each method be the first one equally often.
             shift = n_batches % len(methods)
             order = [*methods][shift:] + [*methods][:shift]
             result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)

@@ -143,8 +143,8 @@ class Disconnection:
 
     n_cuts: int
     n_cut_prompts: int
-    # Number of prompts whose answers were not cut, because the prompt leaves no position for an
-    # answer, or because the answer has a single token.
+    # Number of prompts without a cut answer. Either the prompt leaves no position for an answer, or
+    # the answer has a single token.
     n_skipped: int
     writers: list[WriterSummary]  # The target comes first. Empty if no answer was cut.
     rows: list[CutRow]

@@ -424,6 +424,6 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    # Leave out the metadata with matplotlib's version, so that the same figure always gives the same
-    # file.
+    # Leave out the metadata with matplotlib's version, so that the same figure always gives the
+    # same file.
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})

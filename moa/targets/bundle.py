@@ -315,8 +315,8 @@ class FrozenTarget(nn.Module):
         # with full attention.
         self.windows = facts.layer_windows[first:]
         dtype = weights["lm_head.weight"].dtype
-        # The dtype of the results of `embed` and `logits`. If it is None, they have the dtype of the
-        # weights.
+        # The dtype of the results of `embed` and `logits`. If it is None, the results have the
+        # dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
         self.embed_tokens = nn.Embedding.from_pretrained(
             weights["embed_tokens.weight"], freeze=True

@@ -18,17 +18,18 @@ accepts no draft::
     slot                        0 1 2 3 4 5 6 7 8
     row 0 before the call       a b c d e . . . .     lengths [5, 3], n_pending 0
     row 1                       f g h . . . . . .
-    row 0 after the call        a b c d e r x y z     lengths [5, 3], n_pending 4: slots 5..8
-    row 1                       f g h r x y z . .     of row 0, slots 3..6 of row 1
-    row 0 after the commit      a b c d e r x z z     commit([[0, 1, 3], [0]]): lengths [8, 4],
-    row 1                       f g h r x y z . .     n_pending 0
+    row 0 after the call        a b c d e r x y z     lengths [5, 3], n_pending 4
+    row 1                       f g h r x y z . .
+    row 0 after the commit      a b c d e r x z z     lengths [8, 4], n_pending 0
+    row 1                       f g h r x y z . .
 
-The next target call overwrites the slots at or beyond a row's length. No committed token is
-dropped, even in models with a sliding window.
+The commit is ``commit([[0, 1, 3], [0]])``: for each row, it gets the indices of the pending tokens
+to keep. The next target call overwrites the slots at or beyond a row's length, such as the second z
+of row 0. No committed token is dropped, even in models with a sliding window.
 
 A static call (``live.StaticCalls``) is a target call that a CUDA graph can replay. A graph cannot
 depend on Python values such as the lengths of the rows. So the layers of a static call attend to
-all slots of the buffer, under a mask, and a tensor says to which slots they write.
+all slots of the buffer, under a mask. The slots to which they write are in a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -309,8 +310,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         n_slots = self.n_slots
         slots = self._slots
         if self._is_static:
-            # A CUDA graph cannot depend on Python values such as lengths, so compute the slots on
-            # the device, and attend to all of them.
+            # A CUDA graph cannot depend on Python values such as lengths. So compute the slots to
+            # write to on the device, and attend to all slots.
             n_slots = self.capacity
             slots = slots + torch.arange(keys.shape[2], device=keys.device)
         like = keys

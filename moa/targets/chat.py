@@ -181,8 +181,7 @@ class Rejection(Exception):
 
     The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
     :func:`.chat_tokens.tokenize_chat` catch it, and return a copy. The reason is memory: an error
-    that was raised refers to the variables of the functions that it passed through, and with them
-    to the texts of the chat.
+    that was raised keeps the variables of the functions that it passed through, such as the chat.
     """
 
     reason: RejectReason

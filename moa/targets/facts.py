@@ -82,8 +82,9 @@ class TargetFacts:
     head_dim: int
     hidden_size: int  # E
     vocab_size: int  # V
-    # Maximum length of a sequence. With RoPE of the type longrope, it is the length beyond which
-    # keys are rotated differently, because cached keys would be wrong in longer sequences.
+    # Maximum length of a sequence. RoPE of the type longrope rotates all keys differently if a
+    # sequence exceeds a certain length, so keys that were cached before would be wrong. In this
+    # case, the maximum is that length.
     max_position_embeddings: int
     # Width of the dense MLPs. If layers have different widths, this is the largest. If the config
     # states no width, this is four times the hidden size.

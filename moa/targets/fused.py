@@ -30,10 +30,10 @@ _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)
 
 RunLayers = Callable[[Tensor, Tensor, Tensor, list[Weights]], list[Tensor]]
-"""A function that takes x [B, n, E], cosines and sines [B or 1, n, 1, d], and the weights of all
-layers.
+"""A function that runs all layers, and returns the output [B, n, E] of each layer.
 
-It returns the output [B, n, E] of each layer.
+It takes the input x [B, n, E] of the first layer, the cosines and sines of RoPE [B or 1, n, 1, d],
+and the weights of all layers.
 """
 
 

@@ -54,8 +54,8 @@ _VOCABULARY_TENSORS = (
     "embed_in.weight",
     "lm_head.weight",
 )
-# While transformers loads a model, it adds or removes these prefixes of tensor names, so that the
-# names in the files fit the names in the model.
+# Prefixes of tensor names. While transformers loads a model, it may add or remove them, so that the
+# names in the files fit the model.
 _PREFIXES = re.compile(r"^((model|language_model|transformer|gpt_neox)\.)+")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -296,9 +296,9 @@ def _find_cast_tensor(
 ) -> str:
     """Describe the first tensor that is not floating-point and that transformers renames or stacks.
 
-    transformers casts such a tensor silently. The tensor has another name in the model than in the
-    files, so the comparison by the model's names does not see its original dtype. So this function
-    searches the files for such tensors.
+    transformers casts such a tensor silently. Usually the dtypes in the files are compared with
+    those of the model, by name. But such a tensor has different names in the files and in the
+    model. So this function searches the files for it.
     """
     skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
     # Old files of many models contain a tensor of position ids, which transformers ignores.

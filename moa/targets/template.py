@@ -188,10 +188,10 @@ class ChatTemplate:
         """Return the text that ends a response. There are three cases.
 
         1. The template writes a control token directly after the last response. This token ends the
-           response. A second control token may follow. It belongs to the end of the response if the
-           template also writes it between a response and the next turn, if it is not among the
-           first tokens of a chat, and if no text follows it. Otherwise it ends the whole chat, or
-           begins the next turn.
+           response. A second control token may follow. It belongs to the end of the response only
+           if three conditions hold. The template also writes it between a response and the next
+           turn. It is not among the first tokens of a chat. No text follows it. Otherwise it ends
+           the whole chat, or begins the next turn.
         2. The template writes other text after the last response. This text ends the response if
            the template also writes it after earlier responses. Otherwise the result is empty.
         3. The template writes nothing after the last response. Then the first control token between
@@ -281,8 +281,8 @@ class ChatTemplate:
             One of RENDER_ERRORS: the template refuses the chat or fails.
         """
         text = _OURS + self.text
-        # Replace the function that gives the time before each rendering, because transformers may
-        # have evicted the template from its cache and compiled it again.
+        # Replace the function that gives the time. This is repeated for each rendering, because
+        # transformers may have evicted the template from its cache and compiled it again.
         _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
         rendered: str = self.tokenizer.apply_chat_template(
             list(messages) if is_shaped else self.shape(messages),
@@ -467,8 +467,8 @@ class ChatTemplate:
         """Reject a chat with control tokens, unpaired surrogates, or too many characters."""
         control = self.control_tokens
         n_chars = 0
-        # Each tuple has a name for error messages, a value, and a pattern that must not occur in the
-        # texts of this value. For example, a text inside a tool call must not contain the token
+        # Each tuple has a name for error messages, a value, and a pattern that must not occur in
+        # the texts of this value. For example, a text inside a tool call must not contain the token
         # that ends the tool call.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
