@@ -65,8 +65,9 @@ class DisconnectionSettings(Config):
 class EvalConfig(DecodingConfig):
     """Settings of `moa-data eval`."""
 
-    # This signature is only for type checkers. At run time it would reject settings that belong to
-    # a nested model, such as `temperature`, which the base class moves there.
+    # This signature is only for type checkers. At run time, it would reject settings of a nested
+    # model, such as `temperature`. The base class accepts such settings, and moves them into the
+    # nested model.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...

@@ -406,7 +406,7 @@ class FrozenTarget(nn.Module):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers as a list, with their type."""
+        """The decoder layers as a list whose type is known to type checkers."""
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:

@@ -95,7 +95,7 @@ class TargetFacts:
     logit_scale: float  # factor that the target applies to the outputs of its LM head
     # Soft cap of the logits, which is applied by a tanh. None if the target has no cap.
     logit_cap: float | None
-    # Kind of attention of each layer, with the names of transformers.
+    # Kind of attention of each layer, under transformers' name, such as "sliding_attention".
     layer_kinds: tuple[str, ...]
     # Attention window of each layer: the number of tokens to which a token attends, including
     # itself. None for layers with full attention.

@@ -5,7 +5,7 @@ are enough for most drafters. :data:`FAMILIES` lists further properties of each 
 without an entry, default properties are assumed. Before any of these properties is used, it is
 checked on the loaded model (:mod:`.proof`).
 
-| what is needed | for | which targets have it |
+| the target must support | needed for | supported by |
 |---|---|---|
 | hidden states | stores of hidden states, drafters without KV | causal LMs, LM head without bias |
 | keys and values | stores of KV, drafters that read it | :data:`FAMILIES` |

@@ -40,8 +40,8 @@ def prove_logits(target: Target) -> None:
     states = list[Tensor]()
     # Some models limit their logits by a soft cap. It has no visible effect on small logits, and
     # all large logits equal the cap. So test logits of several sizes: multiply the hidden states of
-    # the tokens by 1, 8 or 64. In float16 no states are multiplied, because the largest float16
-    # number is 65,504.
+    # the tokens by 1, 8 or 64. In float16 no states are multiplied, because the results might
+    # exceed the largest float16 number, 65,504.
     n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype
