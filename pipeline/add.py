@@ -69,7 +69,8 @@ class AddPlan(WritePlan):
     """
 
     config: AddConfig
-    stored: StoreManifest  # the store's manifest before the addition
+    # The store's manifest before the addition.
+    stored: StoreManifest
     # The manifest that the addition will write, except for its entry ``codec``. This entry is
     # replaced later, since the codec of the new fields may not be fitted to data yet.
     manifest: StoreManifest
@@ -183,8 +184,8 @@ def _write_fields(
         first_rows = [rows[key] for key in first["sequence_id"].to_pylist()]
         agreement = _compare(plan, reader, target, first_rows)
         # Use the same batches as the extraction. If the device, the libraries and the number of
-        # threads are also the same, the new fields are bit-identical to what one extraction of all
-        # fields stores. Otherwise, the last bits of their values may differ.
+        # threads are also the same, the new fields are bit-identical to those of one extraction of
+        # all fields. Otherwise, the last bits of their values may differ.
         forwards = Forwards(
             replace(forward, codec=plan.codec),
             target,
@@ -204,7 +205,7 @@ def _learn(
 ) -> None:
     """Fit the codec of the new fields to a sample of the store's sequences.
 
-    The sample is the one to which the codec of the old fields was fitted.
+    The codec of the old fields was fitted to the same sample.
     """
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
@@ -370,8 +371,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     settings = dict(new.extraction)
     for key in ("activations", "target_layers"):
         settings[key] = old.extraction.get(key)
-    # Compare only the identities that the plan has. The plan of a dry run lacks the hash of the
-    # target's weights, because hashing them takes too long.
+    # Identities are hashes of the inputs. Compare only those that the plan has: the plan of a dry
+    # run lacks the hash of the target's weights.
     identities = {**old.identities, **new.identities}
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=identities

@@ -33,8 +33,8 @@ from .sequences import content_id, tokenize_row
 # Allowed relative L2 error for each stored dtype, if the target's forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 # Relative L2 error that each codec may add: about twice the measured error of the worst layer. The
-# error of a transform codec depends on its bit rate. The bound must hold for the lowest bit rate,
-# so it detects only gross errors at the others.
+# error of a transform codec depends on its bit rate. The bound must hold for low bit rates, so at
+# higher bit rates it detects only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
 # Factor by which the tolerance grows if the stored activations were computed in 16 bits, or by
 # another engine. In both cases, different batches and kernels change the last bits of many values.
@@ -47,8 +47,10 @@ class AuditRow:
 
     index: int
     sequence_id: str
-    field: str  # name of the field: tokens, response_mask, kv, hidden/..., or logits
-    max_error: float  # largest absolute difference; infinite if tokens or response_mask differ
+    # Name of the field: tokens, response_mask, kv, hidden/..., or logits.
+    field: str
+    # Largest absolute difference; infinite if tokens or response_mask differ.
+    max_error: float
     # `|stored - live| / |live|` in the L2 norm. For kv, it is the error of the worst layer. For
     # tokens and response_mask, it is 0 if stored and live values are equal, and otherwise infinite.
     relative_error: float

@@ -38,13 +38,13 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Number of positions, in all sequences together, for the comparison ``teacher``.
+# Number of positions at which the comparison ``teacher`` is made, in all sequences together.
 _TEACHER_POSITIONS = 2_048
 
 # Maps a layer to its keys and its values. Both have the shape [H, T, d].
 LayerCaches = dict[int, tuple[Tensor, Tensor]]
-# Maps "keys", "values" and the names of the fields of hidden states to their differences between
-# the two stores.
+# Maps a name to the differences between the two stores. The names are "keys", "values", and those
+# of the fields of hidden states.
 Errors = defaultdict[str, LayerDifferences]
 
 
@@ -63,9 +63,10 @@ class Comparison:
     # states of both stores. The value is None if a store lacks last hidden states, or if the
     # reference store lacks the LM head.
     teacher: Divergence | None
-    # Divergence between the next-token distributions that the target computes for the second half
-    # of each sequence, once with the first half's KV cache from the reference store, and once with
-    # the KV cache from the other store. The value is None if no target was given.
+    # Divergence between two next-token distributions that the target computes for the second half
+    # of each sequence. For the first distribution, the KV cache of the first half is read from the
+    # reference store. For the second, it is read from the other store. The value is None if no
+    # target was given.
     continued: Divergence | None
 
     def lines(self) -> list[str]:
@@ -111,7 +112,9 @@ def compare(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Comparison:
-    """Compare random sequences of a store with those of a reference store, usually a lossless one.
+    """Compare random sequences of a store with the same sequences of a reference store.
+
+    The reference store is usually lossless.
 
     Args:
         model: the target of both stores. It computes the second half of each sequence from the

@@ -177,7 +177,10 @@ class ScaleSettings(Config):
 
     @property
     def n_local_workers(self) -> int:
-        """Number of workers that this command itself starts on this machine. With Ray, it is 1."""
+        """Number of workers that share the cores and the memory of this machine.
+
+        With Ray, the number is 1, because Ray starts the workers.
+        """
         return 1 if self.engine == "ray" else self.workers
 
 
@@ -426,8 +429,10 @@ def core_share(n_workers: int) -> int:
 class ActivationSpec:
     """The activations that a forward of the target captures."""
 
-    kv: bool  # whether to capture the keys and values of all layers
-    last: bool  # whether to capture the hidden state after the final norm
+    # Whether to capture the keys and values of all layers.
+    kv: bool
+    # Whether to capture the hidden state after the final norm.
+    last: bool
     # Decoder layers whose outputs are captured. They are counted from 0, in ascending order and
     # without duplicates.
     layers: tuple[int, ...]

@@ -219,7 +219,7 @@ def _split_of(relative: Path) -> str | None:
     """Guess the split of a file from its path.
 
     If folders of the path are named after splits, the innermost of them is used. Otherwise, the
-    file's name is used. The result is None if it does not name a split either.
+    file's name is used. The result is None if the file's name does not contain a split either.
     """
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):
@@ -588,9 +588,9 @@ FORMATS = {
 class Columns:
     """Makes a chat from the columns of a row, as the option ``--columns`` describes it.
 
-    Some datasets have one column per role. In others, the column of the chat has another name. The
-    option either assigns columns to roles in the order of the chat, or names a known format. Some
-    values of the option, each with a row that it fits::
+    Some datasets have one column per role. Others have the entire chat in a column, but not in the
+    column ``messages``. The option ``--columns`` either lists the column of each role in the order
+    of the chat, or names a known format. Some values of the option, each with a row that it fits::
 
         alpaca              {"instruction": "Add.", "input": "1, 2", "output": "3"}
         prompt-completion   {"prompt": "Add 1 and 2.", "completion": "3"}

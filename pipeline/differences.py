@@ -14,14 +14,14 @@ _POSITIONS_AT_ONCE = 64
 
 @dataclass
 class Difference:
-    """Sums over all values added so far, for the difference between approximate and exact values."""
+    """Measures the difference between approximate and exact values, which are added piece by piece."""
 
     squared_error: float = 0.0
     squared_norm: float = 0.0  # sum of the squared exact values
     largest: float = 0.0  # largest absolute difference; infinite if a value is not finite
 
     def add(self, exact: Tensor, values: Tensor) -> None:
-        """Add exact values and their approximations, of equal shape."""
+        """Add exact values and their approximations. Both have the same shape."""
         difference = (values - exact).double()
         squared_error = float(difference.square().sum())
         is_finite = math.isfinite(squared_error)

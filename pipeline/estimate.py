@@ -5,9 +5,9 @@ A forward runs the target on one batch of sequences. A store consists of parts a
 ``target/`` is also called the bundle. It contains the target's config, tokenizer, embeddings, final
 norm and LM head.
 
-To estimate the time, three batches of the plan are run through a small model. It has random weights
-and the target's widths, so it can be made from the target's config.json alone. The code of the
-extraction then writes the activations to a temporary store, on the disk of the planned store.
+To estimate the time, three batches of the plan are run through a test model. This model has random
+weights and the target's widths, so it can be made from the target's config.json alone. The code of
+the extraction writes the activations to a temporary store on the disk of the planned store.
 """
 
 import copy
@@ -61,15 +61,18 @@ _N_BATCHES = 3
 # encoded activations. The upper bound includes alignment, indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06
-# Bytes per token in texts.arrow, and bytes per sequence in texts.arrow and plan.parquet together.
+# The first number is the bytes per token in texts.arrow. The second number is the bytes per sequence
+# in texts.arrow and plan.parquet together.
 _TEXT_BYTES, _ROW_BYTES = 5, 200
-_RECORD_BYTES = 100_000  # Size of manifests, commit files, records of runs and the dataset card.
+# Size of manifests, commit files, records of runs and the dataset card.
+_RECORD_BYTES = 100_000
 # Memory of the encoding and writing threads, with the libraries that these threads load.
 _THREAD_BYTES = 200 << 20
-_CUDA_LIBRARY_BYTES = 3 << 30  # Upper bound of the host memory of CUDA's libraries.
-# Uncertainty of the estimated time. In measurements, a run took at most 1.2 times as long as
-# extrapolated from the slowest test batch. Extrapolated from the fastest test batch, the time was
-# at most 1.2 times too long.
+# Upper bound of the host memory of CUDA's libraries.
+_CUDA_LIBRARY_BYTES = 3 << 30
+# Uncertainty of the estimated time. Each of the three test batches predicts a time. In measurements,
+# a run took at most the longest predicted time multiplied by 1.2, and at least the shortest
+# predicted time divided by 1.2.
 _TIME_SHARE = 1.2
 _MAX_WEIGHTS = 250_000_000
 """Maximum number of weights in the timed model on a CPU.

@@ -194,7 +194,7 @@ def _load_forwards(
     progress: Progress,
     opened: ExitStack,
 ) -> Forwards:
-    """Load the target unless it is loaded, and start vLLM if the target runs with vLLM."""
+    """Load the target unless it is loaded already. Start vLLM if it is to run the target."""
     target = target or plan.forward.load_target(progress)
     forwards = Forwards(replace(plan.forward, codec=codec), target, plan.sequences.text)
     if plan.config.forward.source == "vllm":

@@ -177,8 +177,8 @@ def _damaged(message: str) -> DatasetError:
 def _what(path: Path) -> tuple[Path, str]:
     """Return the folder to push, and the type of its Hub repository: dataset or model.
 
-    If the path is a store or a drafter, it is the folder itself. If the path is a run of
-    `moa-data train`, the folder is the drafter of the run.
+    For a store or a drafter, the folder is the path itself. For a run of `moa-data train`, it is
+    the folder of the run's drafter.
     """
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)

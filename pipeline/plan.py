@@ -87,7 +87,7 @@ class Source(TypedDict):
     commit: str
 
 
-Sources = dict[str, Source]  # "model" or "dataset" -> its source
+Sources = dict[str, Source]  # Maps "model" or "dataset" to its source.
 _SOURCE = TypeAdapter(Source)
 _MAIN = "main"
 
@@ -307,8 +307,8 @@ def _plan_forwards(
     config = config.replaced(max_length=max_length)
     longest = min(max_length, n_positions)
     engine = check_vllm(facts, longest) if uses_vllm else None
-    # If vLLM runs the target, transformers loads it on the CPU, and only to write the weights of
-    # the store's bundle.
+    # If vLLM runs the target, transformers also loads the target on the CPU, to copy weights to the
+    # store and to compute the final norm.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
     try:
@@ -406,7 +406,7 @@ def _extraction(
 
 
 def _conventions(facts: TargetFacts) -> Mapping[str, str]:
-    """Return notes on how the target's keys and values differ from those of Llama.
+    """Return notes on how the target's keys and values differ from Llama's.
 
     If they do not differ, the result is empty.
     """
@@ -505,10 +505,10 @@ def sources_record(
         config: the settings of the extraction.
         folder: the model's folder. In the cache of the Hub, the folder's name is the commit.
         dataset: the dataset.
-        before: the entry in an existing store, or None if the store does not exist. The result
-            has the same models and datasets as ``before``, and only commits that differ are
-            replaced. If ``before`` lacks a model or dataset, the content hashes still show whether
-            it has changed.
+        before: the entry in an existing store, or None if the store does not exist. The result is
+            this entry, in which a model or dataset is replaced if its commit has changed. A model
+            or dataset that the entry lacks is not added, because the content hashes already show
+            whether it has changed.
     """
     current: Sources = {}
     if not Path(config.model).expanduser().exists():

@@ -33,8 +33,8 @@ from .report import Provenance, Timings, WriteReport
 # Approximate number of tokens in the sample for ``KVMetrics``, the measurement of how much errors
 # in keys and values affect a drafter.
 _METRIC_TOKENS = 60_000
-# Minimum number of response tokens of a sequence in this sample. A shorter response has no room for
-# draft rounds.
+# Minimum number of response tokens of a sequence in the sample for ``KVMetrics``. A shorter response
+# has no room for draft rounds.
 _MIN_RESPONSE = 8
 
 
@@ -201,8 +201,8 @@ def _learned_codec(
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
     if not writer.has_target and backend_of(source.path / TARGET_NAME).exists():
         with writer.target() as folder:
-            # Copy file by file. If the disk is full, shutil.copytree does not raise the OSError,
-            # but another error with a list of tuples.
+            # Copy file by file. If the disk is full, callers expect an OSError, but shutil.copytree
+            # would raise another error with a list of tuples.
             for root, _, names in walk(source.target_path):
                 copy = folder / root.relative_to(source.target_path)
                 copy.mkdir(exist_ok=True)

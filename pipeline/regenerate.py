@@ -52,7 +52,8 @@ from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 from .report import reason_lines
 
-_FILE = "chats.jsonl"  # name of the output file if the output is a folder
+# Name of the output file if the output is a folder.
+_FILE = "chats.jsonl"
 # To measure the speed, each sequence gets a prompt of this number of tokens, and generates the same
 # number of new tokens.
 _TIMED_TOKENS = 16
@@ -89,12 +90,15 @@ class LossReason(StrEnum):
 class Row:
     """One row of the dataset, with its questions and the answers so far."""
 
-    row: int  # row number in the dataset, from 0
+    # Row number in the dataset, from 0.
+    row: int
     # The chat up to and including the last answer. The list is empty if the row is rejected.
     messages: list[Message] = field(default_factory=list)
     n_answers: int = 0
-    n_tokens: int = 0  # number of tokens in the answers
-    is_cut: bool = False  # whether the last answer reached its token limit
+    # Number of tokens in the answers.
+    n_tokens: int = 0
+    # Whether the last answer reached its token limit.
+    is_cut: bool = False
     # The reason why the row is rejected, or why its later turns are not answered. The text is empty
     # if all turns are answered.
     reason: str = ""
@@ -201,7 +205,8 @@ class RowCounts(BaseModel):
     n_rows: int = 0
     n_answers: int = 0
     n_tokens: int = 0
-    n_at_limit: int = 0  # number of chats whose last answer reached its token limit
+    # Number of chats whose last answer reached its token limit.
+    n_at_limit: int = 0
     # For each reason, the number of questions by the target that were unusable.
     dropped: Counter[str] = Counter()
     rejected: Counter[str] = Counter()  # For each reason, the number of rows without a chat.
@@ -231,8 +236,10 @@ class Work(NamedTuple):
     # The dataset with the questions. If the target writes the questions itself, the value is None.
     source: ChatSource | None
     n_rows: int
-    n_answers: int  # number of answers that the questions ask for
-    settings: dict[str, Any]  # settings that determine the questions
+    # Number of answers that the questions ask for.
+    n_answers: int
+    # Settings that determine the questions.
+    settings: dict[str, Any]
     # Text about the questions. It ends with the word "answers", so that callers can append the
     # limit of tokens.
     text: str
@@ -375,7 +382,8 @@ class _Record(BaseModel):
     moa_data: str = __version__
     settings: dict[str, Any]
     rows: RowCounts = RowCounts()
-    n_bytes: int = 0  # size of the file of chats
+    # Size of the file of chats.
+    n_bytes: int = 0
     # Hash of the file of chats. The value is None until the file is complete.
     sha256: str | None = None
 
@@ -562,8 +570,8 @@ class LocalTarget:
     def answer(self, rows: Iterator[Row], chat_file: ChatFile) -> None:
         """Answer all turns of the rows, batch by batch, and write each batch to the file."""
         # Write the answers of a batch together. After an interruption, all rows of the unfinished
-        # batch are answered again. If only some of them were answered again, the batches would have
-        # other rows, and rounding in a forward depends on all rows of its batch.
+        # batch are answered again. The batch must have the same rows, because the rounding in a
+        # forward depends on all rows of the batch, and may change answers.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, chat_file)

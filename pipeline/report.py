@@ -31,16 +31,23 @@ class Timings:
     copy_s: float = 0.0
     # Time for which the main thread waited to put a batch into the writer thread's queue.
     wait_s: float = 0.0
-    writer_s: float = 0.0  # CPU time of the writer thread
-    encode_s: float = 0.0  # CPU time of all encoding threads
-    extract_s: float = 0.0  # time from the first forward to the last commit
-    wall_s: float = 0.0  # duration of the entire run
-    n_tokens: int = 0  # number of tokens in the parts that this run committed
+    # CPU time of the writer thread.
+    writer_s: float = 0.0
+    # CPU time of all encoding threads.
+    encode_s: float = 0.0
+    # Time from the first forward to the last commit.
+    extract_s: float = 0.0
+    # Duration of the entire run.
+    wall_s: float = 0.0
+    # Number of tokens in the parts that this run committed.
+    n_tokens: int = 0
     # Number of tokens in this run's forwards, without padding. Tokens also count if another run has
     # committed their part first.
     n_computed_tokens: int = 0
-    n_padded_tokens: int = 0  # number of tokens in this run's forwards, padding included
-    n_parts: int = 0  # number of parts that this run committed
+    # Number of tokens in this run's forwards, padding included.
+    n_padded_tokens: int = 0
+    # Number of parts that this run committed.
+    n_parts: int = 0
     # Number of parts that this run wrote, but that another run committed first.
     n_late: int = 0
 
@@ -115,7 +122,8 @@ class WriteReport:
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    lines: list[str] = field(default_factory=list)  # further lines of text from the command
+    # Further lines of text from the command.
+    lines: list[str] = field(default_factory=list)
     # Whether this run replaced an earlier store in the folder. An earlier store is replaced only if
     # it was made from other inputs and has no parts.
     has_begun_anew: bool = False

@@ -64,7 +64,7 @@ ROWS_PER_PROCESS = 16_384
 """Maximum number of rows that a process gets from one block.
 
 A block is a list of rows that is read at once and divided among processes. A process needs some
-seconds for this number of rows. This is much longer than the start of a process takes.
+seconds for this number of rows. Starting a process takes much less time.
 """
 _BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block of rows.
 Tokenised = tuple[TokenizedChat | Rejection, bool]
@@ -119,13 +119,16 @@ class Sequences:
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0
-    asked_the_time: bool = False  # whether the chat template has asked for the current time
-    dataset_sha256: str = ""  # hash of the rows or files that were read (``ChatSource.identity``)
+    # Whether the chat template has asked for the current time.
+    asked_the_time: bool = False
+    # Hash of the rows or files that were read (``ChatSource.identity``).
+    dataset_sha256: str = ""
     # Content of the dataset that is not part of the tokens. Maps the name of a column, or of a key
     # of messages, to the number of sequences with such content.
     beside: Counter[str] = field(default_factory=Counter)
-    rejections: Counter[str] = field(default_factory=Counter)  # rejection reason -> number of rows
-    # Rejection reason -> text with details about the first row rejected for this reason.
+    # Maps a rejection reason to the number of rows that were rejected for it.
+    rejections: Counter[str] = field(default_factory=Counter)
+    # Maps a rejection reason to details about the first row that was rejected for this reason.
     examples: dict[str, str] = field(default_factory=dict)
     _tokens: Any = field(default_factory=lambda: array("i"), repr=False)
     _mask: Any = field(default_factory=bytearray, repr=False)

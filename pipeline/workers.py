@@ -42,7 +42,8 @@ _LOOK_EVERY_S = 1.0
 # After this number of seconds without a commit, a worker also writes parts that other workers have
 # locked.
 _PATIENCE_S = 600.0
-_POLL_EVERY_S = 0.5  # seconds between two polls of the workers
+# Seconds between two polls of the workers.
+_POLL_EVERY_S = 0.5
 # Seconds in which a terminated worker must discard its unfinished parts. The command itself must
 # end within three seconds after an interruption, so its workers have less time.
 _LEAVE_S = 2.0

@@ -15,8 +15,8 @@ Sources, read as archived copies. They call the target the verifier:
 - speculators pull request 313: vLLM saves the last hidden state before the final norm.
 - speculators pull request 758: ``kv_last_*`` belong to the last layer with a sliding window and to
   the last layer without one; keys are stored after RoPE.
-- speculators 0.9 ``hs_connectors/fp8_utils.py``: float8_e4m3fn with one scale per token, read as
-  bfloat16.
+- speculators 0.9 ``hs_connectors/fp8_utils.py``: hidden states in float8_e4m3fn have one scale per
+  token, and are read as bfloat16.
 - vllm pull request 46788: the hidden state with layer id i is captured at the input of layer i.
 - SpecForge ``scripts/prepare_hidden_states.py``: the default layers are
   ``[2 - 1, L // 2 - 1, L - 3 - 1]``. ``hidden_state`` is the input of the logits processor, after
@@ -82,8 +82,10 @@ class FileFormat(ABC):
 
     name: str
     pattern: str
-    gives_last = True  # Whether the files hold ``hidden/last``, the state after the final norm.
-    kv_layers: tuple[int, ...] = ()  # Layers whose keys and values the files hold, ascending.
+    # Whether the files hold ``hidden/last``, the state after the final norm.
+    gives_last = True
+    # Layers whose keys and values the files hold, in ascending order.
+    kv_layers: tuple[int, ...] = ()
     # Names of the store's fields that a file holds, in the order within the file.
     fields: tuple[str, ...]
 
@@ -140,8 +142,8 @@ class FileFormat(ABC):
 class EagleFormat(FileFormat):
     """EAGLE v1: each file contains a dict that ``torch.save`` has written.
 
-    The dict contains the last hidden state, after the final norm. The files are in the folder of
-    rank 0.
+    The dict contains the last hidden state, after the final norm. The files are written to the
+    subfolder ``0``, as by EAGLE's process of rank 0.
     """
 
     name = "eagle"

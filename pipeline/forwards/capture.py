@@ -33,9 +33,13 @@ from ..config import ActivationSpec
 
 @dataclass(frozen=True)
 class Capture:
-    """Activations of one batch, on the target's device or, after :meth:`to_host`, on the host."""
+    """Activations of one batch. They are on the target's device, or on the host.
 
-    n_tokens: tuple[int, ...]  # Length of each sequence, without padding.
+    The method :meth:`to_host` copies them to the host.
+    """
+
+    # Length of each sequence, without padding.
+    n_tokens: tuple[int, ...]
     # Token ids, int64 [B, T], on the device. Values beyond a sequence's length are arbitrary.
     tokens: Tensor
     # Maps each field to a bool tensor that is true where all values are finite. For kv, the shape

@@ -69,7 +69,7 @@ class CaptureSettings:
     n_encode_threads: int
 
     def capture(self, target: Target, sequences: Sequence[np.ndarray]) -> Capture:
-        """Run the target over a batch of token ids, int32 [n_tokens] each."""
+        """Run the target over a batch of sequences. Each is an array of token ids, int32 [n_tokens]."""
         dtype = getattr(torch, self.dtype)
         return capture(target.model, sequences, self.spec, dtype, self.uses_cache)
 

