@@ -141,7 +141,7 @@ def add(
                 target_layers=extraction["target_layers"],
             )
             write_card(plan.store, recorded.model, recorded.dataset, recorded.storage.licences)
-            # Record the settings with which one extraction would write the old and the new fields
+            # Record the settings of an extraction that would write the old and the new fields
             # together. `repair` extracts damaged parts with these settings.
             named = {"config": recorded.named()}
         timings.wall_s = time.perf_counter() - start

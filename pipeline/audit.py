@@ -169,8 +169,8 @@ def _tokenize_again(
     """Tokenise the dataset rows of stored sequences again.
 
     Returns:
-        A dict from source row to tokenised chat, and a note. If the rows cannot be compared, the
-        dict is empty and the note says why.
+        A dict and a note. The dict maps the number of a dataset row to the row's tokenised chat. If
+        the rows cannot be compared, the dict is empty, and the note says why.
     """
     only = "tokens and masks were checked by their content hash only"
     extraction: Mapping[str, Any] = stored.manifest.extraction

@@ -43,7 +43,7 @@ _TEACHER_POSITIONS = 2_048
 
 # Maps a layer to its keys and its values. Both have the shape [H, T, d].
 LayerCaches = dict[int, tuple[Tensor, Tensor]]
-# Maps a name to the differences between the two stores. The names are "keys", "values", and those
+# Maps a name to differences between the two stores. The names are "keys", "values", and the names
 # of the fields of hidden states.
 Errors = defaultdict[str, LayerDifferences]
 

@@ -455,8 +455,8 @@ def _read_arrow(path: Path) -> Iterator[Any]:
             file = pa.ipc.open_file(source)
             batches: Iterable[pa.RecordBatch] = map(file.get_batch, range(file.num_record_batches))
         except pa.ArrowInvalid:
-            # The file is not in Arrow's file format (Feather). Read it in Arrow's stream format, in
-            # which the `datasets` library writes its files.
+            # The file is not in Arrow's file format (Feather), so read it in Arrow's stream format.
+            # The `datasets` library writes files in the stream format.
             source.seek(0)
             batches = pa.ipc.open_stream(source)
         for batch in batches:

@@ -273,8 +273,8 @@ class WritePlan:
 
     store: StorePath
     forward: ForwardPlan
-    # The rows of plan.parquet whose sequences will be run through the target. Columns: sequence_id,
-    # source_row, n_tokens, n_response_tokens, part, first_token.
+    # The rows of plan.parquet for the sequences that the target will process. The table has the
+    # columns sequence_id, source_row, n_tokens, n_response_tokens, part and first_token.
     table: pa.Table = field(repr=False)
     # Number of decoder layers to write to the store's folder target/. If the folder is not written,
     # the value is None.

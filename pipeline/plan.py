@@ -268,7 +268,7 @@ def build_plan(
 def _plan_forwards(
     config: ExtractConfig, folder: Path, with_weights: bool, stored: Mapping[str, Any]
 ) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
-    """Choose the settings that are not given, and refuse targets and settings that cannot be run.
+    """Choose the settings that are not given. Refuse targets and settings that are not supported.
 
     This function runs before weights are downloaded and chats are read.
 

@@ -140,7 +140,7 @@ class Row:
         return cls(row, turns=[turn for turn in turns if turn])
 
     def begin_turn(self) -> bool:
-        """Set the prompt to the chat up to the next turn. Return False if the chat has ended."""
+        """Append the next turn to the chat, as the next prompt. Return False if no turn is left."""
         if self.reason or not self.turns:
             return False
         self.prompt = [*self.messages, *self.turns.pop(0)]
@@ -303,7 +303,7 @@ def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFi
     The questions come from a dataset, or the target writes them.
 
     Returns:
-        The file of answered chats, which is already closed.
+        The file of answered chats. It is closed already.
 
     Raises:
         DatasetError: the dataset has no questions, or more rows are rejected than allowed.

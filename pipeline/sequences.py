@@ -185,9 +185,9 @@ class Sequences:
         ]
 
     def table(self) -> pa.Table:
-        """Return a table with one row per sequence, from which the parts of a store are planned.
+        """Return a table with one row per sequence. The parts of a store are planned from it.
 
-        Its columns are sequence_id, source_row, n_tokens and n_response_tokens.
+        The columns are sequence_id, source_row, n_tokens and n_response_tokens.
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)

@@ -1,7 +1,7 @@
 """Torch datasets over a store, with one sequence per item.
 
-`ActivationDataset` reads by index. `IterableActivationDataset` iterates in a shuffled order, which
-is divided among workers and ranks.
+`ActivationDataset` reads by index. `IterableActivationDataset` iterates in a shuffled order, and
+divides the sequences among ranks and workers.
 
 Shapes: n tokens of one sequence, B sequences of a batch, T tokens of the longest sequence in a
 batch.

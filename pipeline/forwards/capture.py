@@ -119,7 +119,7 @@ class Capture:
         return 0.0 if self.copying is None else seconds_between(*self.copying)
 
     def check_finite(self, names: Sequence[str]) -> None:
-        """Refuse NaN and infinity. The error names the first such sequence, field and layer."""
+        """Refuse NaN and infinity. The error names a sequence, field and layer with such a value."""
         for name, flags in self.finite.items():
             if not bool(flags.all()):
                 index, layer = (~flags).nonzero()[0].tolist()
@@ -180,11 +180,11 @@ def capture(
     Args:
         model: transformers causal LM in evaluation mode; its LM head is not run.
         sequences: B arrays of token ids, int32 [n_tokens].
-        spec: the activations to keep.
-        dtype: dtype of the kept activations.
-        uses_cache: whether the forward fills a KV cache even if keys and values are not kept. With
-            a KV cache, torch may choose other attention kernels, which change the last bits of the
-            activations.
+        spec: the activations to capture.
+        dtype: dtype of the captured activations.
+        uses_cache: whether the forward fills a KV cache even if keys and values are not captured.
+            With a KV cache, torch may choose other attention kernels, which change the last bits of
+            the activations.
     """
     input_ids, valid = padded_tokens(sequences, model.device)
     facts = TargetFacts.of_model(model)

@@ -56,15 +56,15 @@ N_HOST_BATCHES = _BATCHES_AHEAD + 3
 class CaptureSettings:
     """Settings that say which activations of the target are stored, and how the target runs."""
 
-    spec: ActivationSpec  # The activations that are kept.
-    codec: StoreCodec  # The codec of the kept activations.
-    dtype: str  # The dtype of the kept activations.
+    spec: ActivationSpec  # The activations that are captured.
+    codec: StoreCodec  # The codec of the captured activations.
+    dtype: str  # The dtype of the captured activations.
 
     # Maximum number of tokens in a forward, padding included. A longer sequence forms a batch of
     # its own.
     batch_tokens: int
-    # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
-    # the last bits of the activations may differ.
+    # Whether the forward fills a KV cache even if keys and values are not captured. With a KV
+    # cache, the last bits of the activations may differ.
     uses_cache: bool
     n_encode_threads: int
 
@@ -76,7 +76,7 @@ class CaptureSettings:
 
 @dataclass(frozen=True)
 class Forwards:
-    """Runs the target over batches and keeps the requested activations."""
+    """Runs the target over batches and captures the requested activations."""
 
     settings: CaptureSettings
     target: Target
@@ -195,7 +195,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check a batch, and write the fields that its part needs. The writer thread calls this."""
+    """Check a batch for NaN and infinity, and write it to its part, on the writer thread."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)

@@ -101,8 +101,9 @@ class VllmSource:
     Args:
         folder: folder of the target.
         target: the same target, loaded on the host by transformers. It computes the final norm.
-        spec: the activations to keep.
-        dtype: dtype of the kept activations. vLLM computes in the dtype of the target's weights.
+        spec: the activations to capture.
+        dtype: dtype of the captured activations. vLLM computes in the dtype of the target's
+            weights.
         max_length: number of tokens of the longest sequence.
     """
 
