@@ -140,7 +140,7 @@ class Row:
         return cls(row, turns=[turn for turn in turns if turn])
 
     def begin_turn(self) -> bool:
-        """Append the next turn to the chat, as the next prompt. Return False if no turn is left."""
+        """Set ``prompt`` to the chat and its next turn. Return False if the chat has ended."""
         if self.reason or not self.turns:
             return False
         self.prompt = [*self.messages, *self.turns.pop(0)]
