@@ -392,8 +392,8 @@ class _Record(BaseModel):
 class ChatFile:
     """The file of answered chats.
 
-    ``record`` is the path of a JSON file next to this file. It contains the settings and the
-    progress.
+    ``record`` is the path of a JSON file next to this file. The JSON file contains the settings and
+    the progress.
     """
 
     path: Path

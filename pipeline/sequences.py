@@ -93,9 +93,9 @@ _ORIGIN_KEY = b"origin"
 # before. Tokens in ``texts.arrow`` with an earlier version are then not used any more.
 _ORIGIN_VERSION = 5
 # The columns of the rows that `regenerate` writes. If a row has exactly these columns, the target
-# has written its answers right after the generation prompt. This must be known to tokenise an
-# answer that was cut at its token limit, since some templates write other text before an answer
-# than in a generation prompt.
+# has written the row's answers after the generation prompt of its template. This matters for an
+# answer that was cut at its token limit. Such an answer must be tokenised after the generation
+# prompt, and some templates write other text before the answers of a finished chat.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # Maximum number of columns and keys that a report lists.
 _ALL_COLUMNS = Columns()  # For rows that are chats already.
@@ -191,7 +191,7 @@ class Sequences:
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # [n_tokens + 1]. Entry i is the number of response tokens before token i.
+        # The shape is [n_tokens + 1]. Entry i is the number of response tokens before token i.
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {

@@ -96,9 +96,9 @@ class Capture:
         device = self.tokens.device
         if device.type != "cuda":
             return self._mapped(Tensor.cpu)
-        # Give each batch a stream of its own. torch reuses the pinned memory of a freed batch only
-        # after all work on the stream of the batch's copy. On a shared stream, the reuse would also
-        # wait for the copies of later batches.
+        # Copy each batch on a stream of its own. The pinned memory of a freed batch can be reused
+        # when all work on the stream of its copy is done. If all batches shared a stream, torch
+        # would also wait for the copies of later batches.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

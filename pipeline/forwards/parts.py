@@ -126,9 +126,9 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            # Open the part before `counter.look` reads new commits of other processes. After that,
-            # `store.part` would refuse a part that another process has committed since it was
-            # chosen. Such a commit is noticed when this process publishes its own part.
+            # Another process may have committed this part since it was chosen. Open the part before
+            # `counter.look` reads such a commit, because `store.part` would then refuse the part.
+            # The commit is noticed later, when this process publishes its own part.
             out = store.part(part, pool)
             # Keep a list of open parts, to discard them after an error. Several earlier parts may
             # still be queued for the writer thread if each of them is a single batch.

@@ -1,4 +1,4 @@
-"""Extraction with vLLM: passes the tokens of a batch to vLLM and reads the connector's files.
+"""Extract with vLLM: pass the tokens of a batch to vLLM, and read the files of the connector.
 
 The connector, ``vllm_connector.py``, runs inside vLLM and writes the activations of each sequence
 to a file. vLLM has its own kernels and its own batching. The last bits of its activations therefore
