@@ -501,14 +501,15 @@ def sources_record(
 ) -> dict[str, Any]:
     """Return the entry ``sources`` for a manifest's ``extraction``.
 
+    For an existing store, it is the recorded entry. If a commit in this entry is not the current
+    commit, its source is replaced. Other sources are not added: for a model or dataset without a
+    recorded source, the content hashes show whether it has changed.
+
     Args:
         config: the settings of the extraction.
         folder: the model's folder. In the cache of the Hub, the folder's name is the commit.
         dataset: the dataset.
-        before: the entry in an existing store, or None if the store does not exist. The result is
-            this entry, in which a model or dataset is replaced if its commit has changed. A model
-            or dataset that the entry lacks is not added, because the content hashes already show
-            whether it has changed.
+        before: the entry that an existing store records, or None for a new store.
     """
     current: Sources = {}
     if not Path(config.model).expanduser().exists():

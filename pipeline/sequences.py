@@ -323,7 +323,7 @@ def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> 
 def _ending_in_error(rows: Iterator[Any]) -> Iterator[Any]:
     """Yield rows. If reading a row raises a DatasetError, yield the error as the last row.
 
-    The rows before the error are thus tokenised before the error is raised.
+    So the rows before the error are tokenised first.
     """
     try:
         yield from rows

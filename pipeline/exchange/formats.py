@@ -233,7 +233,7 @@ class SpeculatorsFormat(FileFormat):
     Args:
         layers: the chosen decoder layers, counted from 0.
         n_layers: number of the target's decoder layers.
-        last_layers: maps the kind of layer, ``local`` or ``global``, to the number of the layer
+        last_layers: maps ``local`` (sliding window) or ``global`` to the number of the layer
             whose keys and values are written. A kind that the target lacks is left out.
     """
 
@@ -360,7 +360,7 @@ def make_format(
             layer. If there are none, these are EAGLE-3's default layers ``1``, ``L // 2 - 1`` and
             ``L - 4``.
         n_layers: number of the target's decoder layers, L.
-        last_layers: maps the kind of layer, ``local`` or ``global``, to the number of the layer
+        last_layers: maps ``local`` (sliding window) or ``global`` to the number of the layer
             whose keys and values are written. Only ``speculators`` uses it.
 
     Raises:

@@ -1,7 +1,8 @@
 """The loop that runs the target over the parts of a store and passes each batch to a writer thread.
 
 A part of a store is a range of sequences that is written and committed as a whole. ``extract`` and
-``add`` share this loop. The loop is a pipeline of stages, and each stage works on another batch::
+``add`` share this loop. The loop is a pipeline. Its stages work on different batches at the same
+time::
 
     main thread    runs the forward, gathers the activations, runs lossy codecs on the device
     copy streams   copy from the device to pinned host memory (``capture``)
@@ -286,7 +287,7 @@ def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
 def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept: int) -> None:
     """Write ``target/`` of a store in the dtype of the target's weight files.
 
-    The dtype in which the forward computes may be another one.
+    The forward may compute in another dtype.
 
     Args:
         store: the store.
