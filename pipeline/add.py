@@ -298,7 +298,7 @@ def plan_addition(config: AddConfig, progress: Progress = SILENT) -> AddPlan:
     facts = load_facts(folder)
     n_layers = max(settings["target_layers"], config.target_layers)
     if config.target_layers:
-        facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
+        facts.layer_sizes()  # This call raises an error if no drafter can use the target's layers.
     old = parse_fields(spec.name for spec in stored.fields).fields
     wanted = (*map(activation_name, old), *config.activations)
     kv_fields = tuple(group.field for group in facts.kv_groups)

@@ -544,7 +544,7 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
 
     Args:
         n_tokens: vocabulary size of the model. It should exceed the number of tokens in a batch, so
-            that no token must occur twice. Repeated tokens would give repeated activations, which
+            that no token has to occur twice. Repeated tokens would give repeated activations, which
             do not compress like those of real text.
     """
     from transformers import AutoModelForCausalLM

@@ -293,7 +293,7 @@ def _plan_forwards(
     if spec.kv:
         facts.check_kv()
     if config.target_layers:
-        # This call raises if no drafter can use the target's layers.
+        # This call raises an error if no drafter can use the target's layers.
         facts.layer_sizes()
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(

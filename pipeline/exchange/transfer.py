@@ -224,7 +224,7 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another --out."
             ) from error
-        free_to_change = {"target", "identities"}  # The hash of the store covers both.
+        free_to_change = {"target", "identities"}  # The store's hash covers both entries.
         if n_recorded <= n_sequences:
             free_to_change.add("n_sequences")
         refuse_other_inputs(
@@ -259,7 +259,7 @@ def import_folder(
     target_folder = resolve_model_folder(config.model)
     facts = load_facts(target_folder)
     if config.target_layers:
-        facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
+        facts.layer_sizes()  # This call raises an error if no drafter can use the target's layers.
     file_format = make_format(config.format, config.layers, facts.n_layers)
     paths = file_format.files(folder)[: config.max_sequences]
     sequences = _read_texts(file_format, paths, facts.vocab_size, progress)
