@@ -1,8 +1,9 @@
-"""Settings of a training run, in groups, and settings of the export of a drafter.
+"""Settings of training runs and of drafter exports.
 
-The settings of the drafter are one of several groups: each kind of drafter has a group with its own
-settings and defaults. A setting that is also a field of the drafter's sizes (``drafter.json``) has the same
-name there.
+The settings of a training run are divided into groups, such as the optimizer and the schedule. For
+the drafter, there is one group per kind, with its own settings and defaults. A run uses one of
+them. Some settings of the drafter are also fields of its sizes, which ``drafter.json`` contains.
+They have the same name there.
 """
 
 from collections.abc import Mapping
@@ -20,8 +21,8 @@ RUN_FILE = "run.yaml"  # The settings, in the format of --config.
 STORE_FILE = "store.json"  # The identity of the store, checked by --resume.
 PROVENANCE_FILE = "provenance.json"  # The command, versions and machine.
 REPORT_FILE = "report.json"  # The results of the finished run.
-# Training and validation metrics of this invocation. Those of earlier invocations are in
-# metrics-000.csv and so on.
+# Training and validation metrics of the latest invocation. The metrics of earlier invocations are
+# in metrics-000.csv and so on.
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
 MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
@@ -37,13 +38,16 @@ CHANGE_NO_RESULT = frozenset(
      "prefetch_mb", "cache_dir", "cache_gb", "log_every", "checkpoint_every", "logger", "project",
      "devices", "num_nodes", "accelerator", "dry_run"}
 )  # fmt: skip
-"""Settings that may differ between two invocations of a run, or two runs with equal results."""
+"""Settings that do not affect the result of a run, so a resumed run may change them."""
 
 _Value = TypeVar("_Value")
 
 
 def known(value: _Value | None) -> _Value:
-    """Return the value of a setting that is not None, because it was given or has been chosen."""
+    """Return a value that is not None, for a setting that was given or has been chosen.
+
+    The function tells type checkers that the value is not None.
+    """
     assert value is not None
     return value
 
@@ -340,7 +344,7 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
         return problems
 
     def decay(self) -> float:
-        """Return the decay of the loss weights in a draft block (the setting position_decay)."""
+        """Return ``position_decay``, or its default for this block size."""
         if self.position_decay is not None:
             return self.position_decay
         return 4.0 if self.block_size <= 8 else 5.0 if self.block_size <= 12 else 7.0
@@ -592,10 +596,14 @@ AnyDrafter = (
 
 
 class TrainConfig(Config):
-    """Settings of a run; ``defaults.py`` chooses those that depend on its length and the target."""
+    """Settings of a training run.
 
-    # Callers may pass settings of groups by name. Without this signature, type checkers would
-    # refuse these names.
+    The default of some settings is None or "auto". ``defaults.py`` chooses their values from the
+    length of the run and the size of the target.
+    """
+
+    # Callers may pass a setting of a group by its name, without the name of the group. Without this
+    # signature, type checkers would refuse such names.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...
@@ -631,15 +639,21 @@ class TrainConfig(Config):
 
     @property
     def target_layer_inference(self) -> int:
-        """Number of the target's last layers that drafted features pass through."""
+        """Number of last layers of the target that the drafter's features pass through."""
         return getattr(self.drafter, "target_layer_inference", 0)
 
 
 def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the settings file of the run that is resumed, and the settings to reuse from it.
+    """Find the settings that a resumed run reuses from its earlier invocation.
 
-    Settings that are given again replace these. Both are empty if no run is resumed, or if its file
-    cannot be read; resuming then reports the error.
+    Args:
+        given: the settings that were given for this invocation. They take precedence over the
+            result.
+
+    Returns:
+        The path of the settings file of the earlier invocation, and the settings in it. Both are
+        empty if no run is resumed. Both are also empty if the file cannot be read. In this case,
+        the error is reported later, when the run is resumed.
     """
     file = Path(str(given.get("out", ""))) / RUN_FILE
     if str(given.get("resume", False)).lower() != "true" or not file.is_file():
@@ -650,9 +664,9 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return "", {}
     schedule = dict(recorded.get("schedule", {}))
     given_schedule = given.get("schedule", {})
-    # Do not take over the recorded ``stop_after_steps``, so that a resumed run does not stop early
-    # again. The length of a run is set by either ``max_steps`` or ``epochs``. If one of them is
-    # given now, take over neither of their recorded values.
+    # Do not reuse the recorded ``stop_after_steps``, so that a resumed run does not stop early
+    # again. Either ``max_steps`` or ``epochs`` sets the length of a run. If one of them is given
+    # now, reuse neither of their recorded values.
     replaced = {"stop_after_steps"} | (
         {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )
@@ -681,9 +695,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"batch_size": 8},
     },
 }
-"""Named starting points: ``paper`` is Mixture of Attentions as published; ``small`` is for short
-runs, which need Muon and a higher learning rate that decays over the whole run, whatever its
-length."""
+"""Named sets of settings for ``--preset``.
+
+``paper`` is Mixture of Attentions as published. ``small`` is for short runs. It uses Muon, and a
+higher learning rate that decays until the end of the run.
+"""
 
 
 class DrafterExportConfig(Config):
