@@ -24,11 +24,11 @@ GROUPS = {
         "conform": "decode", "push": "exchange", "pull": "exchange",
     },
 }  # fmt: skip
-"""Heading of the help page -> command -> module in commands/."""
+"""Maps each heading of the help page to its commands, and each command to a file of commands/."""
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
-# Maximum number of characters of a command's description on the help page. No first sentence of a
-# command's help is longer, so all are shown in full.
+# Maximum number of characters of a command's description on the help page. The description is the
+# first sentence of the command's help. All of these sentences are shorter, so none is cut.
 _WHOLE_SENTENCE = 200
 _EPILOG = """\b
 A whole job:
