@@ -73,14 +73,14 @@ class LazyGroup(StageGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; for an unknown one, the error names the closest match."""
+        """Find a command. For an unknown command, the error names the closest match."""
         near = difflib.get_close_matches(args[0], COMMANDS, 1)
         if args[0] not in COMMANDS and near:
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; return None if it does not exist."""
+        """Import and return a command. If it does not exist, return None."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f".commands.{COMMANDS[cmd_name]}", __package__)

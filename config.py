@@ -83,7 +83,7 @@ Earlier = Callable[[Values], tuple[str, dict[str, Any]]]
 """Function that finds the settings of an earlier run.
 
 It takes the values that are given for this run. It returns the name of the earlier run for
-messages, and the values of the earlier run. Both values are nested by group.
+messages, and the values of the earlier run. In both cases, the values are nested by group.
 """
 Spell = Callable[[str], str]
 """Function that maps the name of a setting to the name that messages use.
@@ -101,7 +101,7 @@ class Setting(NamedTuple):
     # Kind of the group that has the setting, for example of a drafter. If there are no kinds of
     # this group, the value is None.
     kind: str | None
-    is_common: bool  # Whether the short page of help shows it.
+    is_common: bool  # Whether the short help page shows the setting.
 
 
 class Config(BaseModel):
@@ -513,8 +513,9 @@ def _source_of(layers: Layers, key: str) -> str:
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
     """Return the key and the kind of the setting that a pydantic error is about.
 
-    If there are several kinds of a group, the location of the error has the kind between the name
-    of the group and the name of the setting. Otherwise, the kind is None.
+    If a group has several kinds, such as drafters, the location of the error contains the kind,
+    between the name of the group and the name of the setting. For any other setting, the kind is
+    None.
     """
     if not loc:
         return "", None

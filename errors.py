@@ -80,7 +80,7 @@ class StoreMismatch(StoreError):
 
     Args:
         path: path of the store.
-        changes: dotted key -> (value in the store, current value), for every key that differs.
+        changes: maps every dotted key that differs to (value in the store, current value).
         advice: what the user can do. The default is for a command that continues a store.
     """
 

@@ -35,8 +35,8 @@ MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.
 
-It is small enough that computations with several counts do not overflow: they fit into 64 bits, or
-use Python integers.
+It is so small that computations with several counts do not overflow. Such computations either fit
+into 64 bits, or use Python integers.
 """
 FULL_DISK_ADVICE = (
     "All finished work is saved. Free some space and run the same command again: it continues "
@@ -273,8 +273,8 @@ def nearest_folder(path: Path) -> Path:
 def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE) -> None:
     """Raise an error if a folder cannot be written, or its disk has less than ``n_bytes`` free.
 
-    The folder need not exist. Nothing is checked if ``folder`` is not a ``Path``, because an object
-    store has no limited size.
+    The folder need not exist. If ``folder`` is not a ``Path``, it is in an object store, which has
+    no size limit. Nothing is checked in this case.
     """
     if not isinstance(folder, Path):
         return

@@ -41,8 +41,8 @@ _FEWER_TENSORS = {
     "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size",
     "regenerate": "--batch-size", "serve": "--kv-tokens",
 }  # fmt: skip
-# Maps a command to advice after an interruption. All other commands keep finished work and continue
-# when they are run again, so they share one advice.
+# Maps a command to advice after an interruption. The advice of all other commands is to run the
+# command again, because they keep finished work and continue with the rest.
 _CONTINUE = {
     "train": "Run the same command again, with --resume if the run has saved a checkpoint.",
     "chat": "If --session FILE was given, --resume FILE continues the answer.",
@@ -157,7 +157,7 @@ class StageGroup(click.Group):
         sys.exit(code)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options before the command's name; ``--help`` and ``--version`` exit here."""
+        """Parse the options before the command's name. ``--help`` and ``--version`` exit here."""
         with _output_failures():
             return super().make_context(*args, **kwargs)
 

@@ -54,8 +54,8 @@ class FieldRead:
     # The layers that are read, as indices along the field's layer axis. The value is None if all
     # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
-    # Only used for fields of KV, whose layers are packed into ``TrainingInputs.kv``. For each layer
-    # that is read, its index on the layer axis of ``TrainingInputs.kv``.
+    # ``TrainingInputs.kv`` has the layers of all KV fields on one axis. For a KV field, these are
+    # the indices of its layers on that axis. For any other field, the tuple is empty.
     positions: tuple[int, ...] = ()
 
     @property
@@ -170,8 +170,8 @@ def _kv_layers_read(
             the argument is None, the drafter reads all of them.
 
     Returns:
-        For the name of each field, a dict with one item per layer. Its key is the index of the
-        layer on the layer axis of ``TrainingInputs.kv``. Its value is the index of the layer on the
+        A dict from the name of each KV field to a dict of its layers. The inner dict maps the index
+        of a layer on the layer axis of ``TrainingInputs.kv`` to the index of the same layer on the
         layer axis of the field. If the store has no KV, the result is empty.
     """
     stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
@@ -182,7 +182,8 @@ def _kv_layers_read(
     if not stored:
         return {}
     stored.sort()
-    # In some targets, only some layers have KV of their own. ``chosen`` counts only these layers.
+    # In some targets, only some layers have KV of their own. The indices in ``chosen`` count only
+    # these layers.
     read = stored if chosen is None else [stored[layer] for layer in chosen]
     layers: dict[str, dict[int, int]] = {}
     for position, (_, name, index) in enumerate(read):
@@ -356,7 +357,8 @@ class BatchReader:
             [*names, *(item.name for item in self._fields)],
             layers=self._layers,
             n_threads=self.n_threads,
-            # Read encoded fields without decoding them. The device decodes faster than the host.
+            # Do not decode the fields here. ``Batch.decode`` decodes them on the device, which is
+            # faster than the host.
             decoded=False,
             allocate=self._allocate,
         )
@@ -385,7 +387,7 @@ class BatchReader:
         return batch if self._copies is None else start_copy(batch, self._copies)
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a new array that uses the memory of a tensor. It is pinned for a CUDA device."""
+        """Return a new array in the memory of a tensor. For a CUDA device, the memory is pinned."""
         is_pinned = self._copies is not None
         return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=is_pinned).numpy()
 

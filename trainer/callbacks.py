@@ -216,8 +216,8 @@ class MicroBatches(L.Callback):
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
         # If a validation is due at this step, Lightning runs the end of the step again after a
-        # resume, even if the validation has finished. It then counts the step, so the step is not
-        # counted here.
+        # resume, even if the validation has finished. At this end, Lightning increases its count of
+        # steps by one, so the count starts one step lower here.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -332,8 +332,8 @@ class Saves(L.Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # A checkpoint can be saved before the validation of its step has ended. Then let Lightning
-        # run this validation from its first batch when the run is resumed.
+        # If the checkpoint was saved before the validation of its step had ended, let Lightning run
+        # this validation again, from its first batch.
         step = checkpoint["global_step"]
         is_open = (
             step > 0
@@ -376,8 +376,8 @@ class StopGuard(L.Callback):
     def __enter__(self) -> "StopGuard":
         # Lightning starts one process per further device. A signal to the process group would kill
         # these processes while they import modules, because they have no handlers yet. Therefore,
-        # block stop signals until the trainer is set up. Started processes inherit the blocked
-        # signals and never unblock them. They learn of a signal from the first process.
+        # block stop signals until the trainer is set up. Started processes inherit this block and
+        # never end it. They learn of a signal from the first process.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:

@@ -91,7 +91,7 @@ class FeatureLossSettings(DrafterSettings):
 
 
 class PositionSettings(Config):
-    """Weights of the drafts of a round or block in the loss."""
+    """Settings of the loss weight of each draft of a round or block."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
     """How much each draft of a round counts in the loss, depending on its position in the round.
@@ -119,7 +119,7 @@ class LayerSettings(Config):
 
 
 class RoundSettings(Config):
-    """The draft rounds of training: which positions are drafted, and what each of them sees."""
+    """Settings of the draft rounds in training: their lengths, and what a drafted position sees."""
 
     step_bound: bool = True
     """Train with draft rounds of limited length, as in decoding. A draft round is a series of
@@ -159,7 +159,7 @@ class RoundSettings(Config):
 
 
 class MemorySettings(Config):
-    """Settings of the encoded KV, for drafters that have one."""
+    """Settings of drafters that encode the target's KV and attend to the encoded KV."""
 
     layer_groups: Count = 2
     """Number of groups of consecutive target layers that are averaged when the drafter encodes the
@@ -200,7 +200,7 @@ class MemorySettings(Config):
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
-    """Mixture of Attentions; the preset paper has the published settings."""
+    """Mixture of Attentions. ``--preset paper`` selects the published settings."""
 
     kind: Literal["moa"] = "moa"
     """Mixture of Attentions."""
@@ -275,7 +275,7 @@ class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
 
 
 class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSettings):
-    """Settings of block-parallel drafters: context, training blocks and losses."""
+    """Settings of block-parallel drafters: what they read, their blocks, and their losses."""
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
     """What the drafter reads about the tokens that the target has already verified. hidden: outputs
@@ -351,7 +351,7 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
 
 
 class DSparkSettings(BlockSettings):
-    """DSpark: a block of drafts from one forward; each draft depends on the previous one."""
+    """DSpark: one forward drafts a block of tokens. Each draft depends on the previous draft."""
 
     kind: Literal["dspark"] = "dspark"
     """DSpark."""
@@ -375,7 +375,7 @@ class DSparkSettings(BlockSettings):
 
 
 class DFlashSettings(BlockSettings):
-    """DFlash: a block of drafts from one forward, each predicted independently."""
+    """DFlash: one forward drafts a block of tokens. The drafts do not depend on each other."""
 
     kind: Literal["dflash"] = "dflash"
     """DFlash."""
@@ -406,7 +406,7 @@ class GlideSettings(LayerSettings, DrafterSettings):
 
 
 class MedusaSettings(DrafterSettings):
-    """Medusa-1: heads on the target's hidden state, one for each draft level."""
+    """Medusa-1: several heads on the target's hidden state. Head k predicts the k-th draft."""
 
     kind: Literal["medusa"] = "medusa"
     """Medusa."""
@@ -418,7 +418,7 @@ class MedusaSettings(DrafterSettings):
 
 
 class IndependentSettings(DrafterSettings):
-    """A small Llama that reads tokens only."""
+    """A small Llama model that reads only tokens, and no activations of the target."""
 
     kind: Literal["independent"] = "independent"
     """Independent: a small model of its own that reads only tokens."""

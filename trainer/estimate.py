@@ -25,7 +25,8 @@ _LENGTH_QUANTILES = (0.25, 0.5, 1.0)
 # one, and divided by this factor.
 _TIME_SHARE = 1.25
 # Lower and upper estimate of a run's memory, as multiples of the peak memory of the timed
-# micro-batches. A run also has validations, checkpoints, and batches that are read ahead.
+# micro-batches. A run may need more memory than these micro-batches, for validations, checkpoints,
+# and batches that are read ahead.
 _MEMORY_SHARES = (0.9, 1.5)
 # Lower and upper estimate of a run's disk space, as multiples of the size of the weights. The lower
 # estimate is for drafter/ and one checkpoint with one optimizer moment. The upper estimate is for

@@ -102,8 +102,8 @@ from .vocabulary import choose_vocabulary, count_response_tokens
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Settings that may differ between two invocations of one run. The settings of the length of the run
-# are checked further in :func:`_check_resumed`.
+# Settings that may differ between two invocations of one run. :func:`_check_resumed` checks whether
+# a new length of the run is possible.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
 
 
@@ -472,7 +472,7 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
             f"{machine.devices} --num-nodes {machine.num_nodes} --precision {machine.precision} "
             f"({error}). Choose other values, or auto."
         ) from error
-    # If a process were missing, the others would wait for it forever, so check their number first.
+    # Check the number of processes now. If one were missing, the others would wait for it forever.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
     # The result is not used. The call raises TrainingError if the batch cannot be divided among the
@@ -678,8 +678,9 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
 def _check_resumed(data: StoreDataModule, out: Path) -> None:
     """Refuse to resume a run with a different store, or with an incompatible number of steps.
 
-    A new number of steps is incompatible if the learning rate would fall until another step than
-    before. The steps that are already taken would then have had other learning rates.
+    The learning rate may fall until the end of the run. If a new number of steps changes the step
+    at which it stops falling, the learning rates of all steps change. The new number is then
+    incompatible, because the run has already taken steps with the old learning rates.
     """
     if (out / STORE_FILE).is_file():
         try:

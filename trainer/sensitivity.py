@@ -93,7 +93,7 @@ class DrafterMetrics:
         """Measure a matrix M, float64 [W, W], for each part of each group of layers.
 
         Args:
-            store: a store with exact values.
+            store: a lossless store.
             codec: the codec of ``kv``. It defines the groups of layers. The parts of a group are
                 keys before RoPE, and values.
             sequences: indices of sequences with responses that are long enough for draft rounds.

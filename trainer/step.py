@@ -50,8 +50,8 @@ from .muon import Muon
 _MUON_BLOCK_ROWS = 128
 # Methods of a decoder layer that the backward runs again if layers are recomputed.
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
-# Number of positions whose layer self-attention is recomputed at once. It is small to save memory,
-# because layer self-attention has one row per target layer for each position.
+# Number of positions whose layer self-attention is recomputed at once. A higher number would take
+# much memory, because layer self-attention has one row per target layer for each position.
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
@@ -285,7 +285,7 @@ class DrafterModule(L.LightningModule):
         )
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics over the batches of all devices, which are the same on every device."""
+        """Compute and log the metrics over all batches. They are the same on every device."""
         self._check_inputs(bool(self._are_finite))
         # Gather the sums as float64, which represents counts exactly. The metrics are then equal,
         # bit for bit, to the metrics of a single device.
@@ -477,8 +477,9 @@ def validate_batch(
 ) -> list[float]:
     """Draft all rounds of a batch, and compare the distributions of drafter and target.
 
-    The drafts follow the text of the dataset. The target's distributions are computed from its
-    stored hidden states. Rounds start every ``draft_length + 1`` positions.
+    Each draft is predicted after the tokens of the dataset, even if earlier drafts of its round
+    differ from these tokens. The target's distributions are computed from its stored hidden states.
+    A round starts every ``draft_length + 1`` positions.
 
     Returns:
         Ten sums over the batch, which :func:`validation_metrics` reduces to metrics:
@@ -527,8 +528,8 @@ def validate_batch(
     )
     # In greedy decoding, a round commits the drafts before the first position at which drafter and
     # target have a different argmax, plus one token of the target. In sampling, the probability
-    # that a draft is accepted is the overlap of both distributions. These numbers only estimate
-    # decoding, because the drafts follow the text of the dataset and not the target's own answers.
+    # that a draft is accepted is the overlap of both distributions. The results are only estimates,
+    # because the tokens before each draft come from the dataset and not from decoding.
     greedy = [
         accepted_runs(row[None], mask[None], draft_length)
         for row, mask in zip(accepted[0], drafted, strict=True)
@@ -612,7 +613,7 @@ def _half_width(
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    # A sequence has t committed tokens and r rounds. This is the sum of ``(t - ratio * r) ** 2``
-    # over sequences.
+    # The sum of ``(t - ratio * r) ** 2`` over sequences. A sequence has ``t`` committed tokens and
+    # ``r`` rounds.
     squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds
