@@ -1,4 +1,4 @@
-"""Measures the throughput of the serving engine: sessions at once against one after the other.
+"""Measures the throughput of the serving engine with concurrent and with consecutive sessions.
 
 Each repeat runs the same prompts both ways, in one process and with one engine. The order of the
 two ways alternates, and the first repeat is not counted. The texts of both ways must be equal token
