@@ -50,7 +50,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-# Type of a setting that most users need. Only such settings are shown on the short help page.
+# Type of a setting that most users need. The short help page shows such settings.
 Common = Annotated[_Value, _COMMON]
 
 
@@ -98,8 +98,8 @@ class Setting(NamedTuple):
     key: str
     name: str
     field: FieldInfo
-    # Kind of the group that has the setting, for example of a drafter. If there are no kinds of
-    # this group, the value is None.
+    # Kind of the group that has the setting, for example of a drafter. If the group has no kinds,
+    # the value is None.
     kind: str | None
     is_common: bool  # Whether the short help page shows the setting.
 

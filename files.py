@@ -395,7 +395,7 @@ def lock(fd: int, path: Path, shared: bool = False, waits: bool = False) -> None
 
     Raises:
         LockHeld: another process or descriptor holds the lock. If ``fd`` held a shared lock that
-            should become exclusive, or the reverse, ``fd`` may now hold no lock at all.
+            should become exclusive, or the reverse, ``fd`` has lost this lock.
         StorageUnavailable: the file system does not support locks. Or it is full, so that the name
             of this process cannot be written to the file.
     """
@@ -568,7 +568,7 @@ def parsing(
     into NotEnoughMemory.
 
     Args:
-        trouble: the operation that failed, such as "cannot read FILE". All messages contain it.
+        trouble: the operation that failed, for the message, such as "cannot read FILE".
         error_class: class of the error to raise.
         advice: what the user can do.
     """

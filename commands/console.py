@@ -79,7 +79,7 @@ class StageFailure(click.ClickException):
 
 
 class StandardOutput(Console):
-    """Standard output. Control characters are escaped; rich's markup and emoji are turned off."""
+    """Standard output. It escapes control characters, and does not use rich's markup and emoji."""
 
     def __init__(self) -> None:
         # The width is enough for any table. By default, rich would cut tables to the terminal's

@@ -46,9 +46,9 @@ _IMPORT = "<frozen importlib._bootstrap"
 class SignalReceived(KeyboardInterrupt):
     """SIGINT, SIGTERM or SIGHUP arrived."""
 
-    # A plain KeyboardInterrupt has a problem if it passes through `exec` of source text, which
-    # named tuples and dataclasses use: Python then ends with SIGINT later, even if the exception
-    # was handled. This does not happen with a subclass, so SIGINT raises this class instead.
+    # Named tuples and dataclasses call `exec` with source text. If a plain KeyboardInterrupt passes
+    # through such a call, Python later ends the process with SIGINT, even if the exception was
+    # handled. This does not happen with a subclass, so SIGINT raises this class instead.
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -95,7 +95,7 @@ def begin_command() -> None:
 def end_with_input() -> None:
     """Send SIGTERM to this process when its standard input is closed.
 
-    The input is closed when the parent process ends.
+    A worker process calls this function. Its input is closed when its parent process ends.
     """
 
     def wait_for_end() -> None:

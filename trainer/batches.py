@@ -41,7 +41,8 @@ from .config import AnyDrafter, TrainConfig
 
 _LAYER_OUTPUTS = "layer_outputs"
 _RESPONSE_MASK = "response_mask"
-# Maximum number of decoding threads. 16 threads decode more than the bus to a GPU can transfer.
+# Maximum number of decoding threads. 16 threads decode values faster than the bus can transfer them
+# to a GPU.
 _MAX_THREADS = 16
 
 

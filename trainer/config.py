@@ -16,7 +16,7 @@ from typing_extensions import override
 from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
 from ..errors import OptionInvalid
 
-# Files in the folder of a run. It also holds tensorboard/.
+# Names of the files in the folder of a run. The folder also contains tensorboard/.
 RUN_FILE = "run.yaml"  # The settings, in the format of --config.
 STORE_FILE = "store.json"  # The identity of the store, checked by --resume.
 PROVENANCE_FILE = "provenance.json"  # The command, versions and machine.
@@ -29,8 +29,8 @@ MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
 LOCK_FILE = "run.lock"  # Lock file of the process that trains in this folder.
 DRAFTER = "drafter"  # The drafter with the best validation.
 CHECKPOINTS = "checkpoints"
-# Checkpoints in the folder of a run: the current state, from which --resume continues, and the
-# state of the best validation.
+# Checkpoints in the folder of a run. LAST is the current state, from which --resume continues. BEST
+# is the state of the best validation.
 LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
 
 CHANGE_NO_RESULT = frozenset(

@@ -154,7 +154,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Select the random numbers (draws) of some sequences of a step, given by their indices."""
+    """Return the draws of some sequences of a step. ``rows`` are their indices in the step."""
     chosen: Draws = apply_to_collection(draws, Tensor, lambda tensor: tensor[rows])
     chosen.seeds = tuple(draws.seeds[row] for row in rows.tolist())
     return chosen
@@ -256,7 +256,7 @@ class _Step:
     """The sequences and random numbers of one optimizer step, divided into micro-batches."""
 
     sequences: np.ndarray  # Indices in the store of all sequences of the step, on all devices.
-    draws: Draws  # Random choices of the loss (such as anchors) for all these sequences.
+    draws: Draws  # Random numbers of all these sequences.
     # The sequences of each micro-batch of this device, as indices into ``sequences``.
     parts: list[np.ndarray]
     # Response masks of all sequences of the step, bool [B, T]. The value is None until the first

@@ -54,7 +54,7 @@ class ChosenSetting(NamedTuple):
 
 
 class RunFacts(NamedTuple):
-    """Facts about a run on which chosen settings depend, besides the given settings."""
+    """Facts about a run. With the given settings, they determine the chosen settings."""
 
     hidden_size: int
     n_sequences: int  # Number of sequences in the training split.

@@ -190,7 +190,7 @@ def train(
         config: settings of the run.
         progress: reports the number of steps.
         provenance: command, versions and machine of the run, written to the run's folder.
-        announce: called once before the first step with the plan of the run.
+        announce: function that is called with the plan of the run, once before the first step.
 
     Raises:
         Interrupted: a signal stopped the run after its state was saved.

@@ -420,7 +420,7 @@ class Trial:
 
         Args:
             size: number of sequences in the micro-batch.
-            reserved_bytes: device memory to reserve.
+            reserved_bytes: device memory to reserve. A run needs it for other purposes.
 
         Returns:
             False if the device runs out of memory.
