@@ -110,7 +110,7 @@ def _incomplete(missing: str) -> Text:
 
 
 def fields_table(summary: "StoreSummary") -> Table:
-    """Show the activations of a store and their sizes in a table of at most 80 characters."""
+    """Show the activations of a store and their sizes, in a table that fits into 80 columns."""
     table = Table(
         title="Activations",
         title_justify="left",

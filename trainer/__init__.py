@@ -1,7 +1,8 @@
 """Train drafters with Lightning from a store alone, and export them.
 
-Training never loads the target. It reads the target's stored activations instead. A run calls these
-functions, from the outermost to the innermost::
+Training never loads the whole target. Instead, it reads the target's stored activations, and some
+weights that the store also contains, such as the LM head. A run calls these functions, from the
+outermost to the innermost::
 
     fit.train                            a whole run
     step.DrafterModule.training_step     one micro-batch

@@ -203,7 +203,7 @@ def run_table(clients: Clients, job: JSON) -> JSON:
             errors.append(error)
             raise
 
-    # Handshakes and first measurements are not counted.
+    # Let each client answer once before the measurement, so that handshakes are not counted.
     for client in opened:
         answer(client, chats[0], WARM_UP_TOKENS)
     threads = [threading.Thread(target=session, args=(number,)) for number in range(n)]
@@ -231,7 +231,7 @@ def run_cut(clients: Clients, job: JSON) -> JSON:
     """
     client = clients.open(job["method"])
     answer(client, job["chat"], WARM_UP_TOKENS)
-    # Verified tokens at the beginning of each cut, and its seconds.
+    # Pairs (number of verified tokens at which the cut begins, its length in seconds).
     cuts: list[list[float]] = [list(cut) for cut in job["cuts"]]
     timers: list[threading.Timer] = []
 

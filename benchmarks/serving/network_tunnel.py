@@ -47,7 +47,7 @@ _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _ADDRESSES: dict[Side, str] = {"client": "10.77.0.2", "server": "10.77.0.1"}
 _NAME = re.compile(r"moa-(\d+)-[0-9a-f]{8}-(client|server)")
 MAX_WAITING_S = 0.25
-"""Maximum time in the queue of the link. A packet that would wait longer is dropped."""
+"""Maximum seconds in the queue of the link. A packet that would wait longer is dropped."""
 _MTU = 1 << 16
 _BURST = 64
 """Maximum number of packets to read from one device before the other gets its turn."""
@@ -332,7 +332,7 @@ class _Carrier:
             except BlockingIOError:
                 return
             now = time.monotonic()
-            if packet[0] >> 4 != 4:  # The kernel sends IPv6 packets by itself.
+            if packet[0] >> 4 != 4:  # Ignore IPv6 packets, which the kernel sends by itself.
                 continue
             if is_cut:
                 self.counts.cut += 1
