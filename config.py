@@ -67,7 +67,10 @@ def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
 
 
 TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
-"""Arguments of a chat template as NAME=VALUE, or one JSON object that was split at its commas."""
+"""Arguments of a chat template as NAME=VALUE texts, or one JSON object.
+
+Since flags split lists at commas, the JSON object may arrive as several texts.
+"""
 Values = Mapping[str, Any]
 """Maps the names or keys of settings to values.
 

@@ -84,8 +84,8 @@ _ADVICE = {
         "again."
     ),
 }
-# Numbers of system errors that mean that another process holds a lock. Some network file systems
-# report EACCES.
+# Numbers of system errors that mean that another process holds a lock. EACCES is among them,
+# because some network file systems report it.
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _KINDS = {
     stat.S_IFREG: "a file",

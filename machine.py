@@ -151,9 +151,9 @@ def keep_freed_memory() -> None:
 def use_huge_pages() -> None:
     """Ask Linux to use huge pages for the large memory blocks of this process.
 
-    This function takes several seconds per GB. A forward call of the target for a few tokens reads
-    every weight once. With pages of 4 KiB instead of huge pages, a core reads only two thirds as
-    many bytes per second from memory, and serving a small target on a CPU takes 5-7 % longer.
+    A forward call of the target for a few tokens reads every weight once. With pages of 4 KiB
+    instead of huge pages, a core reads only two thirds as many bytes per second from memory, and
+    serving a small target on a CPU takes 5-7 % longer. This function takes several seconds per GB.
     """
     with contextlib.suppress(OSError):
         madvise = ctypes.CDLL("libc.so.6").madvise

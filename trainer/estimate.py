@@ -57,9 +57,10 @@ def disk_range(module: DrafterModule) -> tuple[int, int]:
 def estimate_run(
     data: StoreDataModule, module: DrafterModule, precision: str, n_steps: int
 ) -> RunCost:
-    """Estimate a run by training on a few micro-batches, which takes seconds.
+    """Estimate the time, memory and disk space of a run.
 
-    The weights are restored afterwards.
+    The function trains on a few micro-batches, which takes seconds. The weights are restored
+    afterwards.
 
     Args:
         n_steps: number of optimizer steps that the run still has to take.

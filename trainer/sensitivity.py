@@ -205,11 +205,11 @@ def drawn_gradients(
 def _drawn_feature_gradients(
     drafter: Drafter, frozen: FrozenTarget, features: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Draw a token from the drafter at each position.
+    """Draw a token from the drafter's distribution at each position, and compute its gradient.
 
     Returns:
-        The gradients of the tokens' log-probabilities with respect to ``features``, in the same
-        shape.
+        The gradients of the log-probabilities of the tokens with respect to ``features``, in the
+        shape of ``features``.
     """
     gradients = []
     n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))
