@@ -5,10 +5,10 @@
 The benchmark makes a folder with Llama-3-8B's config.json and random bfloat16 weights in OUT (16 GB
 at 32 layers). Then it runs plan, extract, verify, audit, and two training steps of every drafter
 with its default sizes. At the end, it generates four tokens with each drafter. Every stage is a
-separate process, and the kernel reports the peak memory of each process. A small target cannot show
-the memory, bytes, files, widths and load times of this shape, but random weights can. They cannot
-show compression ratios or acceptance. A machine with 24 GB is enough. Stages with a record in OUT
-do not run again. Checkpoints are deleted after each training.
+separate process, and the kernel reports the peak memory of each process. Random weights are enough
+to measure memory, bytes, files, widths and load times at this shape, but not compression ratios or
+acceptance. A machine with 24 GB is enough. Stages with a record in OUT do not run again.
+Checkpoints are deleted after each training.
 """
 
 import argparse

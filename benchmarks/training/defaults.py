@@ -29,8 +29,7 @@ from benchmarks.training.runs import trained
 from moa_data.trainer.config import RUN_FILE, TrainConfig
 
 RATES = {"learning_rate": 1e-4, "matrix_learning_rate": 2e-3, "peak_multiplier": 10.0}
-"""Learning rates of the search for a factor of 1. The factor does not change the peak multiplier.
-"""
+"""Learning rates of the search. A factor multiplies them, but not the peak multiplier."""
 
 
 def run_folder(options: Namespace, store: str, kind: str, name: str) -> Path:

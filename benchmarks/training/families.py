@@ -60,9 +60,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},  # The norms are after attention and MLP instead of before.
     # The sixth of the eight layers has full attention, and the others have sliding windows.
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},
-    # Each variant below removes a difference between Gemma and Llama, or both: the sliding windows,
-    # and the scale of the embeddings (``SCALES``). In variants with "wide", the window covers all
-    # positions.
+    # Gemma differs from Llama in the sliding windows and in the scale of the embeddings
+    # (``SCALES``). The variants of Gemma below lack one or both of these differences. In variants
+    # with "wide", the window covers all positions.
     "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
     "gemma3_text-unscaled": {"sliding_window": 32, "query_pre_attn_scalar": 48},
     "gemma3_text-wide-unscaled": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
