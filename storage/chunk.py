@@ -143,10 +143,10 @@ _MIN_PLANE_BYTES = 128
 _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
-# If more than this share of the sampled words are repeated, the blosc library encodes the chunk,
-# because it finds the repetitions. For other chunks, its search would take time, and would make the
-# chunk larger. In a chunk of eight layers, the values of layer 0 may repeat while the values of the
-# other layers do not. The share of repeated words is then below this limit.
+# Some 8-byte words of each chunk are sampled. If more than this share of them are repeated, the
+# blosc library encodes the chunk, because it searches for repetitions. For other chunks, the search
+# would take time and make the chunk larger. The limit is high enough that this module also encodes
+# a chunk of eight layers in which only the values of layer 0 repeat.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -225,8 +225,8 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Use plain Python. A single NumPy call would take as long, because the code of NumPy is not in
-    # the CPU caches here.
+    # Count in plain Python. It takes no longer than a single NumPy call, because the code of NumPy
+    # has been evicted from the CPU caches.
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
@@ -239,9 +239,9 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane, one byte of every value.
+    """Entropy-code a plane, which contains one byte of every value.
 
-    If coding does not make the plane smaller, it is returned unchanged.
+    If this does not make the plane smaller, the plane is returned unchanged.
     """
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:

@@ -60,10 +60,10 @@ MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30  # Upper bound on the raw bytes of a shard.
 PART_STEP_TOKENS = 8192
-"""The room of each part, in tokens, is a multiple of this number.
+"""The number of tokens for which each part has room is a multiple of this number.
 
-This is the largest result of :func:`chunk_tokens`. All its results are powers of two, so every part
-consists of whole chunks.
+The largest chunks have this number of tokens (see :func:`chunk_tokens`), and the number of tokens
+of any chunk is a power of two. So every part consists of whole chunks.
 """
 MAX_READABLE_CHUNK_BYTES = 256 << 20
 MAX_SHARD_CHUNKS = 1 << 28
@@ -79,7 +79,8 @@ class ArrayGrid:
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    shard_shape: tuple[int, ...]  # A multiple of ``chunk_shape`` along every axis.
+    # A multiple of ``chunk_shape`` along every axis.
+    shard_shape: tuple[int, ...]
     # Number of rows of each part of the store, a multiple of the number of rows of a shard.
     part_rows: int
 

@@ -5,11 +5,11 @@ All settings are environment variables. Their names are those that each provider
 ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition,
 ``MOA_DATA_REMOTE_TIMEOUT_S`` is the number of seconds for which failed requests are retried.
 
-A server may execute a request although its response is lost. So after an error, it is unknown
-whether the request was executed. Every request can therefore be executed twice without harm. A
-repeated upload writes the same bytes again. A conditional write (create or replace) fails if it is
-repeated after a success. In that case, the file is read: if it has the new content, the write was
-successful.
+A server may execute a request although its response is lost. So after an error, the client does not
+know whether the request was executed, and sends the request again. It does no harm if a request is
+executed twice. A repeated upload writes the same bytes again. A repeated conditional write (create
+or replace) fails if the first one was executed. In that case, the client reads the file. If the
+file has the new content, the write was successful.
 """
 
 import logging

@@ -145,7 +145,8 @@ class RemotePath:
         return Path(tempfile.gettempdir())
 
 
-StorePath = Path | RemotePath  # The path of a store, or of a file or folder in a store.
+# The path of a store, or of a file or folder in a store.
+StorePath = Path | RemotePath
 # Types that functions accept as the path or URL of a store. ``open_path`` converts them.
 StoreLike = str | os.PathLike[str] | StorePath
 

@@ -1,10 +1,10 @@
 """Makes, checks, writes and reads plan.parquet, and reads texts.arrow.
 
 A store is divided into parts, which are written and committed one by one. The plan assigns each
-sequence to a part, and to a position in this part. It is made before the first forward pass of the
-target. Parts are filled in the order of the rows of the dataset, so that the first parts of a store
-are not biased towards short or long sequences. In a part, the sequences are sorted by length, so
-that batches of consecutive sequences have little padding.
+sequence to a part, and to a position in this part. The plan is made before the first forward pass
+of the target. Parts are filled in the order of the rows of the dataset, so that the first parts of
+a store are not biased towards short or long sequences. In a part, the sequences are sorted by
+length, so that batches of consecutive sequences have little padding.
 
 texts.arrow is a table of the tokens and response masks of all sequences.
 """
@@ -57,7 +57,7 @@ TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
 # Key in the metadata of texts.arrow. Its value is the result of ``texts_sha256``.
 TEXTS_SHA256 = b"sha256"
 
-MAX_ID_BYTES = 1024  # Largest size of a sequence id. Readers refuse a plan with a longer one.
+MAX_ID_BYTES = 1024  # Largest size of a sequence id in bytes. Readers refuse a longer id.
 
 # Largest size of plan.parquet in bytes. Readers refuse a larger file. This size is enough for ten
 # million sequences with 100 bytes each.

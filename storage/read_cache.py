@@ -49,7 +49,7 @@ _FREED_SHARE = 20
 
 
 class RemoteFile:
-    """A remote file of which byte ranges can be read.
+    """Reads byte ranges of a remote file.
 
     Args:
         path: path of the file.

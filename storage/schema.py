@@ -217,8 +217,10 @@ class FieldSpec:
 
     __pydantic_config__ = _EXACT
 
-    name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
-    dtype: str  # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
+    # Path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
+    name: str
+    # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
+    dtype: str
     # Shape of one token's values; ``()`` for one number per token.
     token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
@@ -349,7 +351,8 @@ class StoredArray:
     name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
     dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
     row_shape: tuple[int, ...]
-    axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"`` or ``"block"``.
+    # Names of all axes; the first one is ``"token"`` or ``"block"``.
+    axes: tuple[str, ...]
     # Number of tokens for which there is one row. Every sequence starts at a multiple of this
     # number.
     block_tokens: int = 1
@@ -465,8 +468,10 @@ class StoreManifest:
     extraction: Mapping[str, Any]
     n_sequences: int
     n_parts: int
-    n_tokens: int  # Number of planned tokens without alignment padding.
-    codec: Mapping[str, Any]  # The result of ``StoreCodec.describe``.
+    # Number of planned tokens without alignment padding.
+    n_tokens: int
+    # The result of ``StoreCodec.describe``.
+    codec: Mapping[str, Any]
     # What the stored numbers mean. Pass only entries that differ from ``CONVENTIONS`` or are
     # missing there. All other entries of ``CONVENTIONS`` are added automatically.
     conventions: Mapping[str, str] = field(default_factory=dict)
@@ -565,7 +570,7 @@ def first_problem(error: ValidationError) -> str:
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a nested JSON object. The result maps dotted keys to values that are not objects.
 
-    The items of the list ``fields`` at the top level get their names as keys.
+    The top-level list ``fields`` is treated as an object: name of an item -> the item.
     """
     flat: dict[str, Any] = {}
     for key, value in document.items():

@@ -37,7 +37,8 @@ ToDevice = Callable[[np.ndarray], Array]
 # Largest number of principal axes in a basis. The keys of a layer group have one basis, and the
 # values of the group have another. A hidden state has one basis.
 MAX_COMPONENTS = 4_096
-MAX_FEATURES = 512  # Largest number of token features from which keys and values are predicted.
+# Largest number of token features from which keys and values are predicted.
+MAX_FEATURES = 512
 # Up to this width, the principal axes of keys, values or a hidden state are computed from their
 # covariance matrix. For larger widths, they are computed by subspace iteration.
 EXACT_WIDTH = 8_192

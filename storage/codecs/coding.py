@@ -6,9 +6,10 @@ These words are used below:
 - A *part* is the keys of a group or the values of a group. A hidden state is one group with one
   part.
 - A *component* of a token is the coordinate of a part's values along one axis of the basis.
-- A *code* is the integer to which a component is quantised. *Levels* is the number of different
-  integers that a code can be.
-- A *digit* is a stored number. Most codes are stored as one digit, and large codes as two.
+- A *code* is the integer to which a component is quantised. The number of different integers that
+  are possible is called the number of *levels*.
+- A *digit* is a stored number. A code is stored as one digit, or as two digits if it has too many
+  levels for a byte.
 
 One token is encoded in these steps::
 
@@ -75,7 +76,8 @@ WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
 # Limit for the bytes per token that the codes of a layer group take, on average over the groups of
 # a field. From this limit on, all codes of the field are stored in one array, which is cut into
-# pieces. Below it, each run (neighbouring columns of digits with similar statistics) is an array.
+# pieces. Below it, the codes are stored in several arrays, one for each run (a range of codes with
+# similar statistics).
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -94,8 +96,10 @@ class Basis:
     # float32 [EARLY_POSITIONS + 1, width]. Row p is the mean of the values at position p. The last
     # row is the mean at all positions from EARLY_POSITIONS on.
     mean: np.ndarray
-    synthesis: np.ndarray  # float32 [n_components, width]
-    analysis: np.ndarray  # float32 [width, n_components]
+    # float32 [n_components, width]
+    synthesis: np.ndarray
+    # float32 [width, n_components]
+    analysis: np.ndarray
     # float32 [width]. The axes minimise the sum of squares of ``error / scale``, and the rows of
     # ``synthesis / scale`` are orthonormal. The value is None if errors were weighed with a full
     # matrix instead (the ``metric`` of ``calibration.learn_basis``).
@@ -139,9 +143,12 @@ class CodeColumns(NamedTuple):
     # int32. Index of the run that contains the column. A run consists of neighbouring columns that
     # are stored together. The runs are numbered in the order of their columns.
     array: np.ndarray
-    levels: np.ndarray  # int32. Number of different values that the digit can have.
-    step: np.ndarray  # float32. Distance between two quantised values of the component.
-    is_high: np.ndarray  # float32. 1 for the high digit of a wide code, otherwise 0.
+    # int32. Number of different values that the digit can have.
+    levels: np.ndarray
+    # float32. Distance between two quantised values of the component.
+    step: np.ndarray
+    # float32. 1 for the high digit of a wide code, otherwise 0.
+    is_high: np.ndarray
     # float32. A component x is quantised to the code with the sign of x and the magnitude
     # ``floor(|x| / step + rounding)``.
     rounding: np.ndarray
@@ -259,8 +266,9 @@ class _Run(NamedTuple):
 class GroupTransform:
     """Encodes and decodes the keys and values of one group of layers, or a hidden state.
 
-    Matrices and tables are copied to a device at the first use there, and stay there. ``arrays``
-    holds one array for each run (neighbouring columns of digits that are packed together).
+    Matrices and tables are copied to a device at the first use there, and stay there. The codes of
+    a token are divided into runs, which are ranges of codes with similar statistics. ``arrays``
+    holds one array for each run.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -285,8 +293,7 @@ class GroupTransform:
                 has regressions.
 
         Returns:
-            Name of the array of a run -> the rows of this array, uint8 [n_tokens, n_bytes]. There
-            is one entry for each run.
+            Name of an array in ``arrays`` -> its rows, uint8 [n_tokens, n_bytes].
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
@@ -321,8 +328,8 @@ class GroupTransform:
         """Decode consecutive tokens.
 
         Args:
-            codes: Name of the array of a run -> the rows of this array, uint8 [at least n_tokens,
-                n_bytes]. There must be an entry for each run.
+            codes: Name of an array -> its rows, uint8 [at least n_tokens, n_bytes]. All ``arrays``
+                are required.
             first_position: Position of the first token in its sequence.
             n_tokens: Number of tokens to decode.
             n_layers: Number of layers of the group.
@@ -489,10 +496,10 @@ class GroupTransform:
 
 
 def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Array:
-    """Select the columns of some layers from a matrix that has the same number for each layer.
+    """Select the columns of some layers from a matrix.
 
-    The columns of layer 0 come first. The shape changes from [n_rows, width] to [n_rows, width *
-    len(layers) / n_layers].
+    All layers have the same number of columns, and the columns of layer 0 come first. The shape
+    changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
     """
     n_rows, width = matrix.shape
     # Pass all lengths to `reshape`. If the keys or the values have no components, the matrix is
@@ -515,9 +522,9 @@ def piece_bytes(widths: Sequence[int]) -> int:
         widths: Number of bytes of codes per token, for each group of layers.
 
     Returns:
-        The number of bytes per token in a piece. If the groups have few bytes, the result is 0.
-        Then each run (neighbouring columns of digits with similar statistics) is stored as a
-        separate array instead.
+        The number of bytes per token in a piece. The result is 0 if the groups have few bytes. In
+        that case, no array is cut into pieces. Instead, each run (a range of codes with similar
+        statistics) is stored as a separate array.
     """
     mean_bytes = sum(widths) / len(widths)
     if mean_bytes < MIN_GROUP_BYTES:
@@ -528,14 +535,15 @@ def piece_bytes(widths: Sequence[int]) -> int:
 class Pieces:
     """Converts the bytes of all runs of a field to pieces of equal width, and back.
 
-    A run consists of neighbouring columns of digits with similar statistics. The bytes of all runs
-    of a layer group are concatenated and cut into pieces. All pieces are stored in one array, uint8
-    [token, piece, byte]. Each of its inner chunks contains one piece of some tokens.
+    A run is a range of a token's codes with similar statistics, packed into bytes. The bytes of all
+    runs of a layer group are concatenated and cut into pieces. The pieces of all groups are stored
+    in one array, uint8 [token, piece, byte]. Each inner chunk of the array contains the same piece
+    of consecutive tokens.
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        # The runs of each layer group. A run is described by an array uint8 [token, byte], which
-        # the store does not contain. The store contains `self.array` with all pieces instead.
+        # The runs of each layer group. Each run is described as an array uint8 [token, byte]. The
+        # store does not contain these arrays. It contains `self.array` with all pieces instead.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-row_bytes(group) // n_bytes) for group in runs]

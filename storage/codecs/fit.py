@@ -55,7 +55,7 @@ STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
 The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 """
 
-# Number of levels that means that a component is not stored. It is decoded as zero.
+# With this number of levels, a component is not stored. It is decoded as zero.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
@@ -70,7 +70,7 @@ _ARRAY_PENALTY_BITS = 8 * 200
 _MAX_SEGMENTS = 64
 
 CHUNK_TOKENS = 512
-"""Number of tokens per inner chunk that is assumed to estimate the stored bytes of codes.
+"""Assumed number of tokens per inner chunk, to estimate the stored bytes of codes.
 
 Arrays of about 50 bytes per token have this chunk size.
 """
@@ -142,8 +142,8 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
     The options have steps from ``2**(-5/3)`` to ``2**(5/3)`` times the component's base step.
 
     Args:
-        sample: Components of the sample's tokens, float32 [n_tokens, n_components]. The mean of
-            each component is zero.
+        sample: Components of the sample's tokens, float32 [n_tokens, n_components]. They were
+            computed after the subtraction of the mean.
         weights: Factors by which the squared errors of the components are multiplied,
             [n_components].
         base_step: Base step of a component with weight 1. The base step of any other component is
@@ -385,7 +385,8 @@ class _MeasuredGroup(NamedTuple):
     # For each hopeful component, 0 if it belongs to the keys or to a hidden state, or 1 if it
     # belongs to the values.
     part: np.ndarray
-    component: np.ndarray  # Index of each hopeful component among all components of its part.
+    # Index of each hopeful component among all components of its part.
+    component: np.ndarray
     # Location of an array [n_tokens, n_hopeful] in the file of the sample. It contains the hopeful
     # components.
     components: Kept

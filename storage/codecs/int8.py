@@ -8,15 +8,15 @@ values       token and head                  No channel is much larger than othe
 hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
 ===========  ==============================  ==================================================
 
-The integers and the scales are later entropy-coded (``storage.chunk``), so small integers take
-fewer bits than large ones. A larger scale gives smaller integers, which take fewer bits, but have a
-larger rounding error. Other methods, such as one scale per 32 values or clipping of the largest
-values, were no better: with the same number of bits, they have the same error.
+The integers are later entropy-coded (``storage.chunk``), so small integers take fewer bits than
+large integers. With a larger scale, the integers are smaller and take fewer bits, but the rounding
+error is larger. Other methods, such as one scale per 32 values or clipping of the largest values,
+are not better: if they take the same number of bits, they have the same error.
 
-A scale is stored as a bfloat16, of whose mantissa only two bits are used. After entropy coding, it
-takes 4 to 5 bits. With all bits of the mantissa it would take 10 bits, and the codec as a whole
-would not become better. Scales are rounded up, not to nearest. This makes the error larger, but
-also the integers smaller, so that they take fewer bits.
+A scale is stored as a bfloat16. Only two bits of its mantissa are used, so that a scale takes 4 to
+5 bits after entropy coding. With the whole mantissa it would take 10 bits, and the codec would not
+become better. Scales are rounded up, and not to nearest. The error is then larger, but the integers
+are smaller and take fewer bits.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -43,7 +43,8 @@ from ..schema import (
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
-LARGEST_CODE = 127.0  # Upper bound on the magnitude of a code.
+# Upper bound on the magnitude of a code.
+LARGEST_CODE = 127.0
 # Number of tokens of a block. The consecutive tokens of a block share one scale per channel.
 # Sequences start at multiples of this number, so no block contains tokens of two sequences.
 BLOCK_TOKENS = ALIGNMENT_TOKENS

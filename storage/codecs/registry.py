@@ -87,7 +87,7 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a ``StoreCodec`` with only some of the fields. Their codecs are not copied."""
+        """Return a ``StoreCodec`` for some of the fields. Both objects share the field codecs."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part

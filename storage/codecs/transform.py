@@ -104,7 +104,8 @@ _NAME = re.compile(
 class TransformSettings:
     """The settings in the name of a transform codec."""
 
-    kv_bits: float  # Stored bits for each number in keys and values.
+    # Stored bits for each number in keys and values.
+    kv_bits: float
     # Stored bits for each number in hidden states. If the value is None, the number of bits depends
     # on ``kv_bits`` (see :meth:`bits`).
     hidden_bits: float | None = None
@@ -114,7 +115,8 @@ class TransformSettings:
     # Whether keys and values are predicted from the target's embeddings of the tokens. If
     # ``is_joint`` is also set, the lowest hidden state may be predicted from them, too.
     from_tokens: bool = False
-    from_kv: bool = False  # Whether hidden states are predicted from keys and values.
+    # Whether hidden states are predicted from keys and values.
+    from_kv: bool = False
     # Whether each hidden state is predicted from the next lower hidden state of the store.
     is_joint: bool = False
 
@@ -395,7 +397,11 @@ class TransformCodec(FieldCodec):
 
     @property
     def _error_metric(self) -> str:
-        """Name in ``store.json`` of the way in which errors were measured to learn the bases."""
+        """How errors were measured to learn the bases: plain, relative to layers, or given.
+
+        "given" means that errors were weighed with matrices (``metrics``). ``store.json`` records
+        this word.
+        """
         metric = "plain"
         for group in self._groups:
             for basis in group.fit.bases:
@@ -575,7 +581,7 @@ class TransformCodec(FieldCodec):
                 [n_tokens, width]. A hidden state is ``groups[0][0]``.
             tokens: The token ids. Required if the codec ``needs_tokens``.
             features: Features from which this field is predicted, float32 [n_tokens, n_features].
-                Required if the codec has ``sources``.
+                Required if the field is predicted from other fields (``sources``).
         """
         first = groups[0][0]
         if not self.sources:
@@ -751,8 +757,8 @@ class TransformCodec(FieldCodec):
     def _split(self, codes: Codes, layers: Layers) -> Codes:
         """Return the codes of the layer groups that contain these layers, with one array per run.
 
-        A run consists of neighbouring columns of digits with similar statistics. In a store with
-        one array of pieces, the runs are made from the pieces.
+        A run is a range of a token's codes with similar statistics. If the store has one array of
+        pieces instead of one array per run, the pieces are converted to runs.
         """
         if self._pieces is None:
             return codes

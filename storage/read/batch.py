@@ -201,7 +201,9 @@ class PartShards:
         return self._grids[array]
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
-        """Open a shard of a part, and read and verify its index, unless it is cached.
+        """Return a shard of a part.
+
+        If the shard is not cached, it is opened, and its index is read and verified.
 
         Args:
             part: number of the part of the store.
@@ -300,7 +302,8 @@ class _Column:
     of the caller's buffer these layers are copied.
     """
 
-    number: int  # Index of these chunks along axis 1 of the shard.
+    # Index of these chunks along axis 1 of the shard.
+    number: int
     # ``inner`` are the layers that are copied, as indices in the chunk. ``outer`` are the indices
     # along the layer axis of the caller's buffer to which they are copied. Both are slices if all
     # layers of the chunk are copied in order.

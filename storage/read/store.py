@@ -252,9 +252,9 @@ class ActivationStore:
         The arguments are the same as for :meth:`read`.
 
         Returns:
-            Name of a stored array -> its rows. They can be passed to ``codec.fields[field].decode``
-            as ``codes``. The rows start at the first requested token. For a lossy codec, they start
-            earlier if the position of this token is not a multiple of 64: at the multiple below it.
+            Name of a stored array -> its rows. The mapping can be passed to
+            ``codec.fields[field].decode`` as ``codes``. The rows start at the first requested
+            token. For a lossy codec, they start at the last multiple of 64 tokens up to this token.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]

@@ -88,10 +88,12 @@ class VerifyReport:
     """The result of a check. ``damages`` and ``unchecked`` are sorted by part."""
 
     damages: list[Finding] = field(default_factory=list)
-    unchecked: list[Finding] = field(default_factory=list)  # Files that could not be checked.
+    # Files that could not be checked.
+    unchecked: list[Finding] = field(default_factory=list)
     # Number of a part -> its commit, for all commits that can be read.
     commits: dict[int, PartCommit] = field(default_factory=dict)
-    n_parts: int = 0  # Number of committed parts.
+    # Number of committed parts.
+    n_parts: int = 0
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
     # Sentence that says which parts and files are not written yet. It is empty for a complete
@@ -154,7 +156,8 @@ def verify_store(
 
     - file sizes and checksums match the commits,
     - shard indexes and the checksums of all chunks are correct,
-    - counts match the plan, and response masks match their counts,
+    - the counts in the commits match the plan,
+    - response masks match the numbers of response tokens in the plan,
     - token ids are in the vocabulary,
     - every value is finite.
 
@@ -267,9 +270,9 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Return a context manager that adds an error in its block to the report.
+        """Return a context manager that adds an error of its ``with`` block to the report.
 
-        The error does not leave the block.
+        The error is not raised.
         """
         try:
             yield
@@ -398,8 +401,8 @@ def _non_finite(
     """Read one sequence of a field, and find stored arrays with NaN or infinite values.
 
     Returns:
-        Name of the array -> description of its NaN and infinite values. Arrays without such values
-        are not contained.
+        Name of the array -> description of its NaN and infinite values. The mapping contains only
+        arrays that have such values.
     """
     spec = codec.spec
     n_bad: Counter[schema.StoredArray] = Counter()
@@ -466,8 +469,10 @@ class StoreSummary:
     n_response_tokens: int
     raw_bytes: int
     stored_bytes: int
-    ratio: float  # stored_bytes / raw_bytes. It is NaN if no part is committed.
-    bytes_per_token: float  # Stored bytes per token. It is NaN if no part is committed.
+    # stored_bytes / raw_bytes. It is NaN if no part is committed.
+    ratio: float
+    # Stored bytes per token. It is NaN if no part is committed.
+    bytes_per_token: float
     # Histogram of the lengths of sequences, as ``length_histogram`` returns it.
     lengths: tuple[list[int], list[int]]
     has_target: bool

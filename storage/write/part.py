@@ -320,7 +320,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        self.is_open = True  # False after the part was committed or discarded.
+        # False after the part was committed or discarded.
+        self.is_open = True
         # False if `commit` found that another writer has already committed the part. Otherwise
         # True.
         self.was_first = True

@@ -27,7 +27,7 @@ uploaded files. A part can have only one record at a time::
 A writer may find that another writer has already created a record. The other writer may have been
 killed, so nobody waits for it. Instead, the writer that finds the record executes steps 2 and 3 of
 the other writer's publication. It does no harm if several writers execute these steps. Afterwards,
-the writer publishes its own files, or deletes them if the part has got its commit by then.
+the writer publishes its own files. If the part has got a commit by then, it deletes them instead.
 
 One record lists all files of a part, for two reasons:
 
@@ -109,8 +109,10 @@ class Publication:
     writer is then killed, other writers read the record and finish the publication.
     """
 
-    commit: str  # File name of the commit, e.g. ``"part-00007.json"``.
-    attempt: str  # Identifies the writer in the temporary names of the files (``partial_name``).
+    # File name of the commit, e.g. ``"part-00007.json"``.
+    commit: str
+    # Identifies the writer in the temporary names of the files (``partial_name``).
+    attempt: str
     # Final name of each file, relative to the store -> size of the file in bytes.
     files: Mapping[FileName, Natural]
     # Content of the commit that is replaced. If the value is None, the commit must not exist yet,
@@ -309,7 +311,10 @@ class PartFiles:
         return other, False
 
     def withdraw(self) -> bool:
-        """Give up the part: delete the files that did not get their final names.
+        """Give up the part, and delete its files.
+
+        Files that were published already are not deleted. In a bucket, uploads are not deleted
+        either if this writer has tried to publish them.
 
         Returns:
             Whether the part has the commit of this writer nevertheless. This happens if an

@@ -128,7 +128,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     ) -> None:
         super().__init__(path, shares)
         self.manifest = manifest
-        self.plan = plan  # All sequences (see ``plan.PLAN_SCHEMA``).
+        # All sequences (see ``plan.PLAN_SCHEMA``).
+        self.plan = plan
         # Whether other processes were writing to the store when it was opened. This is unknown for
         # a store in a bucket. There, the value is True if the store existed already.
         self.has_other_writers = self._lock is not None and not self._lock.is_alone
@@ -139,7 +140,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         # path when the store was opened.
         self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
-        self.n_parts = len(self._counts)  # Number of planned parts.
+        # Number of planned parts.
+        self.n_parts = len(self._counts)
         # Number of tokens in each planned part.
         self.part_tokens = {part: counts["n_tokens"] for part, counts in enumerate(self._counts)}
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
@@ -221,7 +223,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.lay_out(self.codec)
 
     def _check_other_writers(self) -> None:
-        """Raise an error if the store that other processes are writing is from other inputs."""
+        """Raise an error if the other writers of this store have other inputs than this process."""
         try:
             _check_same(self.path, self.manifest, self.plan)
         except StoreMismatch as error:
@@ -235,7 +237,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
         """Create a store, or check and restore store.json and plan.parquet of an existing store.
 
-        For a store in a folder, the lock must be exclusive.
+        For a store in a folder, this process must hold the lock of the store exclusively.
         """
         refuse_links(self.path)
         manifest_commit = backend_of(manifest_commit_path(self.path))
@@ -292,8 +294,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend_of(self.path / name).exists():
                 shutil.rmtree(str(self.path / name))
-        # Keep texts.arrow, because this process may be reading it. It does no harm: it contains a
-        # description of its own inputs.
+        # Keep texts.arrow, because this process may be reading it. A texts.arrow of other inputs
+        # does no harm, because the file contains a description of its inputs.
         folder = backend_of(self.path)
         folder.remove_files([CARD_NAME, PLAN_NAME, MANIFEST_NAME])
         folder.sync_names()
@@ -450,7 +452,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         """
         # commits/store.json contains the checksum of store.json. So delete it first, and write it
         # again last. In between, readers do not verify the files that it lists. If the disk is
-        # full, it stays missing until the store is opened for writing again.
+        # full, commits/store.json stays missing until the store is opened for writing again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
