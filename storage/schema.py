@@ -348,8 +348,10 @@ class _ManifestDocument(BaseModel):
 class StoredArray:
     """One Zarr array of a store. Each row along axis 0 is for one token or one block of tokens."""
 
-    name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
-    dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
+    # Path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
+    name: str
+    # Name of the NumPy dtype on disk, e.g. ``"uint16"``.
+    dtype: str
     row_shape: tuple[int, ...]
     # Names of all axes; the first one is ``"token"`` or ``"block"``.
     axes: tuple[str, ...]

@@ -108,8 +108,10 @@ class Quantisers(NamedTuple):
     # step``. ``shift_more`` is the average of ``|q| - |x| / step`` over all values x with such
     # codes.
     shift_more: np.ndarray
-    bits: np.ndarray  # float64. Bits per token after packing and Huffman coding.
-    error: np.ndarray  # float64. Mean squared error times the weight of the component.
+    # float64. Bits per token after packing and Huffman coding.
+    bits: np.ndarray
+    # float64. Mean squared error times the weight of the component.
+    error: np.ndarray
 
     def chosen(self, index: np.ndarray) -> "Quantisers":
         """Take option ``index[c]`` for each component c.
@@ -370,8 +372,10 @@ class _FittedPart(NamedTuple):
     # Location of an array [n_tokens, n_components] in the file of the sample. It contains the
     # components of the sequences on which quantisers are measured.
     components: Kept
-    variances: np.ndarray  # Variance of each component, [n_components].
-    weight: float  # Factor by which the squared error of each component is multiplied.
+    # Variance of each component, [n_components].
+    variances: np.ndarray
+    # Factor by which the squared error of each component is multiplied.
+    weight: float
 
 
 class _MeasuredGroup(NamedTuple):
