@@ -313,7 +313,7 @@ def check_incomplete(
 
 @contextmanager
 def check_guard(store: StorePath) -> Iterator[None]:
-    """Convert I/O errors in the ``with`` block, which inspects a store, to StorageUnavailable."""
+    """Convert I/O errors in the ``with`` block to StorageUnavailable. The block checks a store."""
     try:
         yield
     except MoaDataError:  # Errors of moa_data already say what the user can do.

@@ -236,11 +236,11 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 
 
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
-    """Compare the target bundle, or a local copy of it, with its commit, byte for byte.
+    """Compare the files of the target bundle with the sizes and checksums in its commit.
 
     Args:
         store: the store that contains the commit.
-        folder: the target bundle of the store, or a copy of it.
+        folder: the target bundle of the store, or a local copy of it.
 
     Raises:
         StoreDamaged: a file is missing or differs.

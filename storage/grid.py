@@ -24,8 +24,8 @@ part has four shards of 2 GiB::
            +------------------------ part 0 -----------------------+---- part 1 ---...
 
 A shard contains all layers. Shards are large, because each shard takes a file, a sync and, in an
-object store, a request. They have at most 2 GiB of raw values: a reader of a single chunk must read
-the whole index of the shard, which has 128 KiB for 2 GiB of values.
+object store, a request. But a reader of a single chunk must read the whole index of the shard,
+which has 128 KiB for 2 GiB of raw values. So a shard has at most 2 GiB of raw values.
 """
 
 import math

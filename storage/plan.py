@@ -90,7 +90,7 @@ def column(values: np.ndarray) -> pa.Array:
 
 
 def text_column(values: Iterable[str]) -> pa.Array:
-    """Convert strings to a pyarrow column. Their total size must not exceed 2 GB."""
+    """Convert strings to a pyarrow column. All strings together must not exceed 2 GB."""
     encoded = [value.encode() for value in values]
     offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
@@ -321,8 +321,8 @@ def read_plan(path: StorePath) -> pa.Table:
             raise ValueError(f"it has a sequence id of more than {MAX_ID_BYTES} bytes")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
-    # The file is not damaged if there is too little memory. pyarrow's memory error is a
-    # MemoryError, but also an ArrowException, so handle it before ArrowException.
+    # Too little memory does not mean that the file is damaged. pyarrow's memory error is both a
+    # MemoryError and an ArrowException, so handle it before ArrowException.
     except MemoryError:
         raise
     except (

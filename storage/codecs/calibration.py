@@ -5,7 +5,7 @@ of consecutive layers. The keys (before RoPE) of a group have one basis of princ
 values have another. The keys or the values of a group are called a *part*. A hidden state is one
 group with one part.
 
-The sample is too large for the memory, so it is on disk, and only one part of one group is in
+The sample may be too large for the memory. So it is on disk, and only one part of one group is in
 memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory instead
 of 8 GB::
 

@@ -25,23 +25,23 @@ levels are 3, 5, 15 and 255. They are the largest odd numbers for which five, th
 one code fit into a byte. Smaller numbers would save no bits, because a level that never occurs
 costs nothing.
 
-A code ``q`` is between ``-(levels - 1) / 2`` and ``(levels - 1) / 2``, and is stored as the digit
+A code ``q`` is between ``-(levels - 1) / 2`` and ``(levels - 1) / 2``. It is stored as the digit
 ``q mod levels``. So zero, the most frequent code, is stored as zero, like the padding between
 sequences. A *wide* code has ``WIDE_LEVELS`` levels and does not fit into a byte. It is stored as a
 low digit and a high digit: ``q = low + 255 * high``.
 
 *Runs and pieces.* The digits of a group form a table with one row per token and one column per
 digit. A *run* consists of neighbouring columns with similar statistics and the same number of
-levels. If the groups have few bytes per token, each run is a stored array. If they have many bytes
-per token, all runs are side by side in one stored array, which is cut into *pieces* of equal width.
-Each piece is an inner chunk and has a Huffman code of its own. Each group starts with a new piece,
-and its last piece is filled with zeros. So a reader of some layers reads only the pieces of the
-groups that contain these layers::
+levels. If the groups have few bytes per token, each run is a stored array. If the groups have many
+bytes per token, all runs are side by side in one stored array. This array is cut into *pieces* of
+equal width. Each piece has separate inner chunks, and thus Huffman codes of its own. Each group
+starts with a new piece, and its last piece is filled with zeros. So a reader of some layers reads
+only the pieces of the groups that contain these layers::
 
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
 
-If a piece holds the end of one run and the start of the next run, both share one Huffman code,
+A piece may hold the end of one run and the start of the next run. Both then share one Huffman code,
 which fits neither of them exactly. This adds few bytes to a group with many pieces, and up to 10 %
 to a group with few pieces.
 """

@@ -11,13 +11,13 @@ group have one basis of principal axes, and the values of these layers have anot
 is one group with one basis. Decoding takes one table lookup per byte of codes, and one matrix
 product per basis. Then the mean is added, and the keys are rotated to their positions (RoPE).
 
-*Size of the groups.* The end of the codec's name selects the number of layers in a group. With few
-large groups, a store takes fewer bytes: layers contain similar information about a token, so one
+*Size of the groups.* The end of the codec's name selects the number of layers in a group. With
+large groups, a store takes fewer bytes. Layers contain similar information about a token, so one
 basis for all layers (``@all``) needs less than half the bits of one basis per layer (``@layer``).
-With many small groups, a reader of one layer reads fewer bytes, because it must read the codes of
-all layers of its group. By default, a group has as many layers as fit into 4,096 numbers of keys.
-No basis is wider than 16,384 numbers. If ``@all`` would exceed this width, the layers are divided
-into several groups of about the same size.
+With small groups, a reader of one layer reads fewer bytes, because it must read the codes of all
+layers of the group. By default, a group has as many layers as fit into 4,096 numbers of keys. No
+basis is wider than 16,384 numbers. If ``@all`` would exceed this width, the layers are divided into
+several groups of about the same size.
 
 *Predictions.* Values may be predicted from the token ids, or from the decoded values of other
 fields. Encoding first subtracts the prediction, and decoding adds it at the end. This takes one

@@ -318,8 +318,8 @@ class _Read:
     reader: ShardReader
     offset: int
     n_bytes: int
-    # For each chunk: the position of its first byte in the bytes of this read, its size in bytes,
-    # its index along axis 0 of the shard, its column, and the buffers that receive its rows.
+    # One tuple for each chunk: (position of its first byte in the bytes of this read, its size in
+    # bytes, its index along axis 0 of the shard, its column, the buffers that receive its rows).
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
     # The bytes of a remote file, after they were fetched. For a local file, the value is None: the
     # thread that decodes the chunks also reads them.

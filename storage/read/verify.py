@@ -235,7 +235,7 @@ def verify_commits(
 
 
 class _Verification:
-    """The state of a call of :func:`verify_commits`."""
+    """One call of :func:`verify_commits`: its settings, its progress and its report."""
 
     def __init__(self, store: StorePath, pool: Executor, progress: Progress, depth: Depth) -> None:
         self.store = store

@@ -65,8 +65,8 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
         old: the codec of the store.
 
     Returns:
-        Whether the state was loaded. If False, the file does not exist, or it was learned for other
-        fields.
+        Whether the state was loaded. If False, the file does not exist, or its content does not fit
+        these fields.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     specs = (field.spec for field in codec.fields.values())

@@ -19,8 +19,8 @@ Only commits determine which parts a store has. If two processes compute the sam
 the locks, the second process finds the commit of the first one and deletes its own files.
 
 A lock file must not be deleted while a process waits for it. That process would get the lock of the
-deleted file, while the next process creates a new file and locks it, so that both write. Three
-rules prevent this:
+deleted file, while the next process creates and locks a new file. Both processes would then write
+at the same time. Three rules prevent this:
 
 - ``store.lock`` is never deleted.
 - Files in ``locks/`` are opened only while ``store.lock`` is held, and deleted only while it is
