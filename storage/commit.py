@@ -121,8 +121,8 @@ def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -
 
     Args:
         path: path of the commit.
-        read: function that returns the content of the file, from ``backend.reads_of``. If the
-            argument is None, the file is read without this function.
+        read: function from ``backend.reads_of`` that returns the content of the file. If the
+            argument is None, the file is read from ``path``.
 
     Raises:
         StoreDamaged: the file is not a valid commit.

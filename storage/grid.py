@@ -54,7 +54,8 @@ It is expressed as the number of raw bytes that can be decoded in this time.
 SEQUENCE_TOKENS = 512
 """Sequence length for which ``chunk_tokens`` is optimal.
 
-For sequences of twice (or half) this length, the best chunks would be twice (or half) as long.
+For sequences of twice or half this length, the best number of tokens per chunk would differ by a
+factor of two at most.
 """
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20

@@ -65,7 +65,7 @@ OPENING_NAME = "opening.lock"
 LOCKS_NAME = "locks"
 # Lock file of earlier releases. Writers delete it.
 PUBLISH_NAME = "publish.lock"
-# Names of all lock files and of their folder.
+# Names of the lock files in a store's folder, and of the folder that contains all other lock files.
 LOCK_NAMES = frozenset((LOCK_NAME, OPENING_NAME, LOCKS_NAME, PUBLISH_NAME))
 TARGET_NAME = "target"
 PARTS_NAME = "parts"

@@ -96,9 +96,9 @@ class Basis:
     # float32 [EARLY_POSITIONS + 1, width]. Row p is the mean of the values at position p. The last
     # row is the mean at all positions from EARLY_POSITIONS on.
     mean: np.ndarray
-    # float32 [n_components, width]
+    # float32 [n_components, width]. Row i is the axis of component i.
     synthesis: np.ndarray
-    # float32 [width, n_components]
+    # float32 [width, n_components]. Converts values to components.
     analysis: np.ndarray
     # float32 [width]. The axes minimise the sum of squares of ``error / scale``, and the rows of
     # ``synthesis / scale`` are orthonormal. The value is None if errors were weighed with a full
@@ -461,11 +461,11 @@ class GroupTransform:
         return constants
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """For each component of a part, return the index of the column of its low or high digit.
+        """Return the columns of the low (or high) digits of the components of a part.
 
-        A part is the keys, the values or a hidden state. If a component does not have the digit,
-        its entry is the number of columns. This is the index of the column of zeros that
-        :meth:`leading` appends.
+        A part is the keys, the values or a hidden state. Entry i of the result is the index of the
+        column for component i. If the component does not have the digit, the entry is the number of
+        columns. At this index, :meth:`leading` appends a column of zeros.
         """
         columns = self.fit.columns
         column_ids = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))

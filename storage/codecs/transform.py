@@ -592,8 +592,8 @@ class TransformCodec(FieldCodec):
                 f"Field {self.spec.name!r} is predicted from {names}. Encode these fields in one "
                 "call of StoreCodec.encode."
             )
-        # Collect the codes of all groups in one dictionary. Its keys are names of arrays, which
-        # contain the number of the group.
+        # Collect the codes of all groups in one dictionary. Its keys are names of arrays. They
+        # differ between groups, because they contain the number of the group.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)

@@ -108,8 +108,9 @@ class ActivationStore:
         # with one request per file.
         listed = backend_of(self.path / PARTS_NAME).listed_sizes() if checks_sizes else {}
         for part, commit in self.commits.items():
-            # Compare the counts before any array is allocated. The lengths of arrays come from the
-            # plan, so a damaged plan could lead to arrays of many gigabytes.
+            # Compare the plan with the counts in the commit before any array is allocated. The
+            # lengths of arrays come from the plan, so a damaged plan could lead to arrays of many
+            # gigabytes.
             commit.check_counts(self.path, part, planned[part])
             if checks_sizes:
                 for name, record in commit.files.items():

@@ -148,7 +148,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
         self._open_parts: set[int] = set()
-        # For each part that this process has locked, the lock file. Closing it releases the lock.
+        # Number of a part that this process has locked -> its lock file. Closing the file releases
+        # the lock.
         self._part_locks: dict[int, IO[Any]] = {}
 
     @classmethod
@@ -197,8 +198,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend_of(store).make_folder()
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
-            # If other processes share the lock, the first of these processes has created the store
-            # and deleted uncommitted files.
+            # If other processes share the lock, the first of them has already created the store and
+            # deleted uncommitted files. Then only check that all processes have the same inputs.
             if writer.has_other_writers:
                 writer._check_other_writers()
                 writer._open_codec()
@@ -580,7 +581,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
 
 def _check_unoccupied(store: StorePath) -> None:
-    """Raise OutputOccupied if a path contains something else than a store.
+    """Raise OutputOccupied if a path contains anything other than a store.
 
     The path may be missing, or it may be an empty folder, a store, or a store whose creation was
     interrupted.
