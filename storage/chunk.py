@@ -216,7 +216,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         n_rows: number of rows in the plane.
 
     Returns:
-        Whether many words of the sample repeat, and whether the bytes of the sample are noise.
+        Whether many 8-byte words of the sample are repeated, and whether its bytes are noise.
     """
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES

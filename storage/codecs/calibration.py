@@ -211,7 +211,8 @@ def learn_basis(
         metric: Matrix [width, width] that weighs quantisation errors, symmetric and positive
             semidefinite: an error ``e`` costs ``e @ metric @ e``. If the argument is None, the cost
             is the sum of squares of ``e / scale``.
-        scale: Scale of the layer of each column, [width], from :func:`layer_scale`.
+        scale: Result of :func:`layer_scale`, [width]. Entry i is the scale of the layer to which
+            column i belongs.
         to_device: Moves an array to the device on which large matrix products run.
     """
     means = early_means(sample.sequences)

@@ -498,8 +498,8 @@ def refuse_links(store: StorePath) -> None:
     """Raise StoreDamaged if a store contains a symbolic link.
 
     Writing or deleting through a link would change files outside of the store. The store's folder
-    itself may be a link. Files with other names than those of a store (``schema.is_known``) may be
-    links too, because no writer changes them.
+    itself may be a link. In this folder, entries with names that a store does not use may also be
+    links, because no writer changes them (``schema.is_known``).
     """
     inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:

@@ -346,9 +346,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def try_lock(self, part: int) -> bool:
         """Lock a part that this process is about to write, so that no other process writes it too.
 
-        The lock is released when the ``PartWriter`` or the store is closed. It only saves work,
-        because it does no harm if two processes write the same part. In a bucket, and while no
-        other process can write to the store, nothing is locked.
+        The lock is released when the ``PartWriter`` or the store is closed. The lock only saves
+        work: if two processes write the same part, the second one to finish deletes its files.
+        Nothing is locked in a bucket, or if no other process can write to the store.
 
         Returns:
             False if another process holds the lock. Otherwise True.
@@ -402,7 +402,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 contains these fields.
             existing: file name -> size and checksum, for the files that the part's commit already
                 lists. The new commit lists them too.
-            on_commit: called with the part's number after the part is committed.
+            on_commit: function that is called with the part's number after the part is committed.
             pool: thread pool that encodes (see :class:`PartWriter`).
         """
         if part in self._open_parts:
@@ -451,9 +451,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
         All parts must already have the fields of the new manifest.
         """
-        # commits/store.json contains the checksum of store.json. So delete it first, and write it
-        # again last. In between, readers do not verify the files that it lists. If the disk is
-        # full, commits/store.json stays missing until the store is opened for writing again.
+        # commits/store.json contains the checksum of store.json. So delete commits/store.json
+        # first, and write it again last. In between, readers do not verify the files that it lists.
+        # If the disk is full, it stays missing until the store is opened for writing again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
@@ -626,8 +626,8 @@ def _check_unoccupied(store: StorePath) -> None:
     all_names = backend_of(store).names_in()
     names = [name for name in all_names if not name.startswith(SPEED_TEST_PREFIX)]
     foreign = sorted(name for name in names if not is_known(name))
-    # All names must be those of files of a store. A folder must also contain the lock file: with
-    # it, the folder is a store whose creation was interrupted. A bucket has no lock file.
+    # Accept a store whose creation was interrupted. It has only names that a store may have. In a
+    # folder, it also has the lock file. A bucket has no lock file.
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
