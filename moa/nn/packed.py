@@ -1,12 +1,13 @@
 """Linear layers whose constant weights are packed into the layouts of fast CPU kernels.
 
 With PyTorch's layout of a weight, a product with six rows (tokens) takes two to four times as long
-as a product with one row. With oneDNN's layout it takes about as long as one row, so verifying a
-chain of drafts costs little more than a plain decoding step. If float16 can represent a float32
-weight, because the model was stored in bfloat16 or float16, the weight is also packed for FBGEMM.
-FBGEMM reads half the bytes, computes in float32, and is up to 2.5 times as fast for a few rows. The
-packed copies take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures
-the products.
+as a product with one row. With oneDNN's layout, both take about the same time, so verifying a chain
+of drafts costs little more than a plain decoding step.
+
+Some float32 weights have values that float16 can represent, for example if the model was stored in
+float16 or bfloat16. These weights are also packed for FBGEMM, which reads half the bytes and
+computes in float32. For a few rows, it is up to 2.5 times as fast. The packed copies take 1.5 times
+the memory of the weights. ``benchmarks/decoding/products.py`` measures the products.
 """
 
 import functools
@@ -23,11 +24,11 @@ from typing_extensions import override
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 
-# Weights with fewer values than this are not packed. For them, choosing a kernel would take as long
-# as the product itself.
+# Weights with fewer values than this are not packed. For such a small weight, choosing a kernel
+# would take as long as the product itself.
 _FEWEST_VALUES = 1 << 15
-# Number of rows for which oneDNN optimizes its layout. Products of fewer or more rows are nearly as
-# fast.
+# Number of rows for which oneDNN optimizes its layout. With another number of rows, products are
+# nearly as fast.
 _ROWS = 8
 # Smallest normal number of float16. Smaller numbers have fewer significant bits in float16, so they
 # are rounded.
@@ -51,7 +52,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def scripted(function: _Function) -> _Function:
     """Compile a function with TorchScript, or return it unchanged if that fails.
 
-    Calling a PyTorch operation takes only a third of the time from TorchScript as from Python.
+    A call of a PyTorch operation from TorchScript takes a third of the time of a call from Python.
     """
     try:
         with warnings.catch_warnings():
@@ -74,7 +75,7 @@ class Laid(NamedTuple):
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with packed copies of its weight, for products that need no gradient."""
+    """A linear layer that uses packed copies of its weight if no gradient is needed."""
 
     packed: Laid | None
     # Address and version of weight and bias at the time of packing. If they have changed, the
@@ -108,8 +109,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
 
     Args:
         module: A module with linear layers.
-        is_exact: If true, weights that float16 cannot represent exactly stay in float32. Drafters
-            do not need this, because rounding changes only drafts.
+        is_exact: If true, weights that float16 cannot represent exactly stay in float32. False is
+            for drafters: rounded weights may change their drafts, but not the decoded text.
     """
     layers: list[nn.Linear] = []
     for child in module.modules():
@@ -174,7 +175,7 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Laid:
-    """Pack a weight [out, in] and its bias. ``is_exact`` is as in :func:`pack`."""
+    """Pack a weight [out, in] and its bias. For ``is_exact``, see :func:`pack`."""
     bias = None if bias is None else bias.contiguous()
     is_held = (
         weight.dtype == torch.float32
@@ -220,11 +221,11 @@ def product(x: Tensor, laid: Laid) -> Tensor:
         return few
     shape = x.shape[:-1]
     if n_rows > most_rows:
-        # Pad the number of rows to a multiple of 8 or 16. oneDNN caches a kernel for each number of
-        # rows, and these small allocations between large freed ones fragment the memory. Without
-        # padding, one call with each number of rows from 2 to 299 leaves 1.2 GB allocated; with
-        # multiples of 16, the calls leave 0.1 GB. Multiples of 8 keep the padding of small calls,
-        # such as verifications of several sequences, below one fifth.
+        # oneDNN caches a kernel for each number of rows. The small allocations of the cached
+        # kernels fragment the memory: after one call with each number of rows from 2 to 299, 1.2 GB
+        # stay allocated. So pad the rows to a multiple of 16, which leaves 0.1 GB after the same
+        # calls. With at most 128 rows, as in verifications of several sequences, pad to a multiple
+        # of 8, because the padding would be a larger share of the rows otherwise.
         step = 8 if n_rows <= 128 else 16
         x = F.pad(x.reshape(n_rows, x.shape[-1]), [0, 0, 0, -n_rows % step])
     many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")
