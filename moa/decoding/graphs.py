@@ -76,9 +76,9 @@ class ChainGraphs:
         Args:
             state: the drafter's caches and lengths for all rows.
             cache: the target's cache, whose buffer stays at the same address.
-            committed: prompt and committed tokens of each row.
+            committed: for each row, the tokens of the prompt and of the answer so far.
             shape: the shape of the chains.
-            record: drafts the chains. The graph records its kernels.
+            record: the function that drafts the chains. Its kernels are recorded as the graph.
 
         Returns:
             Drafts [B, depth] int64. None if no graph can draft this round, for example because the
@@ -157,13 +157,15 @@ def _recorded(
     """Record the drafting of a round as a CUDA graph.
 
     Args:
-        numbers: see :class:`_Graph`. The graph reads this tensor, so its address must not change.
-        states: see :class:`_Graph`. The graph reads this tensor, so its address must not change.
+        numbers: the tokens and lengths of the round, as in :class:`_Graph`. Replays read this
+            tensor, so its address must not change.
+        states: the hidden states of the tokens, as in :class:`_Graph`. Replays read this tensor,
+            so its address must not change.
         n_new: N, the number of tokens that the drafter processes at the start of a round, with
             padding.
         most: upper bound of the number of committed tokens of a row, including the N new tokens.
         state: the drafter's state, which is copied and not changed.
-        record: drafts the chains. The graph records its kernels.
+        record: the function that drafts the chains. Its kernels are recorded as the graph.
     """
     device = numbers.device
     counts, before, *lengths = numbers[:, n_new:].unbind(1)  # Each tensor is [B].

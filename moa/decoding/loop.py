@@ -56,7 +56,7 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 class DecodeStats:
     """Token counts and times of a generation."""
 
-    # One entry for each target call after the prefill: the number of tokens that it committed.
+    # One entry for each target call after the prefill: the number of tokens committed by its round.
     committed_per_call: list[int] = field(default_factory=list)
     # Number of generated tokens, including the first token, which is chosen after the prefill.
     n_tokens: int = 0
@@ -243,7 +243,7 @@ def _decode(
 def prefill(
     target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN
 ) -> Tensor:
-    """Run the prompts, padded on the right, and commit their tokens.
+    """Run the target over the prompts, padded on the right, and commit the prompts' tokens.
 
     Returns:
         The hidden states of the prompts' last tokens, [B, E].

@@ -67,7 +67,7 @@ class Proposer:
         raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows of the batch. They get the given order."""
+        """Keep only the given rows of the batch, in the given order."""
 
 
 class Chain:
@@ -138,16 +138,19 @@ class Chain:
         self._n_fed += 1
 
     def back_to(self, depth: int) -> None:
-        """Go back to the level ``depth``; 0 is the root. The next level follows it."""
+        """Go back to the level ``depth``, so that :meth:`feed` adds the next level after it.
+
+        Level 0 is the root.
+        """
         del self._path[depth + 1 :]
 
 
 class DrafterProposer(Proposer):
     """Proposes the drafts of a trained drafter.
 
-    The drafter also needs some weights of its target, such as the LM head. They come from a live
-    target or from frozen weights. With a temperature above 0, the tokens of chains are sampled from
-    the drafter's distribution at this temperature.
+    The drafter also needs some weights of its target, such as the LM head. These weights come from
+    a live target or from a file of frozen weights. With a temperature above 0, the tokens of chains
+    are sampled from the drafter's distribution at this temperature.
     """
 
     def __init__(
@@ -194,7 +197,7 @@ class DrafterProposer(Proposer):
             cache: the target's KV. If the target is remote, the contexts that it has sent in place
                 of its KV (see ``drafters.base``).
             state: the drafter's state.
-            choose: chooses the tokens of chains. If None, they are sampled according to the
+            choose: chooses the tokens of chains. If None, the tokens are sampled according to the
                 sampling settings.
         """
         self.cache = cache
@@ -278,7 +281,7 @@ class DrafterProposer(Proposer):
                 ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B]
-                # Only penalties make a distribution depend on the tokens in ``paths``.
+                # The tokens in ``paths`` affect a distribution only if there are penalties.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)

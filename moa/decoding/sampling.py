@@ -70,8 +70,8 @@ class SamplingConfig:
 
     # Logits are divided by the temperature before tokens are sampled. 0 means greedy decoding.
     temperature: float = 0.0
-    # Keep the most likely tokens until their cumulative probability reaches this value, at least
-    # one token.
+    # Keep the most likely tokens until their cumulative probability reaches this value. At least
+    # one token is kept.
     top_p: float = 1.0
     # Keep this many of the most likely tokens. 0 keeps all tokens.
     top_k: int = 0
@@ -278,8 +278,8 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
                 numbers = generator.random_raw(4)
                 n_drawn = block + 1
             bits[index] = numbers[index_in_block]
-    # Make a uniform number from 52 bits, and add one half to the bits first. So the number is never
-    # 0 or 1, for which the noise would be infinite.
+    # Turn 52 random bits into a uniform number between 0 and 1. One half is added to the integer,
+    # so the number is never exactly 0 or 1, for which the noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
@@ -291,8 +291,8 @@ def _philox(seed: int, position: int) -> np.random.Philox:
 def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """List the candidates for the token with the largest ``log p + noise``.
 
-    If at most ``_N_PLAIN`` tokens have a probability above 0, they are all listed. Otherwise only
-    the few tokens are listed that can have the largest value.
+    If at most ``_N_PLAIN`` tokens have a probability above 0, the result has all these tokens.
+    Otherwise it has only the few tokens that can have the largest value.
 
     Args:
         probability: p [V], on the host.
@@ -364,11 +364,11 @@ class SamplingState:
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
-    # A function that takes the tokens of the answer so far, and returns which next tokens are
-    # allowed, [V] bool. If it is None, all tokens are allowed.
+    # A function that takes the tokens of the answer so far. It returns [V] bool, true for tokens
+    # that are allowed as the next token. If None, all tokens are allowed.
     allowed: Callable[[Sequence[int]], np.ndarray] | None = None
-    # Minimum number of tokens of the answer. Until it is reached, the tokens of ``ends``, which
-    # would end the answer, are not chosen.
+    # Minimum number of tokens of the answer. The tokens in ``ends`` end the answer, so they are not
+    # chosen before the answer has this length.
     min_tokens: int = 0
     ends: frozenset[int] = frozenset()
 

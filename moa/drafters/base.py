@@ -174,7 +174,8 @@ class Drafter(nn.Module, ABC):
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         """Return the loss weight of each position, [B, T] float or bool, for response masks [B, T].
 
-        By default all positions of responses have the same weight. Only position 0 has no weight.
+        By default, positions of responses have the weight 1. Other positions and position 0 have
+        the weight 0.
         """
         # Exclude the first position of a sequence, because no target activation precedes it.
         response = response_mask.bool().clone()
@@ -192,8 +193,8 @@ class Drafter(nn.Module, ABC):
         """Compute the features that decoding would compute for all drafted positions.
 
         ``masks.drafted_positions`` chooses the drafted positions. The drafts of a round see the
-        target's activations only of positions before the root of the round. As drafted tokens, the
-        actual tokens of the batch are used.
+        target's activations only of positions before the root of the round. The tokens of the batch
+        are used as the drafted tokens.
         """
 
     # Decoding on the target's machine
@@ -230,7 +231,8 @@ class Drafter(nn.Module, ABC):
         """Count the weights that must be read from memory to compute one draft.
 
         Returns:
-            Two numbers: the LM head weights per token of the vocabulary, and all other weights.
+            Two counts: the weights of the LM head per token of the vocabulary, and all other
+            weights.
         """
         own_head = self.own_head
         width = self.config.hidden_size if self.uses_target_head else 0

@@ -27,17 +27,17 @@ of contexts:
               draft layer has several target layers, its query heads are divided among them
 
 With ``hidden`` and ``memory``, each draft layer computes keys and values from the context with its
-own projections, without its input norm. Training runs many blocks of a sequence at once
-(:mod:`.training`). A round of decoding runs one block.
+own projections. The input norm of the layer is not applied to the context. Training runs many
+blocks of a sequence at once (:mod:`.training`). A round of decoding runs one block per sequence.
 
 The features of a draft are the hidden state of its slot, followed by the memory of the Markov head,
 which is computed from the tokens before the draft. Hidden states do not depend on drafted tokens.
 So one forward pass is enough for all drafts of a round, in chains and in trees.
 
 The reference implementation of DSpark is deepseek-ai/DeepSpec. For slots that predict the token at
-their own position, the reference implementation is z-lab/dflash. The weights have the same names as
-there. The contexts ``memory`` and ``kv`` have no reference implementation. According to arXiv
-2604.26412, drafters become better if they read the target's own KV.
+their own position, the reference implementation is z-lab/dflash. The weights have the names of the
+reference implementations. The contexts ``memory`` and ``kv`` have no reference implementation.
+According to arXiv 2604.26412, drafters become better if they read the target's own KV.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -250,7 +250,10 @@ class BlockState(LayerState):
 
 
 class BlockDrafter(KVEncoder, Drafter):
-    """The trained weights: layers that compute the context, decoder layers, and optional heads."""
+    """The trained weights: layers that compute the context, decoder layers, and optional heads.
+
+    The subclasses differ in the heads.
+    """
 
     config: BlockDrafterSizes
     drafts_remotely = True
@@ -295,7 +298,10 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Start from the target's final norm, because its output goes to the target's LM head."""
+        """Initialize the final norm from the target's final norm.
+
+        The reason is that the target's LM head reads the output of the drafter's final norm.
+        """
         super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
@@ -316,7 +322,7 @@ class BlockDrafter(KVEncoder, Drafter):
         """Apply ``fc`` to the outputs of the read layers: [..., m * E] becomes [..., E].
 
         If the embedding is one of the read layers, it is not part of ``states``. :meth:`context`
-        adds its share of the result.
+        later adds the product of ``fc`` and the embedding.
         """
         return F.linear(states, self.fc.weight[:, -states.shape[-1] :])
 
@@ -518,7 +524,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the features of drafts, with one block at the root of each draft round."""
+        """Compute the features of drafts. A block starts at the root of each draft round."""
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = masks.positions_of(drafted)
         queries, valid = training.loss_queries(drafted)

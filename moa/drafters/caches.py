@@ -43,7 +43,7 @@ class RowState:
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows of the batch. They get the given order."""
+        """Keep only the given rows of the batch, in the given order."""
         for name, value in vars(self).items():
             setattr(self, name, _taken(value, rows))
 
@@ -97,7 +97,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def stacked(rows: Sequence[Tensor]) -> Tensor:
     """Stack rows [n, ...] into one tensor [B, n, ...], right padded with arbitrary values.
 
-    This launches the same number of kernels for any number of rows.
+    The number of launched kernels does not depend on the number of rows.
     """
     counts = [len(row) for row in rows]
     if len(set(counts)) == 1:
@@ -141,8 +141,9 @@ def write_after(
 ) -> KeysValues:
     """Write the drafter's keys and values into the target's cache, after the verified tokens.
 
-    The drafter attends to the target's KV and its own. With both in one tensor, the target's cache
-    need not be copied. The next target call overwrites the slots that this function writes.
+    The drafter attends to the target's KV and to its own KV. If both are in the same tensor, the
+    target's cache need not be copied. The next target call overwrites the slots that this function
+    writes.
 
     Args:
         view: the target's keys and values of one layer, [B, H_kv, S, d] each.
@@ -195,8 +196,8 @@ class Fed(NamedTuple):
     # [B, b, n] bool, true if one of the b tokens of the call sees one of the n tokens that were fed
     # in this round.
     seen: Tensor
-    # [B, b, S] bool, the mask over the whole cache: the verified tokens, followed by ``seen``. None
-    # if nothing is masked.
+    # [B, b, S] bool, the mask over the whole cache: first the verified tokens, then ``seen``. None
+    # if all tokens see the whole cache.
     mask: Tensor | None
 
 
@@ -305,7 +306,7 @@ class LayerState(RowState):
             has_one_token = len(counts) == 1 and x.shape[1] == 1
             mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
-        # Only the features of the root are needed, so the last layer computes no others.
+        # Only the features of the root are needed, so the last layer computes only these.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
         if last is None and len(counts) == 1 and are_alike(counts):

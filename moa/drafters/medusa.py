@@ -1,4 +1,4 @@
-"""Medusa drafter: heads on one hidden state. Each head predicts the token one position further.
+"""Medusa drafter: several heads read the same hidden state, and predict tokens at later positions.
 
 Cai et al., ICML 2024, arXiv 2401.10774.
 

@@ -169,7 +169,7 @@ class DrafterSizes:
     def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose default sizes from the facts about a target and from the given sizes.
 
-        By default, there are none.
+        This base class has no default sizes.
         """
         return {}
 
@@ -305,7 +305,7 @@ def check_target_fits(
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong: list[str] = []
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        # A size is 0 if the drafter is a checkpoint of another project that does not state it.
+        # A size is 0 if it is not stated in the drafter's checkpoint, which another project wrote.
         size = getattr(config, name, 0)
         if size not in (0, sizes[name]):
             wrong.append(f"the drafter's {name} is {size}, but the target's is {sizes[name]}")

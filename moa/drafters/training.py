@@ -29,7 +29,7 @@ at position a + k. It predicts the token at a + k + 1, and learns from the targe
 a + k. Example for G = 4 and a = 5 (``+`` marks visible positions)::
 
     position          0 1 2 3 4 5 6 7 8 9
-    context           + + + + + . .             without the anchor, for which decoding has none yet
+    context           + + + + + . .             the target has not processed the anchor yet
     slots                       a m m m
     drafts                      0 1 2 3         predict the tokens at 6, 7, 8, 9
     without the first slot (original DFlash, whose slots predict the token at their own position)

@@ -32,8 +32,8 @@ Sources for EAGLE-3:
   offset to the draft's index in the draft vocabulary. vLLM refuses a file with ``d2t`` if the draft
   vocabulary has all tokens. vLLM ignores ``t2d``. If the file has no embeddings, vLLM uses the
   target's.
-- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is
-  kept if it ends in ``Eagle3``.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is not
+  changed if it ends in ``Eagle3``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names of tensors are the same
   as in vLLM. config.json must have ``draft_vocab_size``. If a tensor is missing, its values stay
   random, without an error. If ``bias`` were true, ``fc`` and the attention would have biases.
@@ -341,7 +341,7 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
     }
     for name in EAGLE3_FLAGS:
-        # ``fc_norm`` is also true if the file has tensors with this name.
+        # A flag is also true if the file has tensors with its name, such as ``fc_norm.0.weight``.
         read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
     # TensorRT-LLM reads ``norm_before_fc`` in ``eagle_config``. The other keys are always at the
     # top level.
@@ -354,8 +354,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
     """Return the tensors ``d2t`` and ``t2d`` of a drafter that can draft all tokens.
 
-    vLLM refuses the two tensors for such a drafter, so its file does not contain them. For a
-    drafter with a reduced vocabulary, the result is empty.
+    For such a drafter, vLLM refuses a file with ``d2t``, so the file contains neither of the two
+    tensors. For a drafter with a reduced vocabulary, the result is empty.
     """
     n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
     made = {
@@ -366,7 +366,7 @@ def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
 
 
 def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
-    """Leave out the tensors of :func:`_full_vocabulary`."""
+    """Remove the tensors that :func:`_full_vocabulary` returns."""
     packed = dict(weights)
     for name in _full_vocabulary(sizes):
         packed.pop(name, None)
@@ -374,7 +374,8 @@ def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
 
 
 EAGLE3 = Layout(
-    # vLLM loads the folder with "method": "eagle3", SGLang with --speculative-algorithm EAGLE3.
+    # To load the folder, give "method": "eagle3" in vLLM, or --speculative-algorithm EAGLE3 in
+    # SGLang.
     name="eagle3",
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",

@@ -90,7 +90,8 @@ def fuse_weights(layer: Any, is_exact: bool = True) -> FusedWeights | None:
             for drafters: rounded weights may change their drafts, but not the decoded text.
 
     Returns:
-        None if the layer has another architecture than Llama, is not float32, or is not packed.
+        The fused weights. None if the layer has another architecture than Llama, is not float32, or
+        is not packed.
     """
     try:
         o, down = _submodules(layer, PRODUCTS)

@@ -136,16 +136,17 @@ class Mask:
 
     # [B or 1, Q]. Only the shape and the device of this tensor are used.
     queries: Tensor
-    # For each part of the keys: the number of its keys, and its rule.
+    # One entry for each part of the keys: the number of keys in the part, and the part's rule.
     parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
     block_mask: Any = None  # FlexAttention's block mask. It is created when it is first needed.
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
-        """Let each query see the keys up to a position, such as its last context position s(i).
+        """Make a mask in which each query sees all keys up to a given key.
 
         Args:
-            last_seen: [B or 1, Q] int64, the last key that each query sees.
+            last_seen: [B or 1, Q] int64, the last key that each query sees. For example, this is
+                the query's last context position s(i).
             n_keys: Number of keys.
         """
 

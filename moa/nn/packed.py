@@ -130,7 +130,7 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, is_exact)
         # Keep references to the weights, so that their memory stays allocated. Otherwise a new
-        # weight could get the same address, and would be mistaken for the packed one.
+        # weight could get the address of a freed weight, and would be mistaken for it.
         held = [weight.detach() for weight in layer.parameters()]
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 
@@ -169,7 +169,10 @@ def _states(layer: nn.Linear) -> list[tuple[int, int]]:
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """Return the address and the version of a weight. If its values change, one of them changes."""
+    """Return the address and the version of a weight.
+
+    If the values of the weight change, its address or its version changes too.
+    """
     return weight.data_ptr(), weight._version
 
 
@@ -186,7 +189,7 @@ def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) 
 
 
 def _holds(weight: Tensor, is_exact: bool) -> bool:
-    """Whether float16 represents a weight without a rounding error that matters.
+    """Whether float16 represents a weight with a small enough rounding error.
 
     The limit is ``_MAX_ERROR``, or the larger ``_MAX_DRAFT_ERROR`` if ``is_exact`` is false.
     """
