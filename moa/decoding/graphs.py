@@ -7,8 +7,8 @@ Each replay of a graph runs the recorded kernels with the recorded addresses and
 Python code. Therefore:
 
 - The drafter's caches stay at fixed addresses.
-- Attention always reads all slots of a cache. A slot holds the key and value of one token. A mask
-  hides the slots without a committed or drafted token.
+- Attention reads all slots of a cache in every round, because shapes cannot change. A slot holds
+  the key and value of one token. A mask hides the slots that are not filled.
 - The lengths of the caches change in every round, so they are tensors on the device
   (:class:`.masks.DeviceLengths`) and not Python integers.
 
@@ -81,8 +81,8 @@ class ChainGraphs:
             record: the function that drafts the chains. Its kernels are recorded as the graph.
 
         Returns:
-            Drafts [B, depth] int64. None if no graph can draft this round, for example because the
-            first round of a generation feeds many tokens.
+            Drafts [B, depth] int64. None if no graph can draft this round. For example, the first
+            round of a generation feeds the whole prompt, which has too many tokens.
         """
         # N, the number of tokens to feed. The previous round committed at most all drafts of its
         # chain and one bonus token. The caches of some drafters end one token before the root, so
@@ -168,7 +168,7 @@ def _recorded(
         record: the function that drafts the chains. Its kernels are recorded as the graph.
     """
     device = numbers.device
-    counts, before, *lengths = numbers[:, n_new:].unbind(1)  # Each tensor is [B].
+    counts, before, *lengths = numbers[:, n_new:].unbind(1)  # Each of these tensors is [B].
 
     def begun() -> LayerState:
         state_of_graph = copy.copy(state)

@@ -17,10 +17,10 @@ committed tokens with target KV, and ``~`` marks the tokens of the target call:
                   The cat sat on the mat .
                   ======================
 
-The round committed three tokens with one target call. The acceptance length is the mean of this
-number over all rounds, without the prefill. A tree is verified in the same call, under a mask in
-which each draft sees only its ancestors (``tree``). A round without drafts is a plain decoding
-step, so the same loop does plain and speculative decoding.
+The round committed three tokens with one target call. The acceptance length is the mean number of
+committed tokens over all rounds, without the prefill. A tree of drafts is also verified in one
+target call, under a mask in which each draft sees only its ancestors (``tree``). A round without
+drafts is a plain decoding step, so the same loop does plain and speculative decoding.
 """
 
 import time
@@ -42,7 +42,7 @@ from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
-# The proposer for plain decoding. Its ``propose`` is never called.
+# The proposer for plain decoding. Its method ``propose`` is never called.
 PLAIN = Proposer()
 # A function that is called when tokens are committed. Its arguments are the tokens, and one bool
 # per token that is true if the token was a draft.

@@ -10,7 +10,7 @@ token. The gain of a round is the number of plain steps that it saves:
     gain = tokens committed - seconds of the round / seconds of a plain step
 
 If the whole machine becomes slower, rounds and plain steps take longer by the same factor, so the
-gain does not change. Example:
+gain does not change. In this example, ``savings`` starts at 20, from earlier generations:
 
     round   drafts   committed    ms   gain   lost   savings     (a plain step takes 10 ms)
       0                                        0.0    20.0
@@ -59,8 +59,8 @@ MEASURE_EVERY = 128
 class ShapePolicy:
     """Chooses the shape of each round's drafts. This base class always chooses the same shape.
 
-    If the shape is None, decoding is plain. ``is_off`` is true while drafts are not used because
-    they cost more time than they save.
+    If the shape is None, decoding is plain. ``is_off`` is true while the policy has stopped using
+    drafts, because they cost more time than they save.
     """
 
     is_off = False
@@ -145,10 +145,10 @@ class AutoPolicy(ShapePolicy):
             self.is_off = False
 
     def describe(self, runs: Sequence[Any]) -> str:
-        """Describe in a sentence how many target calls verified drafts of this policy.
+        """Describe in one sentence how many target calls verified drafts of this policy.
 
         Args:
-            runs: generations, or their statistics, with the counters of ``DecodeStats``.
+            runs: statistics of generations. They have the counters of ``DecodeStats``.
         """
         n_drafted = sum(run.n_drafted_calls for run in runs)
         n_calls = sum(run.n_target_calls for run in runs)

@@ -11,8 +11,8 @@ with two levels of drafts)::
     draft_level(nodes of level 1)                       -> features of these nodes, predict level 2
 
 If the target runs on another machine, that machine sends the drafter a *context* for each position:
-the numbers that the drafter needs to know from the target about this position. With contexts, the
-drafter needs neither ``observe`` nor the target's KV cache::
+the numbers about this position that the drafter needs from the target. With contexts, the drafter
+needs neither ``observe`` nor the target's KV cache::
 
     encode_context(hidden states, KV)    on the target's machine -> [n, W], contexts of n positions
     take_context(context)                on the drafter's machine, before the next draft_root
@@ -52,7 +52,7 @@ CommittedTokens = Sequence[list[int]]
 
 @dataclass
 class DraftedFeatures:
-    """Features of drafts. Validation computes the same features that decoding would compute."""
+    """Features of drafts in validation. They equal the features that decoding would compute."""
 
     queries: Tensor  # [B, Q] int64, positions of the drafts.
     valid: Tensor  # [B, Q] bool; False is padding.
@@ -71,7 +71,7 @@ class DraftLevel:
     # [B, b, n] bool, true if a node attends to a token. The n tokens are all tokens that were fed
     # to the drafter in this round, in the order of feeding: the root first, then level by level.
     seen: Tensor
-    depth: int  # number of this level, 1 for the children of the root
+    depth: int  # The number of this level. The children of the root are level 1.
 
 
 class Drafter(nn.Module, ABC):
@@ -98,7 +98,7 @@ class Drafter(nn.Module, ABC):
     context_layers: tuple[int, ...] = ()
     # True if :meth:`encode_context` reads the target's KV.
     context_needs_kv = False
-    # True if logits are computed by the target's LM head, false if the drafter has its own head.
+    # True if the target's LM head computes logits. False if the drafter has its own LM head.
     uses_target_head = True
 
     def __init__(self, config: Any) -> None:
@@ -127,7 +127,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        """Ascending ids [V_d] int64 of the tokens that can be drafted; None if all can be."""
+        """[V_d] int64, the ascending ids of the tokens that can be drafted. None means all."""
         return self.draft_ids if self.config.draft_tokens else None
 
     @property
@@ -154,8 +154,7 @@ class Drafter(nn.Module, ABC):
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Set the initial weights that depend on the target and the data.
 
-        It is called after :meth:`initialize`. The default implementation chooses the draft
-        vocabulary.
+        This is called after :meth:`initialize`. By default it chooses the draft vocabulary.
 
         Args:
             frozen: the target.

@@ -95,7 +95,9 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows [n, ...] into one tensor [B, n, ...], right padded with arbitrary values.
+    """Stack rows of different lengths n into one tensor [B, max n, ...].
+
+    The rows are padded on the right with arbitrary values.
 
     The number of launched kernels does not depend on the number of rows.
     """
@@ -209,7 +211,7 @@ class LayerState(RowState):
         # round's drafts in the order in which they were fed.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
         self.n_true = [0] * n_rows  # Number of slots of each row that hold committed tokens.
-        # Number of tokens that this round has fed, including the root.
+        # Number of tokens of each row that this round has fed, including the root.
         self.n_fed = 0
         # For each row, tensors [n, ...] with the target's states of committed positions that have
         # not been fed to the layers yet.
@@ -251,7 +253,7 @@ class LayerState(RowState):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
-        """Return the committed tokens that have no slot yet, and the target's states for them.
+        """Return the committed tokens that have no slot yet, and the target's states of them.
 
         The states are [B, n, ...], or None if the layers read only tokens.
         """
@@ -267,7 +269,7 @@ class LayerState(RowState):
         return fresh_tokens, None
 
     def take_round(self, committed: CommittedTokens, device: torch.device) -> Fresh:
-        """Copy :meth:`fresh_rows` to the device.
+        """Return the tokens and states of :meth:`fresh_rows` as tensors on the device.
 
         While a CUDA graph is recorded, return :attr:`given` instead.
         """

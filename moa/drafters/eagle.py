@@ -211,7 +211,7 @@ class EagleSizes(LayerSizes):
 
     kind = "eagle"
 
-    eagle_layers: Size = 1  # number of decoder layers
+    eagle_layers: Size = 1  # Number of decoder layers.
     eagle_input_norm: Flag = True
     """True if the first layer has a norm before its attention. The MoA authors' EAGLE has this
     norm, but the EAGLE authors' code does not have it."""
@@ -283,9 +283,9 @@ class EagleDrafter(FeatureDrafter):
         return context[:, :0]
 
     def forward(self, combined: Tensor, queries: Tensor) -> Tensor:
-        """Run the layers over slots [B, S, E] and return the features of the slots [B, Q].
+        """Run the layers over all slots [B, S, E], and return the features [B, Q, E] of some slots.
 
-        Slot t gives the feature of position t+1.
+        ``queries`` [B, Q] are the indices of these slots. Slot t gives the feature of position t+1.
         """
         return causal_features(self.blocks, self.rotary, combined, queries)
 
@@ -293,8 +293,8 @@ class EagleDrafter(FeatureDrafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch.
 
-        The loss is that of section 3.2 of the EAGLE paper, with the loss weights of the Mixture of
-        Attentions paper.
+        The loss terms are from section 3.2 of the EAGLE paper, and their weights from the Mixture
+        of Attentions paper.
         """
         inputs = step.inputs
         weights = step.weights

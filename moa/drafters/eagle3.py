@@ -337,7 +337,8 @@ class Eagle3Drafter(FeatureDrafter):
         rows, columns = at
         n_steps = own.shape[1]
         labels = tokens[rows, (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
-        # The drafter gives no probability to a token outside the draft vocabulary.
+        # The drafter gives the probability 0 to tokens outside the draft vocabulary. Mark these
+        # tokens with -1.
         if self.draft_tokens is not None:
             order = labels.new_full((self.config.vocab_size,), -1)
             order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
@@ -368,7 +369,7 @@ class Eagle3Drafter(FeatureDrafter):
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
         slots = masks.positions_of(embeddings)
-        first = (queries - 1).clamp(min=0)  # the slot at which each round starts
+        first = (queries - 1).clamp(min=0)  # The slot at which each round starts.
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
         seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
         own_kv: list[KeysValues] = []
@@ -412,7 +413,7 @@ def attend_with_own_steps(
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
-    # The inputs that have an axis of queries; it is always the third axis.
+    # The inputs that have an axis of queries. It is the third axis in all of them.
     of_queries = (q, seen[:, None], *chain.from_iterable(own))
     if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(keys, values, *of_queries)

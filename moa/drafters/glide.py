@@ -70,7 +70,7 @@ class GlideSizes(LayerSizes):
     # True if the layer in ``target_kv`` uses multi-head latent attention. The target's cache then
     # has latents in place of this layer's keys, and rotated keys in place of its values.
     target_latents: Flag = False
-    block_size: Size = 5  # number of tokens of a block in training
+    block_size: Size = 5  # Number of tokens of a block in training.
 
     @property
     @override
@@ -110,7 +110,7 @@ class GlideSizes(LayerSizes):
 
     @property
     def attended(self) -> tuple[int, int, int, int]:
-        """The target layer to attend to, its number of KV heads, and its key and value widths."""
+        """Four numbers of the attended target layer: index, KV heads, key width, value width."""
         if len(self.target_kv) == 4:
             layer, n_heads, key_width, value_width = self.target_kv
             return layer, n_heads, key_width, value_width
@@ -209,7 +209,10 @@ class GlideDrafter(Drafter):
         return self._layer(target, seen, x, self.rotary(queries), *own_kv, causal)
 
     def _keys_values(self, keys: Tensor, values: Tensor) -> KeysValues:
-        """Convert the target's keys and values [B, H_kv, T, d] to those that the drafter reads."""
+        """Convert the target's keys and values [B, H_kv, T, d] to the form that attention reads.
+
+        If the target caches latents, the module's docstring says how they are converted.
+        """
         return (
             (torch.cat((keys, values), dim=3), keys)
             if self.config.target_latents

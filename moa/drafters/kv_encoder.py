@@ -66,7 +66,8 @@ class KVEncoderSizes(DrafterSizes):
     layer_attention: Flag = True
     # G, number of groups of consecutive layers; 1 in the Mixture of Attentions paper.
     layer_groups: Size = 2
-    # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
+    # True if the keys before RoPE are encoded. In the Mixture of Attentions paper, the keys after
+    # RoPE are encoded.
     unrotated_keys: Flag = True
     # n: only the last layer and every n-th layer below it are encoded. With 1, all layers are
     # encoded, as in the Mixture of Attentions paper.
@@ -244,7 +245,7 @@ class KVEncoder(nn.Module):
         # In layer self-attention, the position of a layer is its index, and all layers see each
         # other.
         rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
-        summaries = []  # one tensor [n, G * D] for each chunk of n positions
+        summaries = []  # One tensor [n, G * D] for each chunk of n positions.
         position_parts = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
         for part, part_positions in zip(
             kv.flatten(0, 1).split(_MAX_POSITIONS), position_parts, strict=True

@@ -124,7 +124,8 @@ class BlockDraws:
     # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. If 0, all drafts
     # have the weight 1.
     position_decay: float = 0.0
-    # [B, N] int64, fixed anchor positions that are used instead of sampled ones; -1 is padding.
+    # [B, N] int64, fixed positions of anchors; -1 is padding. If None, :func:`draw_anchors` chooses
+    # the anchors.
     anchors: Tensor | None = None
 
 
@@ -204,7 +205,7 @@ class Rounds:
 
         ``response_mask`` is [B, T].
         """
-        parts: list[tuple[Tensor, ...]] = []  # one tuple per pass, with one tensor per field
+        parts: list[tuple[Tensor, ...]] = []  # One tuple per pass, with one tensor per field.
         passes = draws.passes(response_mask)
         # For each pass, the largest number of drafted positions in a row. Copy these numbers from
         # the device together, so that the host synchronizes with it only once.
@@ -219,7 +220,7 @@ class Rounds:
             parts.append(
                 (queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index)
             )
-        columns: list[Tensor] = []  # one tensor per field, with the queries of all passes
+        columns: list[Tensor] = []  # One tensor per field, with the queries of all passes.
         for of_passes in zip(*parts, strict=True):
             columns.append(torch.cat(of_passes, dim=-1))
         return cls(*columns)
@@ -434,7 +435,7 @@ class TrainingStep:
         divided by ``n_positions``. If ``n_positions`` is a tensor, this synchronizes with the
         device.
         """
-        # Without a denominator, normalise as the MoA authors' code does.
+        # Without a denominator, add 1e-5 as the MoA authors' code does.
         return 1.0 / (
             self.denominator if self.denominator is not None else float(n_positions) + 1e-5
         )
@@ -496,7 +497,7 @@ def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    # If there are no positions, the padded mask has one entry too many, which is cut off.
+    # The padded mask has at least one entry. If there are no positions, cut this entry off.
     starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

@@ -34,7 +34,7 @@ _LEAST_GAIN = 1.1
 class DraftVocabulary:
     """The size of a draft vocabulary, and the reason for this size."""
 
-    n_tokens: int  # number of tokens; 0 means all tokens
+    n_tokens: int  # Number of tokens. 0 means all tokens.
     why: str
 
 
@@ -48,7 +48,7 @@ def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
 
 
 def may_be_reduced(vocab_size: int) -> bool:
-    """Return whether a vocabulary is large enough for a smaller draft vocabulary to pay off."""
+    """Return whether a vocabulary is so large that a smaller draft vocabulary can save time."""
     return vocab_size >= _FEWEST_TOKENS
 
 

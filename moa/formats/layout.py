@@ -21,9 +21,9 @@ from ..targets.facts import rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-ACTIVATION = "silu"  # the activation function of all drafters, as transformers names it
-Weights = dict[str, Tensor]  # tensors by name, from a file or a drafter's state dict
-ForeignConfig = Mapping[str, Any]  # content of a config.json that another program wrote
+ACTIVATION = "silu"  # The name in transformers of the activation function of all drafters.
+Weights = dict[str, Tensor]  # Tensors by name, from a file or a drafter's state dict.
+ForeignConfig = Mapping[str, Any]  # The content of a config.json that another program wrote.
 NO_CONFIG: ForeignConfig = MappingProxyType({})
 
 
@@ -38,10 +38,10 @@ class Layout:
     In the functions, ``sizes`` are the drafter's sizes, and ``names`` are the names of its tensors.
     """
 
-    name: str  # name of the layout on the command line
+    name: str  # Name of the layout on the command line.
     # Kind of drafter that this layout stores, see ``registry.DRAFTERS``.
     kind: str
-    reader: str  # name of the program that reads the layout, for messages
+    reader: str  # Name of the program that reads the layout, for messages.
     # What is needed from the target to write a folder: the names of target tensors that are copied
     # into the file, and ``config`` if the target's transformers config is needed.
     needs: tuple[str, ...] = ()

@@ -7,8 +7,9 @@
 | CUDA | any other mask | memory-efficient kernel, needs equal numbers of key and query heads |
 | any other case | any | PyTorch's fused kernel, supports grouped heads and masks |
 
-With a mask and grouped heads on CUDA, PyTorch falls back to its math kernel. This kernel
-materializes all scores: 4.6 GB per call for 16 sequences of 2,048 tokens and 32 heads.
+With a mask and grouped heads on CUDA, PyTorch would fall back to its math kernel. This kernel
+materializes all scores: 4.6 GB per call for 16 sequences of 2,048 tokens and 32 heads. To avoid
+this, keys and values are repeated until there are equal numbers of heads.
 
 Shapes: B batch, Q queries, S keys, H query heads, H_kv key/value heads, d head dim.
 """

@@ -83,7 +83,7 @@ class Rotary(nn.Module):
     The frequencies are always float32, because bfloat16 would round them.
     """
 
-    frequencies: Tensor  # [d], rotation in radians per position, negative in the first half
+    frequencies: Tensor  # [d]. Rotation in radians per position, negated in the first half of d.
 
     def __init__(
         self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
@@ -374,7 +374,7 @@ class DecoderBlock(nn.Module):
         return self.input_layernorm(x)
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the tensor [..., E] to which the output of attention is added."""
+        """Return the residual [..., E], to which the output of attention is added."""
         return x
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:

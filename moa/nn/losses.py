@@ -22,8 +22,8 @@ from torch import Tensor
 class Divergence:
     """Divergence of the drafter's distribution q from the target's distribution p.
 
-    ``kind`` selects the forward KL or an LK loss (arXiv 2602.23881). Let ``a = sum_v min(p_v,
-    q_v)`` be the probability that sampling accepts a draft::
+    ``kind`` selects the forward KL or an LK loss (arXiv 2602.23881). In this table, ``a = sum_v
+    min(p_v, q_v)`` is the probability that sampling accepts a draft::
 
         kl           the forward KL
         lk           -log a
@@ -339,8 +339,8 @@ def chunked_losses(
         correction: [V, r], a trained matrix. If None, the drafter's logits get no correction.
         divergence: The divergence to compute.
         cap: Limit of the logits that the frozen head computes (:func:`capped`), for the target and
-            the drafter. It is applied before the correction is added. If None, logits have no
-            limit.
+            the drafter. The limit is applied before the correction is added. If None, logits have
+            no limit.
 
     Returns:
         The weighted sum of the loss terms in nats, and the terms [N, J, K], both float32. Only the
@@ -440,7 +440,7 @@ def d_pace_at(
         cells: Indices of the cell of each draft, one tensor per axis of the grid.
         shape: The shape of the grid. Cells without a draft count as not supervised.
         cross_entropy: Cross-entropy of each draft to the actual token.
-        supervised: Whether each draft is supervised, that is, contributes to the loss.
+        supervised: True for drafts that contribute to the loss.
         smoothing: See :func:`d_pace_weights`.
 
     Returns:

@@ -66,7 +66,7 @@ class DeviceLengths(list[int]):
 
     def __init__(self, most: int, real: Tensor) -> None:
         super().__init__([most] * len(real))
-        self.real = real  # [B] int64, the lengths, on the device
+        self.real = real  # [B] int64, the lengths on the device.
 
 
 def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> list[int]:
@@ -313,8 +313,8 @@ def tree_mask_after(
 def _within(window: int | None, mask: Tensor) -> Tensor:
     if window is None:
         return mask
-    # A token sees exactly its ancestors and itself, so its position is the number of tokens that it
-    # sees, minus one.
+    # Without a window, a token sees exactly its ancestors and itself. So the position of a token is
+    # the number of tokens that it sees, minus one.
     return mask & _reaches(mask.sum(dim=2, keepdim=True) - 1, mask.cumsum(dim=2) - 1, window)
 
 

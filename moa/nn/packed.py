@@ -42,7 +42,7 @@ _MAX_DRAFT_ERROR = 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
 try:
     _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
-# This PyTorch has no FBGEMM. The functions below then run without TorchScript.
+# If this PyTorch has no FBGEMM, the functions below run without TorchScript.
 except (RuntimeError, AttributeError):
     _HALVES = object
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class PackedLinear(nn.Linear):
         packed = vars(self).get("packed")
         if packed is None or torch.is_grad_enabled() or x.ndim < 2 or not x.numel():
             return F.linear(x, weight, self.bias)
-        # With one row, PyTorch's own product is as fast as oneDNN's product.
+        # With a single row, oneDNN is not faster than PyTorch's own product.
         is_faster = packed.halves is not None or x.numel() > x.shape[-1]
         if not is_faster or x.dtype != weight.dtype or self.packed_state != _states(self):
             return F.linear(x, weight, self.bias)
