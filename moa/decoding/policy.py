@@ -10,7 +10,14 @@ token. The gain of a round is the number of plain steps that it saves:
     gain = tokens committed - seconds of the round / seconds of a plain step
 
 If the whole machine becomes slower, rounds and plain steps take longer by the same factor, so the
-gain does not change. In this example, ``savings`` starts at 20, from earlier generations:
+gain does not change. The policy keeps two sums of gains:
+
+- ``lost`` says how far the total gain of the current generation is below its highest value so far.
+  While ``lost`` is at or above ``PATIENCE``, the generation is decoded plainly.
+- ``savings`` is the total gain over all generations, limited to four times ``PATIENCE``. A new
+  policy starts with ``PATIENCE``. Drafts are used only while ``savings`` is above 0.
+
+Example of a generation, with ``savings`` of 20 from earlier generations:
 
     round   drafts   committed    ms   gain   lost   savings     (a plain step takes 10 ms)
       0                                        0.0    20.0
@@ -20,13 +27,6 @@ gain does not change. In this example, ``savings`` starts at 20, from earlier ge
       4     chain        4        28   +1.2    1.8    20.2
      ...    chain        1        25   -1.5   12.3     9.5       lost exceeds PATIENCE
      ...    none         1        10    0.0   12.3     9.5       a plain step
-
-The policy keeps two sums of gains:
-
-- ``lost`` says how far the total gain of the current generation is below its highest value so far.
-  While ``lost`` is at or above ``PATIENCE``, the generation is decoded plainly.
-- ``savings`` is the total gain over all generations, limited to four times ``PATIENCE``. A new
-  policy starts with ``PATIENCE``. Drafts are used only while ``savings`` is above 0.
 
 Each plain step lowers ``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that
 always fail can lose only the initial ``savings``, plus what the plain steps have added.

@@ -59,13 +59,13 @@ _ROUNDING = 1e-9
 class SamplingConfig:
     """Sampling settings.
 
-    They are applied in the same order as in vLLM: bias, penalties, temperature, min-p, top-k,
-    top-p.
+    The settings are applied in the same order as in vLLM: bias, penalties, temperature, min-p,
+    top-k, top-p.
 
-    The repetition penalty changes the logits of tokens that occurred in the prompt or the answer.
-    Their positive logits are divided by the penalty, and their negative logits are multiplied by
-    it. The presence penalty is subtracted once from the logit of each token that occurred in the
-    answer. The frequency penalty is subtracted once for each occurrence.
+    The repetition penalty changes the logits of tokens that occurred in the prompt or the answer:
+    positive logits are divided by the penalty, and negative logits are multiplied by the penalty.
+    The presence penalty is subtracted from the logit of each token that occurred in the answer. The
+    frequency penalty is subtracted from the same logits, once for each occurrence of the token.
     """
 
     # Logits are divided by the temperature before tokens are sampled. 0 means greedy decoding.
@@ -398,8 +398,8 @@ class SamplingState:
         if not self._is_short:
             return logits
         others = logits.index_fill(0, to_device(sorted(self.ends), logits.device), -torch.inf)
-        # If all allowed tokens are in ``ends``, allow them all. The answer then ends before its
-        # minimum length. vLLM does the same.
+        # If all allowed tokens are in ``ends``, they can be chosen nevertheless. The answer then
+        # ends before its minimum length. vLLM does the same.
         return (
             others
             if self.allowed is None
@@ -617,7 +617,7 @@ class _Judge:
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 
     def _chance(self, node: int) -> Tensor:
-        # Replace padding (-1) by a valid index. The result for padding is never used.
+        # Replace the padding value -1 by a valid index. The result for padding is never used.
         token = max(self.tokens[node], 0)
         of_target = self.after(self._parents[node])[token]
         return (

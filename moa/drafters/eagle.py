@@ -12,10 +12,10 @@ Hidden states are the target's states AFTER its final norm. In transformers they
 ``hidden_states[-1]``, in the store they are ``hidden/last``. The LM head turns hidden states and
 features into logits without another norm. The MoA authors' code does the same (``train/eagle.py``).
 
-The values of embeddings are about fifty times smaller than those of hidden states, so a drafter
-would learn to use the embeddings only after long training. Therefore the embeddings are multiplied
-by a scale first. The published drafter has no scale. Exports multiply the weights of the linear
-layer by the scale, which gives the same results.
+The values of embeddings are about fifty times smaller than the values of hidden states, so a
+drafter would learn to use the embeddings only after long training. Therefore the embeddings are
+multiplied by a scale first. The published drafter has no scale. Exports multiply the weights of the
+linear layer by the scale, which gives the same results.
 
 Slot t of the drafter's cache is computed from the hidden state of position t and the token at t+1.
 The RoPE position of the slot is t. The slots up to the slot of the root are computed from the

@@ -17,10 +17,10 @@ place of the feature that is fused from target layers, without a norm. The loss 
 distributions of the next token, so this output need not resemble any hidden state of the target.
 
 The drafter is trained on its own outputs, which the paper calls *training-time test*. Training
-simulates J draft steps of decoding. Each position starts a draft round. The input of step 1 is the
+simulates J draft steps of decoding. Each position starts a draft round. The inputs of step 1 are
 features of the target, and each later step advances all rounds by one token. A round sees the slots
-of step 1 up to the slot at which it starts, and the slots that the round itself has computed in
-later steps. Example for a round that starts at slot 4 (``LlamaAttention.forward`` and
+of step 1 up to the slot at which the round starts, and the slots that the round itself has computed
+in later steps. Example for a round that starts at slot 4 (``LlamaAttention.forward`` and
 ``Model.forward`` in the EAGLE authors' ``traineagle3/cnets.py``)::
 
     step   fed slot   made from the feature of    sees slots of step 1    own slots
@@ -147,9 +147,9 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
 class Eagle3Block(DecoderBlock):
     """A decoder layer whose input is the concatenation of embeddings and features, [..., 2E].
 
-    Embeddings and features have their own norms before attention. The output of attention is added
-    to the features. With ``norm_before_residual``, it is added to the normed features (vLLM
-    ``llama_eagle3.py``).
+    Before attention, one norm is applied to the embeddings and another norm to the features. The
+    output of attention is added to the features. With ``norm_before_residual``, it is added to the
+    normed features (vLLM ``llama_eagle3.py``).
     """
 
     def __init__(self, sizes: DecoderBlockSizes, norm_before_residual: bool = False) -> None:

@@ -165,7 +165,7 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the features of drafts from the last hidden state that their draft round sees."""
+        """Compute the features of drafts. The input is the last hidden state that a round sees."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
         # The number k of the head that drafts each position; 0 for padding.
         step = torch.where(valid, queries - context, 0)

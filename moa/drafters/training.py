@@ -69,7 +69,7 @@ class Reads:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Map attributes of :class:`TrainingInputs` to the store fields that contain them.
+        """Map attributes of :class:`TrainingInputs` to the store fields from which they are read.
 
         Layer outputs are not included.
         """

@@ -55,7 +55,8 @@ class Layout:
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
-    # Makes config.json from the sizes and the target's transformers config. The latter may be None.
+    # Makes config.json from the drafter's sizes and the target's transformers config. The target's
+    # config may be None.
     config: Callable[[Any, Any], dict[str, Any]]
     # Converts the name of a tensor in the drafter's state dict to its name in the file.
     file_name: Callable[[str], str] = _unchanged
@@ -120,8 +121,8 @@ def llama_config(sizes: Any) -> dict[str, Any]:
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
     """Return the RoPE keys of config.json.
 
-    The result has the keys of transformers 4 and the keys of transformers 5, because some engines
-    read the former and some the latter.
+    The result has the keys of transformers 4 and the keys of transformers 5. Each engine reads the
+    keys of one of these two versions.
     """
     parameters = dict(sizes.rope_parameters)
     keys: dict[str, Any] = {
