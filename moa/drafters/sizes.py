@@ -19,6 +19,7 @@ Size = Annotated[int, Field(strict=True, ge=1, le=_MAX_SIZE)]
 SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=_MAX_SIZE)]
 Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(strict=True, ge=0, le=1)]
 # Indices of target layers (-1 is the embedding), or token ids. A list from a JSON file is converted
 # to a tuple.
 Indices = tuple[Annotated[int, Field(strict=True, ge=-1, le=_MAX_SIZE)], ...]
@@ -52,7 +53,7 @@ class DrafterSizes:
     vocab_size: Size  # V, vocabulary size of the target.
     max_position_embeddings: Size  # Maximum number of positions of the target.
     # Epsilon of all RMSNorms, the same as in the target.
-    norm_eps: Number
+    norm_eps: Epsilon
     # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All blocks use them.
     rope_parameters: dict[str, Any]
     # True if the q, k and v projections of self-attention have biases, as for Qwen2 targets.

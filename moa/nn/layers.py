@@ -99,8 +99,8 @@ class Rotary(nn.Module):
             theta: Any = rope_parameters.get("rope_theta")
             if type(theta) not in (int, float) or not 0 < theta < math.inf:
                 raise DrafterError(
-                    f"rope_theta is {theta!r}, expected a number above 0. Restore rope_theta in "
-                    "config.json."
+                    f"rope_theta is {theta!r}, expected a number above 0. Restore it in "
+                    "config.json, or in the drafter.json of a drafter."
                 )
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             inv_freq = 1.0 / (float(theta) ** exponent)
@@ -110,7 +110,7 @@ class Rotary(nn.Module):
             with parsing(
                 f"the rotary embedding (RoPE) cannot be made from {rope_parameters}",
                 DrafterError,
-                "Restore these parameters in config.json.",
+                "Restore them in config.json, or in the drafter.json of a drafter.",
             ):
                 config = LlamaConfig(
                     hidden_size=head_dim,
@@ -130,7 +130,7 @@ class Rotary(nn.Module):
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(
                 f"the rotary embedding (RoPE) of {rope_parameters} has angles that are not "
-                "finite. Restore these parameters in config.json."
+                "finite. Restore them in config.json, or in the drafter.json of a drafter."
             )
         inv_freq = inv_freq.float()
         # [d] frequencies. They are negative in the first half, because RoPE multiplies the sine by
