@@ -480,7 +480,10 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """A sequence up to the root (its last token), its drafts, and the target's logits."""
+    """A sequence whose drafts are verified: its tokens and settings, its drafts, and logits.
+
+    The last token of the state is the root. The logits are the target's.
+    """
 
     state: SamplingState
     tokens: Sequence[int]  # Token ids of the N drafts.

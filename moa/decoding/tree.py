@@ -136,10 +136,11 @@ class DraftTree:
     # [B, N] int64, index of each node's parent; -1 for the root. A parent has a lower index than
     # its children.
     parents: Tensor
-    # [B, N], the drafter's cumulative log-probabilities.
+    # [B, N]. The score of a node is the sum of the drafter's log-probabilities of the node and its
+    # ancestors. None if these probabilities were not computed.
     scores: Tensor | None = None
     # [B, N, V], the drafter's distributions from which the drafts were sampled. None if the drafts
-    # are the most likely tokens.
+    # were not sampled.
     probabilities: Tensor | None = None
     # True if each node is the child of the node before it. The target then verifies the drafts with
     # causal attention, and needs no tree mask.
@@ -174,7 +175,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
-        """Make a tree without drafts. Verifying it is a plain decoding step."""
+        """Make a tree without drafts. With this tree, a round is a plain decoding step."""
         nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, is_chain=True)
 

@@ -204,7 +204,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
 
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
-    """Return the default target layers to read, evenly spaced from 1 to L - 3.
+    """Return the default target layers to read, evenly spaced from 1 to ``n_layers - 3``.
 
     If one layer is read, it is the middle layer.
     """

@@ -135,9 +135,10 @@ class Eagle3Sizes(LayerSizes):
 
 
 def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
-    """Return the default low, middle and high target layer: 1, L // 2 - 1 and L - 4.
+    """Return the default target layers to fuse: a low layer, a middle layer and a high layer.
 
-    SpecForge, SGLang and vLLM use the same layers.
+    For a target with L layers, these are the layers 1, L // 2 - 1 and L - 4. SpecForge, SGLang and
+    vLLM use the same layers.
     """
     layers = (1, n_layers // 2 - 1, n_layers - 4)
     check_default_layers(layers, n_layers)

@@ -127,7 +127,10 @@ class DrafterSizes:
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
-        """Yield a problem for each number of KV heads that does not divide the query heads."""
+        """Yield a problem for each field whose value does not divide the number of query heads.
+
+        ``names`` are the names of these fields, which have numbers of KV heads.
+        """
         for name in names:
             if self.n_heads % (count := getattr(self, name)):
                 yield (

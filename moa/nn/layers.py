@@ -519,6 +519,6 @@ class DecoderBlock(nn.Module):
 def group_means(x: Tensor, n_groups: int) -> Tensor:
     """Average groups of consecutive tokens: [B, T, E] becomes [B, n_groups, E].
 
-    If T is not a multiple of ``n_groups``, the first groups are one token longer.
+    If T is not a multiple of ``n_groups``, each of the first groups has one token more.
     """
     return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)

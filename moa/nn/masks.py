@@ -37,7 +37,7 @@ class Chunk(int):
     """The chunk size of chunked attention, in which a token sees only tokens of its own chunk.
 
     Chunks start at the multiples of this number. Functions with an argument ``window`` take either
-    a Chunk or a plain int, which is the size of a sliding window.
+    a Chunk or a plain int. A plain int is the size of a sliding window.
     """
 
 
