@@ -125,7 +125,7 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    """Append new keys and values to ``first``. All tensors are [B, H, S, d].
+    """Append new keys and values to ``first``. All tensors are [B, heads, S, d].
 
     ``first`` is converted to the dtype of the new keys and values. If ``first`` has more heads, the
     heads of the new keys and values are repeated until the numbers are equal.

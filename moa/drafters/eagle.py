@@ -164,7 +164,7 @@ class FeatureDrafter(Drafter):
             )
             rotation = self.rotary(queries)
             for block, view in zip(self.blocks, keys_values, strict=True):
-                # Padding writes to the first of the drafter's slots, which no query sees.
+                # Queries that are padding write to the drafter's slot 0, which no query sees.
                 write_slots(view, *block.keys_values(x, rotation), len(slots) + queries)
                 x = block(x, rotation, *view, seen)
             cells = rows.expand_as(queries)[valid], queries[valid]

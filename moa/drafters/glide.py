@@ -60,8 +60,8 @@ class GlideSizes(LayerSizes):
     kind = "glide"
     left_out = ("draft_", "target_")
 
-    # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
-    # widest layer.
+    # D = 2 * target KV heads * target head dim. If the layers of the target have different KV
+    # widths, D is the KV width of the widest layer.
     kv_width: Size
     # Four numbers: the index of the target layer to which the drafter attends, the number of KV
     # heads of this layer, the width of a key, and the width of a value. Empty for targets that

@@ -48,8 +48,8 @@ class KVEncoderSizes(DrafterSizes):
 
     left_out = ("draft_", "kv_group")
 
-    # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
-    # widest layer.
+    # D = 2 * target KV heads * target head dim. If the layers of the target have different KV
+    # widths, D is the KV width of the widest layer.
     kv_width: SizeOrZero = 0
     # The index of the KV group of each layer with KV. The layers of a KV group have the same KV
     # shape. Empty if all layers have the same KV shape.
@@ -177,7 +177,7 @@ def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
-    # RoPE needs an even head dim, so the number of heads must divide half of the width.
+    # RoPE needs an even head dim. So choose a number of heads that divides half of the KV width.
     return largest_divisor(kv_width // 2, min(n_heads, kv_width))
 
 
@@ -204,7 +204,7 @@ class KVEncoder(nn.Module):
         self._kv_groups = [
             config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups
         ]
-        # The KV of layers with different widths is projected to the width of the widest layer.
+        # If layers have different KV widths, project their KV to the width of the widest layer.
         if len(widths := config.kv_group_widths) > 1:
             self.kv_inputs = nn.ModuleDict()
             for group in sorted(set(self._kv_groups)):

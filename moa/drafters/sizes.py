@@ -13,8 +13,8 @@ from ..targets.facts import TargetFacts
 from .training import Reads
 
 _MAX_SIZE = 1 << 26
-# The types of the fields below. They are strict, so that pydantic does not convert values of other
-# types.
+# The types of the fields below. These types are strict, so pydantic refuses values of other types
+# instead of converting them.
 Size = Annotated[int, Field(strict=True, ge=1, le=_MAX_SIZE)]
 SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=_MAX_SIZE)]
 Flag = Annotated[bool, Field(strict=True)]

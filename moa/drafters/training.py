@@ -58,8 +58,8 @@ class Reads:
 
     # True if the target's KV is read.
     kv: bool = False
-    # Layers whose KV is read, ascending. Negative numbers count from the last layer. If None, the
-    # KV of all layers is read.
+    # Ascending indices of the layers whose KV is read. Negative numbers count from the last layer.
+    # If None, the KV of all layers is read.
     kv_layers: tuple[int, ...] | None = None
     # The layer before the last N target layers. Its output is read, because it is the input of
     # these layers. If None, no such output is read.
@@ -93,10 +93,10 @@ class TrainingInputs:
     kv: Tensor | None
     # [B, T, E], the target's hidden states after its final norm.
     hidden: Tensor
-    # [B, T, E], the input of the target's last N layers. Required if the drafter runs its features
-    # through these layers (N > 0).
+    # [B, T, E], the input of the target's last N layers. It is required if the drafter runs its
+    # features through these layers, that is, if N is above 0.
     entering_hidden: Tensor | None = None
-    # One tensor [B, T, E] per layer whose output the drafter reads, before any norm.
+    # One tensor [B, T, E] for each layer whose output the drafter reads. No norm has been applied.
     layer_outputs: tuple[Tensor, ...] = ()
 
     def required_kv(self) -> Tensor:
@@ -195,8 +195,8 @@ class Rounds:
     # [B, Q] bool, true if self-attention sees only tokens of the query's own round. This is the
     # case in the on-policy pass of staircase rows.
     staircase: Tensor
-    # [Q] int64, the pass to which each query belongs. Queries of different passes do not see each
-    # other.
+    # [Q] int64, the index of the pass to which each query belongs. Queries of different passes do
+    # not see each other.
     pass_index: Tensor
 
     @classmethod

@@ -39,9 +39,10 @@ class DraftVocabulary:
 
 
 def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
-    """Return the ids of the most frequent tokens by their counts [V], ascending: [n_tokens] int64.
+    """Return the ascending ids of the most frequent tokens, [n_tokens] int64.
 
-    Among equally frequent tokens the lower ids are chosen.
+    ``counts`` [V] has the number of occurrences of each token. Among equally frequent tokens, the
+    lower ids are chosen.
     """
     order = torch.argsort(counts, descending=True, stable=True)
     return order[:n_tokens].sort().values
@@ -75,7 +76,7 @@ def choose_draft_vocabulary(
 ) -> DraftVocabulary:
     """Choose the draft vocabulary size that commits the most tokens per weight read in a round.
 
-    Call it only if :func:`may_be_reduced`.
+    Call this function only if :func:`may_be_reduced` returns true for V.
 
     Args:
         halves: [2, V] int64, token counts of two halves of the training responses.

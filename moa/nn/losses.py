@@ -373,8 +373,8 @@ def chunked_losses(
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
     """Compute the smooth-L1 loss (beta 1) between features and hidden states.
 
-    Both are [..., E], and the losses [...] are means over the width E (line 266 of
-    ``train/moa_spec.py`` in the MoA authors' code).
+    Features and hidden states are [..., E]. The losses [...] are means over the width E (line 266
+    of ``train/moa_spec.py`` in the MoA authors' code).
     """
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)
 

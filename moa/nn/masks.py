@@ -184,8 +184,8 @@ class Mask:
 
 
 AnyMask = Mask | Tensor | None
-"""Which keys each query may attend to: a :class:`Mask` of rules, a bool tensor [B or 1, Q, S], or
-None if each query may attend to all keys.
+"""A mask that says which keys each query may attend to. It is a :class:`Mask` of rules, or a bool
+tensor [B or 1, Q, S]. It is None if each query may attend to all keys.
 """
 
 

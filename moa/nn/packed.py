@@ -34,8 +34,8 @@ _ROWS = 8
 # are rounded.
 _SMALLEST_NORMAL = 2.0**-14
 # Largest allowed float16 rounding error of a row of a weight, relative to the largest row norm.
-# ``_MAX_ERROR`` is about the error that float32 itself has in sums of some thousand products.
-# ``_MAX_DRAFT_ERROR`` is for drafters, whose weights may be rounded to the 11 significant bits of
+# ``_MAX_ERROR`` is about as large as the rounding error of a float32 sum of some thousand products.
+# ``_MAX_DRAFT_ERROR`` is for drafters. Their weights may be rounded to the 11 significant bits of
 # float16.
 _MAX_ERROR = 2.0**-19
 _MAX_DRAFT_ERROR = 2.0**-9
