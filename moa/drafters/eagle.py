@@ -139,8 +139,8 @@ class FeatureDrafter(Drafter):
         # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings, features = self.true_inputs(frozen, inputs)
-        # The keys and values of each layer, [B, H_kv, 2S, d]. The first S slots are made from target
-        # states, the other S slots from features of the drafter.
+        # The keys and values of each layer, [B, H_kv, 2S, d]. The first S slots are made from
+        # target states, and the last S slots from features of the drafter.
         keys_values = []
         rotation = self.rotary(slots[None, :])
         causal = masks.causal_mask(slots[None, :], len(slots))

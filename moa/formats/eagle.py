@@ -201,7 +201,7 @@ EAGLE = Layout(
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
     needs=(layout.EMBEDDINGS,),
-    # If RoPE has linear scaling, the EAGLE authors' code ignores rope_theta.
+    # If RoPE has linear scaling, the EAGLE authors' code ignores rope_theta. So refuse scaled RoPE.
     unfit=lambda sizes: [
         *layout.unfilled_width(sizes),
         *[

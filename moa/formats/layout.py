@@ -39,7 +39,7 @@ class Layout:
     """
 
     name: str  # Name of the layout on the command line.
-    # Kind of drafter that this layout stores, see ``registry.DRAFTERS``.
+    # Kind of drafter that this layout stores, a key of ``registry.DRAFTERS``.
     kind: str
     reader: str  # Name of the program that reads the layout, for messages.
     # What is needed from the target to write a folder: the names of target tensors that are copied

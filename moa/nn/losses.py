@@ -267,8 +267,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 divergence,
             )
             # The gradient of the LM head is the product of the logits' gradients, the loss weights
-            # and the features. Multiply the weights into the features, because features are
-            # narrower than logits.
+            # and the features. Multiply the weights into the features, because features have fewer
+            # values than logits.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)
