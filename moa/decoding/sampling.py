@@ -291,8 +291,8 @@ def _philox(seed: int, position: int) -> np.random.Philox:
 def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """List the candidates for the token with the largest ``log p + noise``.
 
-    If at most ``_N_PLAIN`` tokens have a probability above 0, the result has all these tokens.
-    Otherwise it has only the few tokens that can have the largest value.
+    If at most ``_N_PLAIN`` tokens have a probability above 0, the list contains all these tokens.
+    Otherwise it contains only the few tokens that can have the largest value.
 
     Args:
         probability: p [V], on the host.

@@ -105,10 +105,11 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.observed_layers = config.reads.outputs
-        # Copies of the LM head rows of the draft vocabulary. ``_target_rows`` has rows of the
-        # target's head, under the head's address and version. So if the head changes, its rows are
-        # copied again. ``_own_rows`` has rows of the drafter's own head. PyTorch must not register
-        # these layers as submodules, so they are in a plain dict and a plain list.
+        # Copies of those rows of an LM head that belong to the draft vocabulary. ``_target_rows``
+        # contains rows of the target's head, and its key is the head's address and version. So if
+        # the head changes, the rows are copied again. ``_own_rows`` contains rows of the drafter's
+        # own head. PyTorch must not register these layers as submodules of the drafter, so they are
+        # in a plain dict and a plain list.
         self._target_rows: dict[tuple[int, int], nn.Linear] = {}
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(

@@ -216,10 +216,10 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
 
 
 class BlockState(LayerState):
-    """One cache per layer. A cache has the context, followed by the block of the current round.
+    """One cache per layer. It contains the context, followed by the block of the current round.
 
-    ``fresh`` has target states of positions that the caches do not contain yet. ``fc`` has already
-    been applied to these states.
+    ``fresh`` contains target states of positions that the caches do not contain yet. ``fc`` has
+    already been applied to these states.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
@@ -621,7 +621,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
         """Append the keys and values of context positions [B, n, E] to the cache of each layer.
 
-        ``counts`` has the number of real positions of each row; the other positions are padding.
+        Only the first ``counts[row]`` positions of a row are real, the others are padding.
         """
         rotation = self.rotary(positions_from(state.n_true, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):

@@ -207,8 +207,8 @@ class LayerState(RowState):
     """Caches with the keys and values of a drafter's causal layers."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        # One buffer per layer. It has the slots of committed tokens, followed by the slots of this
-        # round's drafts in the order in which they were fed.
+        # One buffer per layer. It contains the slots of committed tokens, followed by the slots of
+        # this round's drafts in the order in which they were fed.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
         self.n_true = [0] * n_rows  # Number of slots of each row that hold committed tokens.
         # Number of tokens of each row that this round has fed, including the root.

@@ -45,8 +45,8 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the keys of packed KV [n, L, D]. The values stay unchanged.
 
-    ``rotation`` is cos and signed sin, each [n, d]. With the inverse of RoPE as the rotation, the
-    result has the keys before RoPE.
+    ``rotation`` is cos and signed sin, each [n, d]. If it is the inverse of RoPE, the result
+    contains the keys before RoPE.
     """
     cos, sin = rotation
     keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
