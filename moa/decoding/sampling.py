@@ -46,12 +46,12 @@ _UINT64 = (1 << 64) - 1
 # are closer together on average, all numbers up to the last needed one are drawn.
 _N_PER_MOVE = 700
 # If at most this many tokens have a probability above 0, the noise of all these tokens is computed.
-# Otherwise a faster computation first finds the few tokens that can have the largest ``log p +
-# noise``.
+# Otherwise, a faster computation first excludes the tokens that cannot have the largest value of
+# ``log p + noise``.
 _N_PLAIN = 8192
-# Relative margin of the comparison that excludes tokens from the search for the largest ``log p +
-# noise``. It is far larger than the rounding errors of float64 logarithms, so rounding cannot
-# exclude the right token.
+# Relative margin of the comparison that excludes tokens which cannot have the largest value of
+# ``log p + noise``. The margin is far larger than the rounding errors of float64 logarithms, so
+# rounding cannot exclude the right token.
 _ROUNDING = 1e-9
 
 

@@ -85,7 +85,7 @@ N_READ_LAYERS = 5
 class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """The sizes of block-parallel drafters.
 
-    KV encoder sizes are 0 unless the context is ``memory``.
+    The sizes of layer self-attention are 0 if the context is not ``memory``.
     """
 
     # The token whose embedding is the input of masked slots.

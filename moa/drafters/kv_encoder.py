@@ -44,7 +44,10 @@ _MAX_POSITIONS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class KVEncoderSizes(DrafterSizes):
-    """The sizes of a KV encoder. All sizes are 0 in a drafter without a KV encoder."""
+    """The sizes of a KV encoder.
+
+    In a drafter without a KV encoder, the sizes of layer self-attention are 0.
+    """
 
     left_out = ("draft_", "kv_group")
 

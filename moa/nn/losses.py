@@ -22,8 +22,8 @@ from torch import Tensor
 class Divergence:
     """Divergence of the drafter's distribution q from the target's distribution p.
 
-    ``kind`` selects the forward KL or an LK loss (arXiv 2602.23881). In this table, ``a = sum_v
-    min(p_v, q_v)`` is the probability that sampling accepts a draft::
+    ``kind`` selects the forward KL or an LK loss (arXiv 2602.23881). In this table, a is the
+    probability that sampling accepts a draft: ``a = sum_v min(p_v, q_v)``::
 
         kl           the forward KL
         lk           -log a
@@ -408,9 +408,9 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
     """Compute D-PACE weights (arXiv 2605.18810) for the K drafts of each block.
 
     A block is a sequence of K drafts. The weight of a draft is its share of the expected acceptance
-    length. A draft of probability ``q = exp(-cross_entropy)`` has the smoothed probability ``s = (1
-    - smoothing) * q + smoothing``. The weight of draft k is the sum of ``s_1 * ... * s_j`` over all
-    j >= k.
+    length. Each draft has the probability ``q = exp(-cross_entropy)``, and the smoothed probability
+    ``s = (1 - smoothing) * q + smoothing``. The weight of draft k is the sum of ``s_1 * ... * s_j``
+    over all j >= k.
 
     Args:
         cross_entropy: [..., K], cross-entropy of each draft to the actual token.

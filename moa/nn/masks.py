@@ -100,8 +100,8 @@ def drafted_positions(
 
     Args:
         response_mask: [B, T], non-zero on response tokens.
-        step_bound: [B] integer, the step bound e of each row. Positions i with ``(i - offset) % e
-            == 0`` are context. If None, all positions of responses are drafted.
+        step_bound: [B] integer, the step bound e of each row. A position i is context if
+            ``(i - offset) % e == 0``. If None, all positions of responses are drafted.
         offset: [B] integer, the offset of each row. If None, all offsets are 0.
     """
     drafted = response_mask.bool()
