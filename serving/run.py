@@ -33,7 +33,8 @@ _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_FILES = 1 << 16
-# Kernel send buffer of each connection: enough text for hundreds of tokens.
+# Size of the kernel's send buffer of each connection. The buffer holds the text of hundreds of
+# tokens.
 _SEND_BUFFER_BYTES = 1 << 16
 
 
@@ -42,8 +43,8 @@ class ServerRun:
 
     Args:
         service: the HTTP service.
-        on_ready: called once requests are accepted, with the address of HTTP and the address of
-            gRPC (None if gRPC is off).
+        on_ready: a function that is called as soon as the server accepts requests. Its arguments
+            are the address of HTTP, and the address of gRPC (None if gRPC is off).
         identities: hashes by which drafting clients check that they have the server's target,
             tokenizer and drafter. If it is None, gRPC is off.
     """
