@@ -562,7 +562,7 @@ class ResponseFormatter:
         }
 
     def first(self, request_output: RequestOutput) -> bytes:
-        """Return the events before the text. For a chat, they give the role. Others have no such event."""
+        """Return the events before the text. For a chat, they state the role. Otherwise there are none."""
         outputs = request_output.outputs if self._is_chat else ()
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._delta(output, delta, None) for output in outputs)

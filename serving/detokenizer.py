@@ -40,7 +40,7 @@ class Detokenizer:
         return after[len(before) :]
 
     def truncate(self, n_tokens: int) -> None:
-        """Remove all tokens but the first ``n_tokens``."""
+        """Remove all tokens except the first ``n_tokens``."""
         del self._tokens[n_tokens:], self._windows[n_tokens + 1 :]
 
     @property
@@ -51,7 +51,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text that arrives in pieces at the first stop string.
+    """Cuts a text at its first stop string. The text arrives in pieces.
 
     Args:
         stops: the stop strings.

@@ -159,7 +159,7 @@ class DraftingServer:
         self._server = server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_body_bytes),
-                # Limit on the streams of one connection.
+                # Maximum number of streams of one connection.
                 ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
@@ -173,7 +173,7 @@ class DraftingServer:
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
                 # Clients may ping too, at most once per second.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-                ("grpc.so_reuseport", 0),  # A port that is in use is an error.
+                ("grpc.so_reuseport", 0),  # A port in use causes an error.
             ],
             # Allow twice as many streams as sessions, because a session that is resumed has two
             # streams for a moment.
@@ -469,8 +469,8 @@ class DraftingServer:
     def _make_room(self, sessions: Collection[ServerSession]) -> None:
         """Remove the unused session whose client has been silent for the longest time.
 
-        A session without a stream is preferred. A session with a stream is removed only if its
-        client has been silent for ``_SILENT_S`` seconds.
+        Sessions without a stream are removed first. A session with a stream counts as unused only
+        if its client has been silent for ``_SILENT_S`` seconds.
 
         Raises:
             Overloaded: all sessions are in use.

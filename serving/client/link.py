@@ -32,7 +32,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 _CONNECT_S = 5.0
 # An unused channel is closed only after this many seconds. gRPC has a thread that watches the state
 # of each channel. When nobody needs the state any more, this thread notices it a moment later. If
-# the channel were closed before, the thread would print a traceback.
+# the channel were closed earlier, the thread would print a traceback.
 _CLOSED_AFTER_S = 2.0
 _SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"

@@ -234,8 +234,8 @@ class ClientSession:
         settings: how the answer is drafted.
         texts: a detokenizer that has no tokens yet.
         n_context: the number of positions whose contexts (data of the target) the drafter has. If
-        :meth:`receive` increases this number by n, the last n positions of the received message are
-        new.
+            :meth:`receive` increases this number by n, the last n positions of the received
+            message are new.
     """
 
     def __init__(
@@ -513,7 +513,7 @@ class ClientSession:
         )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
-        """Commit tokens of the server. Take back all drafts if one of them differs."""
+        """Commit tokens of the server. Take back the first draft that differs, and all after it."""
         n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):

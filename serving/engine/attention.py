@@ -48,17 +48,18 @@ except ImportError:  # PyTorch is older than 2.10.
 ATTENTION = "moa_data_segments"
 """The name under which transformers finds the attention of this module."""
 
-# Padded attention calls process segments of at most this many tokens in one call, and longer
-# segments in another call. In a single call, a segment with one token could be padded to the length
-# of a prompt chunk. Padding to this many tokens costs nothing, because a kernel processes queries
-# in blocks.
+# Maximum number of tokens of a short segment. On a GPU, short segments are padded to a common
+# length and share one attention call. This padding costs nothing, because a kernel processes
+# queries in blocks. Longer segments share another call. In a call for all segments, a segment with
+# a single token could be padded to the length of a prompt chunk.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
 # If at least this many query heads share a key head, one matrix product for all of these heads is
 # faster than the separate vector products of :class:`_Steps`.
 _MANY_HEADS = 5
-# The number of attention scores of a token is padded to a multiple of this number. So the rounding
-# errors of their sum do not depend on the lengths of the other sequences in the target call.
+# The number of attention scores of a token is padded to a multiple of this number. The CPU then
+# adds up the scores in whole vectors, and more padding only adds zeros to each sum. So rounding
+# errors do not depend on the lengths of the other sequences in the target call.
 _ROW_SLOTS = 16
 
 
@@ -213,7 +214,7 @@ class SegmentAttention:
 
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
-        """The keys and values that each segment sees in each layer, each [1, H_kv, S, d]."""
+        """Item [layer][segment] has the keys and values that the segment sees, each [1, H_kv, S, d]."""
         return list(
             zip(*(zip(*segment.seen_kv(), strict=True) for segment in self._segments), strict=True)
         )
@@ -314,7 +315,8 @@ class _Steps:
         stops = torch.arange(0, len(key_indices) + 1, len(columns))
         # The additive mask hides the slots that only pad a row.
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
-        # The values of the sparse matrix use the memory of the scores, which each layer overwrites.
+        # The values of the sparse matrix use the memory of the scores. Each layer overwrites this
+        # memory.
         scores = torch.zeros(len(segments), n_heads, len(columns))
         sparse = torch.sparse_csr_tensor(
             stops,

@@ -43,7 +43,7 @@ def blocks_for(n_tokens: int) -> int:
 
 
 class Pool:
-    """All blocks. They have room for the KV of at least ``n_tokens`` positions.
+    """All blocks of the KV cache. They have room for the KV of at least ``n_tokens`` positions.
 
     Raises NotEnoughMemory if the device cannot hold the blocks.
 
@@ -63,7 +63,7 @@ class Pool:
         device: torch.device,
         groups: Sequence[KVGroup] = (),
     ) -> None:
-        # Empty if all layers have the same KV shape.
+        # The target's layers, grouped by KV shape. Empty if all layers have the same KV shape.
         self._groups = groups
         self.n_blocks = blocks_for(n_tokens)
         shape = (

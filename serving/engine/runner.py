@@ -50,7 +50,7 @@ class Output:
     # [1 + drafts, V]. Row 0 has the logits of the last token before the drafts, and the next rows
     # have the logits of the drafts. None if the segment needs no logits.
     logits: Tensor | None
-    # For each of these rows of logits, the most likely token.
+    # The most likely token of each row of ``logits``. Empty if the segment needs no logits.
     best: list[int]
     # Index of a target layer that a drafter watches -> the output of this layer, [n, E].
     layers: dict[int, Tensor]
@@ -97,7 +97,7 @@ class Runner:
         self._n_heads = facts.n_heads
 
     def frozen(self, n_layers: int) -> FrozenTarget:
-        """Return the target weights that drafters need, with the LM head as the runner packs it."""
+        """Return the target weights that drafters need. The LM head is packed for this device."""
         return FrozenTarget.from_model(self._model, n_layers)
 
     def threads(self, n_tokens: int) -> contextlib.AbstractContextManager[None]:

@@ -47,8 +47,8 @@ class Scheduled:
     has_root: bool
     # The results of the target call for the sequence.
     output: Output = field(init=False)
-    # Of the tokens that the target call read for this sequence, the ascending indices of the tokens
-    # whose KV was committed. Rejected drafts are not among them.
+    # The tokens whose KV was committed, as ascending indices among the tokens that the target call
+    # read for this sequence. Rejected drafts are left out.
     kept: list[int] = field(init=False)
     # The number of drafts that the target call verified.
     n_drafts: int = 0

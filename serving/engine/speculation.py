@@ -44,7 +44,7 @@ _MAX_CATCH_UP = 64
 
 
 class Speculation:
-    """One drafter, and its caches for all sequences that use it.
+    """One drafter, and its caches for all sequences that use this drafter.
 
     Args:
         name: name of the drafter, for log messages.

@@ -39,8 +39,8 @@ def attend_sparse(q: Tensor, keys: Tensor, values: Tensor, buffers: SparseBuffer
     """
     scores, sparse, added, columns, starts = buffers
     # Write the scores in place, and add the mask below. PyTorch could add the mask while it
-    # computes the scores, but only if it creates a new sparse matrix. For this it would copy the
-    # columns, which takes longer than adding the mask.
+    # computes the scores, but only in a new sparse matrix. To create this matrix, it would copy the
+    # column indices, which takes longer than adding the mask.
     torch.sparse.sampled_addmm(
         sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=sparse
     )
