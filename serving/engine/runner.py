@@ -97,7 +97,7 @@ class Runner:
         self._n_heads = facts.n_heads
 
     def frozen(self, n_layers: int) -> FrozenTarget:
-        """Return the target weights that drafters need. The LM head is packed for this device."""
+        """Return the target weights that drafters need. On a CPU, the LM head is packed."""
         return FrozenTarget.from_model(self._model, n_layers)
 
     def threads(self, n_tokens: int) -> contextlib.AbstractContextManager[None]:
