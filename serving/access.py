@@ -53,7 +53,7 @@ _RETRY_S = 0.1
 # connections are not closed to make room for others, because a busy process may not have read their
 # requests yet.
 _YOUNG_S = 1.0
-# Young connections may exceed the limit on connections by up to this many times the limit.
+# If connections are young, their number may exceed a limit by up to this many times the limit.
 _BURST = 3
 # If a client reads nothing of its answer for this many seconds, its connection may be dropped to
 # make room for another request.

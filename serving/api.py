@@ -453,7 +453,7 @@ class CompletionOutput:
 class RequestOutput:
     """The answers of one request.
 
-    At the time ``ends_s`` of ``time.monotonic()``, the answers end, even if they are incomplete.
+    At the time ``ends_s`` (of ``time.monotonic()``), the answers end even if they are incomplete.
     """
 
     def __init__(

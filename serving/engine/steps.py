@@ -1,4 +1,4 @@
-"""Run all layers of a target over one token of each of several sequences, on a CPU.
+"""Run all layers of a target over several sequences, with one token per sequence, on a CPU.
 
 With the Python interpreter, the time between two operations would be as long as a small operation.
 The interpreter might also have to wait until the event loop's thread releases the GIL. So
@@ -20,7 +20,7 @@ SparseBuffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def attend_sparse(q: Tensor, keys: Tensor, values: Tensor, buffers: SparseBuffers) -> Tensor:
-    """Compute the attention of one token of each sequence to the KV of this sequence.
+    """Compute the attention of T tokens, one per sequence. Each attends to its sequence's KV.
 
     Args:
         q: [T, H, d], the queries.
@@ -59,7 +59,7 @@ def run_layers(
     pending: Tensor,
     buffers: SparseBuffers,
 ) -> list[Tensor]:
-    """Run all layers of a target over one token of each of T sequences.
+    """Run all layers of a target over T sequences, with one token per sequence.
 
     Args:
         x: [1, T, E], the embedded tokens.
