@@ -485,7 +485,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> str:
-        """The reasons why the answers ended, without repeats. Empty while any answer is unfinished."""
+        """The reasons why the answers ended, without repeats. Empty until all have ended."""
         reasons = [output.finish_reason for output in self.outputs]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
@@ -517,7 +517,7 @@ class RequestOutput:
             output.text += piece
 
     def close(self) -> None:
-        """Remove the sequences from the engine, because the answers have ended or nobody reads them."""
+        """Remove the sequences from the engine, for example because nobody reads the answers."""
         self._timer.cancel()
         for output in self.outputs:
             output.close()
@@ -562,13 +562,13 @@ class ResponseFormatter:
         }
 
     def first(self, request_output: RequestOutput) -> bytes:
-        """Return the events before the text. For a chat, they state the role. Otherwise there are none."""
+        """Return the events before the text: the role for a chat, nothing for a completion."""
         outputs = request_output.outputs if self._is_chat else ()
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._delta(output, delta, None) for output in outputs)
 
     def piece(self, output: CompletionOutput, text: str) -> bytes:
-        """Return the event of a piece of text. The last piece is followed by the answer's final event."""
+        """Return the event of a piece of text. After the last piece, add the final event."""
         content = {"content": text} if self._is_chat else text
         events = self._delta(output, content, None) if text else b""
         if reason := output.finish_reason:

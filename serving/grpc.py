@@ -130,7 +130,7 @@ class DraftingCounts:
 
 
 class DraftingServer:
-    """Serves the streams of all clients, and keeps their sessions."""
+    """Serves the gRPC streams of all clients, and keeps their sessions."""
 
     def __init__(
         self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens

@@ -91,7 +91,7 @@ class Facts:
 
 
 class RequestLog:
-    """Middleware of all routes. It logs and counts each request, and closes its answers at the end."""
+    """Middleware of all routes. It logs and counts each request, and finally closes its answers."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -156,7 +156,7 @@ class RequestLog:
 
 
 def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.LogRecord], bool]:
-    """Return a log filter that keeps at most ``most`` records of each kind per ``window_s`` seconds.
+    """Return a log filter that keeps up to ``most`` records per kind and ``window_s`` seconds.
 
     Records of successful requests are all kept. Refused requests are of one kind if they have the
     same HTTP status. Other records are of one kind if the same line of code logs them. So clients

@@ -155,7 +155,7 @@ class ServerRun:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Let signals end the run. Python allows this only if the event loop is in the main thread."""
+        """Let signals end the run. Python allows this only in the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             # Don't use loop.add_signal_handler: it would replace the wakeup descriptor that

@@ -42,17 +42,19 @@ from .wire import bytes_per_position, encode, n_common
 # sends two messages before it gets an answer.
 _MAX_PENDING = 16
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
-# Maximum bytes of contexts in one message. Other messages wait while such a message is sent, which
-# takes 3 ms at 20 Mbit/s.
+# Maximum bytes of contexts (data for the client's drafter) in one message. Other messages wait
+# while such a message is sent, which takes 3 ms at 20 Mbit/s.
 _CHUNK_BYTES = 8192
 # If this many messages are not sent yet, the client counts as a slow reader, and its sequence is
 # paused.
 _MAX_MESSAGES = 64
-# If this many bytes of contexts are not sent yet, the client counts as a slow reader, too. The
-# number is high, so that the many contexts of a prompt do not pause the decoding of the answer.
+# If this many bytes of contexts (data for the client's drafter) are not sent yet, the client counts
+# as a slow reader, too. The number is high, so that the many contexts of a prompt do not pause the
+# decoding of the answer.
 _MAX_UNSENT = 32 << 20
-# Maximum bytes of contexts that the server keeps after it has sent them. If the connection is lost,
-# some of these contexts have not arrived, and the server sends them again.
+# Maximum bytes of contexts (data for the client's drafter) that the server keeps after it has sent
+# them. If the connection is lost, some of these contexts have not arrived, and the server sends
+# them again.
 _MAX_KEPT = 4 << 20
 
 
@@ -148,8 +150,8 @@ class ServerSession:
     def must_rebuild(self, request: Request) -> bool:
         """Return whether the sequence must be prefilled again when a client resumes the session.
 
-        This is necessary if the client needs contexts that the server no longer has, or if the
-        client has more tokens than the session.
+        This is necessary if the client needs contexts (data for its drafter) that the server no
+        longer has, or if the client has more tokens than the session.
         """
         if self.finish:
             return False
@@ -304,8 +306,9 @@ class ServerSession:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # Whether the target has read the whole prompt, so that all its contexts exist. Before that,
-        # no contexts are sent. On a slow network they would delay the first tokens of the answer.
+        # Whether the target has read the whole prompt, so that all contexts of the prompt exist.
+        # Before that, no contexts are sent. On a slow network they would delay the first tokens of
+        # the answer.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
@@ -496,7 +499,7 @@ class Stream:
         return len(self._replies) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def next(self) -> pb.ServerMessage | None:
-        """Wait for the next message to send. None if the stream is closed and its queue is empty."""
+        """Wait for the next message to send. None if the stream is closed and nothing is left."""
         while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()

@@ -55,8 +55,8 @@ _STATS_EVERY_S = 0.25
 # Fewer contexts wait until a draft is needed, because adding many takes little longer than adding a
 # few.
 _WARM_EVERY = 256
-# If contexts are missing for more tokens than this, the client waits for the contexts before it
-# drafts. It does not wait if the server cannot be reached.
+# If contexts (data for the drafter) are missing for more tokens than this, the client waits for the
+# contexts before it drafts. It does not wait if the server cannot be reached.
 _FAR = 32
 _OVERLOADED_WAIT_S = 1.0
 # The client connects again after each invalid message. It gives up after more invalid messages than
@@ -378,8 +378,9 @@ class _Turn:
             self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # The contexts of these tokens arrive soon after the tokens. Waiting for the contexts is
-        # faster than letting the drafter process the tokens one by one without them.
+        # The contexts of these tokens (data for the drafter) arrive soon after the tokens. Waiting
+        # for the contexts is faster than letting the drafter process the tokens one by one without
+        # them.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -418,7 +419,7 @@ class _Turn:
 
     @property
     def _n_lacking(self) -> int:
-        """The number of committed tokens whose context is still missing, except the last token."""
+        """The number of committed tokens, except the last, that have no context for the drafter."""
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:
@@ -431,8 +432,9 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            # The contexts of a long prompt are on their way. Waiting for them is faster than
-            # letting the drafter process the tokens of the prompt one by one without them.
+            # The contexts of a long prompt (data for the drafter) are on their way. Waiting for
+            # them is faster than letting the drafter process the tokens of the prompt one by one
+            # without them.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()

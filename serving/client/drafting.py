@@ -48,8 +48,8 @@ _BUNDLE = "target"
 # Maximum number of committed tokens and earlier drafts that one call of ``SequenceDrafter.next``
 # feeds to the drafter. After each call, the caller handles messages of the server.
 _MAX_FED = 16
-# If a chain has this many tokens and newer contexts have arrived, a new chain begins. The reason is
-# that drafts far from the last context agree less often with the target.
+# If a chain has this many tokens and newer contexts (data of the target) have arrived, a new chain
+# begins. The reason is that drafts far from the last context agree less often with the target.
 _MAX_LEVELS = 32
 
 
@@ -172,7 +172,7 @@ class SequenceDrafter:
         return self.n_context
 
     def receive(self, context: Tensor) -> None:
-        """Add the contexts [n, W] of the next n positions."""
+        """Add the contexts [n, W] of the next n positions: the data that the drafter reads."""
         self._pending.append(context)
         self.n_context += len(context)
 
@@ -208,8 +208,8 @@ class SequenceDrafter:
             chain = self._chain
             max_depth = self._model.drafter.config.max_depth
             assert chain is not None
-            # If the maximum depth is reached, further drafts need a new chain. It begins when newer
-            # contexts have arrived.
+            # If the maximum depth is reached, further drafts need a new chain. The new chain begins
+            # when newer contexts have arrived.
             if max_depth is not None and len(known) >= max_depth:
                 self.is_catching_up = False
                 return None
@@ -223,7 +223,7 @@ class SequenceDrafter:
             return None if self.is_catching_up else self._choose(chain.logits[0], tokens, drafts)
 
     def warm(self, tokens: Sequence[int]) -> None:
-        """Put arrived contexts into the drafter's caches, so that drafting can begin at once."""
+        """Put arrived contexts (data of the target) into the drafter's caches before drafting."""
         newest = self._newest_root(tokens)
         if newest is not None and newest > self._root:
             with torch.inference_mode():

@@ -27,8 +27,8 @@ from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 # The first and the longest wait between two attempts to connect. Each wait is twice as long as the
 # previous one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-# Timeout in seconds of an attempt to connect. A packet of the handshake may be lost, or there may be
-# no server.
+# Timeout in seconds of an attempt to connect. A packet of the handshake may be lost, or no server
+# may be running.
 _CONNECT_S = 5.0
 # An unused channel is closed only after this many seconds. gRPC has a thread that watches the state
 # of each channel. When nobody needs the state any more, this thread notices it a moment later. If
@@ -146,7 +146,7 @@ class Link:
         return events
 
     def reconnect(self, reason: str, wait_s: float = 0.0) -> None:
-        """End the stream, wait at least ``wait_s`` seconds, connect again and start a new stream."""
+        """End the stream, wait at least ``wait_s`` seconds, and start a new stream."""
         with self._changed:
             self._reason, self._wait_s = reason, max(self._wait_s, wait_s)
             self._drop()
@@ -195,7 +195,7 @@ class Link:
                 self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
     def _connect(self) -> grpc.Channel:
-        """Return a connected channel. If the channel of the last stream is still open, return it."""
+        """Return a connected channel: the channel of the last stream if it is still open."""
         with self._changed:
             if self._channel is not None:
                 return self._channel

@@ -168,7 +168,7 @@ class SavedAnswer:
     version: Literal[1] = 1
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically: if the process is killed, the file has its old or new content."""
+        """Write the file atomically: after a kill, it has either its old or its new content."""
         try:
             write_atomic(Path(path), _SAVED.dump_json(self))
         except OSError as error:
@@ -337,9 +337,10 @@ class ClientSession:
         self._proceed()
 
     def no_draft(self) -> None:
-        """Stop drafting until tokens or contexts arrive.
+        """Stop drafting until more tokens or contexts arrive.
 
-        The client calls this if its drafter lacks contexts and cannot draft.
+        The client calls this if its drafter cannot draft, because it lacks contexts (data of the
+        target).
         """
         self._is_stuck = True
         self._emit_pause()
@@ -395,8 +396,8 @@ class ClientSession:
             )
         if self.mode == "server" or not self._is_up or self.n_shown:
             return False
-        # Draft ahead while the server verifies earlier drafts. The first new draft is a guess of the
-        # token that the target will add after the earlier drafts.
+        # Draft ahead while the server verifies earlier drafts. The first new draft is a guess of
+        # the token that the target will add after the earlier drafts.
         if self._awaited:
             return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()

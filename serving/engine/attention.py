@@ -93,7 +93,7 @@ class Segment:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token directly follows the token before it. False for a tree with branches."""
+        """Whether each token follows the token before it. False for a tree with branches."""
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
     def sees_all(self, window: int | None) -> bool:
@@ -101,7 +101,10 @@ class Segment:
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
     def seen_kv(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return views of each layer's keys and values up to the last token: [1, H_kv, S, d] each."""
+        """Return views of the keys and values of each layer, up to the last token.
+
+        Each view has the shape [1, H_kv, S, d].
+        """
         keys, values = self.kv.view(0, self.start + len(self.tokens)).unsqueeze(2)
         return keys.unbind(0), values.unbind(0)
 
@@ -214,7 +217,7 @@ class SegmentAttention:
 
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
-        """Item [layer][segment] has the keys and values that the segment sees, each [1, H_kv, S, d]."""
+        """Item [layer][segment] has the keys and values of the segment, each [1, H_kv, S, d]."""
         return list(
             zip(*(zip(*segment.seen_kv(), strict=True) for segment in self._segments), strict=True)
         )

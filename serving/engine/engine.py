@@ -264,7 +264,8 @@ class Engine:
             sequence_id: the sequence.
             work: its new work.
             drafts: for VERIFY, a chain of tokens that follows the root (the last committed token).
-                Only the first ``max_drafts`` tokens are verified. Empty for a plain step.
+                Only the first ``max_drafts`` tokens are verified. Empty to decode one token without
+                drafts.
             answers: a tag. All commits of this work carry it, so that the caller can recognise
                 them. 0 if the work needs no tag.
 
@@ -603,11 +604,12 @@ class Engine:
 
     def _send_contexts(self, served: list[Scheduled]) -> None:
         """Encode and send contexts. The tokens of the same target call were reported before."""
-        # Encoding many contexts takes as long as encoding a few. So while the server decodes
-        # without the client's drafts, it encodes and sends many contexts at a time. There are two
-        # exceptions. If the server's own drafts need contexts too, contexts are encoded after every
-        # target call. Contexts of the prompt are sent after every target call, because the client
-        # cannot draft without them.
+        # A context is the data that a client's drafter needs about one position. Encoding many
+        # contexts takes as long as encoding a few. So while the server decodes without the client's
+        # drafts, it encodes and sends many contexts at a time. There are two exceptions. If the
+        # server's own drafts need contexts too, contexts are encoded after every target call.
+        # Contexts of the prompt are sent after every target call, because the client cannot draft
+        # without them.
         due: dict[str, list[Scheduled]] = {}
         for item in served:
             sequence = item.sequence
@@ -631,7 +633,7 @@ class Engine:
             self._report(sequence, replace(commit, answers=0))
 
     def _encode(self, name: str, items: list[Scheduled]) -> None:
-        """Encode contexts of sequences that use one drafter.
+        """Encode contexts (data for clients' drafters) of sequences that use one drafter.
 
         If the drafter can also use the contexts for the server's own drafts, put the contexts into
         the drafter's caches.
@@ -749,7 +751,10 @@ def _logprobs(
 
 
 def _contexts_at_once(sequence: Sequence) -> int:
-    """Return how many new contexts a sequence must have before they are encoded and sent."""
+    """Return how many new contexts a sequence must have before they are encoded and sent.
+
+    A context is the data that a client's drafter needs about one position.
+    """
     is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
     has_prompt = sequence.n_context - sequence.n_unsent >= sequence.request.n_prompt - 1
     return _CONTEXTS_AT_ONCE if is_run and has_prompt else 1

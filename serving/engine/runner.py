@@ -3,8 +3,8 @@
 Shapes: n tokens of one segment, T tokens of all segments, E hidden size, V vocabulary size.
 
 A segment is the tokens of one sequence in the target call. The tokens of all segments are
-concatenated without padding, [1, T]. So the linear layers process prompt chunks, plain steps and
-verifications of any size at once. Only attention separates the segments::
+concatenated without padding, [1, T]. So the linear layers process prompt chunks, plain steps (one
+token without drafts) and verifications of any size at once. Only attention separates the segments::
 
     segment     prompt chunk   plain step   root and drafts
     tokens      a b c d e      k            r x y z             T = 10
@@ -191,7 +191,7 @@ class Runner:
         attention: SegmentAttention | BatchedAttention,
         watched_layers: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [1, T]. Return hidden states [T, E], and outputs [1, T, E] of watched layers."""
+        """Run tokens [1, T]. Return hidden states [T, E] and watched layers' outputs [1, T, E]."""
         positions = attention.positions[None]
         if self._fused is not None:
             run_layers = None

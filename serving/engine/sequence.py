@@ -183,7 +183,7 @@ class Sequence:
 
     @property
     def n_unencoded(self) -> int:
-        """The number of positions that the target has processed but whose context isn't encoded."""
+        """The number of positions that have a hidden state, but no encoded context yet."""
         return sum(map(len, self.unencoded))
 
     @property
@@ -197,7 +197,7 @@ class Sequence:
 
     @property
     def n_unsent(self) -> int:
-        """The number of positions whose context is encoded but not sent yet."""
+        """The number of contexts (data for the client's drafter) that are encoded but not sent."""
         return sum(map(len, self.encoded))
 
     @property
@@ -255,7 +255,10 @@ class Sequence:
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
 
     def take_contexts(self, commit: Commit) -> Commit:
-        """Return a copy of a commit that also has all encoded contexts that were not sent yet."""
+        """Return a copy of a commit that also has all encoded contexts that were not sent yet.
+
+        A context is the data that the client's drafter needs about one position.
+        """
         if not self.encoded:
             return commit
         first = self.n_context - self.n_unsent
@@ -265,7 +268,7 @@ class Sequence:
 
 
 def contexts_to_host(sequences: GenericSequence[Sequence]) -> None:
-    """Copy unsent contexts to the host, with one GPU sync per drafter.
+    """Copy unsent contexts (data for clients' drafters) to the host, with one GPU sync per drafter.
 
     Args:
         sequences: sequences with unsent contexts.

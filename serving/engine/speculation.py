@@ -40,7 +40,7 @@ from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
-"""A sequence enters the shared state if the drafter must process at most this many of its tokens."""
+"""A sequence enters the shared state if the drafter has at most this many new tokens to process."""
 
 
 class Speculation:
@@ -137,7 +137,7 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: GenericSequence[Sequence]) -> None:
-        """Draft for the sequences of the last :meth:`gather`, unless plain steps are faster."""
+        """Draft for the sequences of the last :meth:`gather`, unless drafts would cost time."""
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
@@ -257,6 +257,8 @@ class Speculation:
         self, sequences: GenericSequence[Sequence]
     ) -> dict[int, tuple[Tensor, int]]:
         """Encode the contexts of all positions that have a hidden state, but no context yet.
+
+        A context is the data that a client's drafter needs about one position.
 
         Args:
             sequences: sequences that have such positions.
