@@ -406,7 +406,7 @@ def tokenize_row(
     The last answer of a row may have been cut off at a token limit. A column such as
     ``finish_reason`` says so; see :func:`.find_cuts`.
     """
-    row = columns.apply(content)
+    row: Any = columns.apply(content)
     chat = parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
