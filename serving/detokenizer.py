@@ -74,8 +74,8 @@ class StopStrings:
             return "" if self.is_found else text
         n_held = len(self._held)
         text = self._held + text
-        # For each stop string that occurs in the text: the end and the start of its first
-        # occurrence.
+        # For each stop string that occurs in the text, the list has a pair: the end and the start
+        # of the first occurrence.
         matches: list[tuple[int, int]] = []
         for stop in self._stops:
             start = text.find(stop, max(0, n_held + 1 - len(stop)))
@@ -98,7 +98,10 @@ class StopStrings:
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Return the index at which an incomplete stop string may begin, or the text's length."""
+    """Return the index at which a stop string may begin that is still incomplete.
+
+    If no such index exists, return the length of the text.
+    """
     for start in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[start:]):
             return start
