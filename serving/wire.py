@@ -90,8 +90,8 @@ def encode(codec: str, context: Tensor) -> bytes:
         return _as_bytes(values.to(torch.bfloat16))
     width = values.shape[1]
     groups = F.pad(values, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
-    # There is one scale per group of 64 values.
-    scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)  # [n, G]
+    # There is one scale per group of 64 values. The shape is [n, G].
+    scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)
     steps = scales.float()[..., None]
     codes = (
         torch.where(steps > 0, groups / steps, 0.0)

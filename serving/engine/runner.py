@@ -44,8 +44,8 @@ _FEWEST_PRODUCTS = 1 << 23
 class Output:
     """Results of a target call for one segment (n tokens of one sequence)."""
 
-    # The hidden state of each token after the final norm, [n, E]. No rows if the caller did not
-    # request hidden states.
+    # [n, E]: the output of the final norm for each token. The tensor has zero rows if the caller
+    # did not request hidden states.
     hidden: Tensor
     # [1 + drafts, V]. Row 0 has the logits of the last token before the drafts, and the next rows
     # have the logits of the drafts. None if the segment needs no logits.
@@ -134,8 +134,8 @@ class Runner:
             self._device,
         )
         sizes = [len(segment.tokens) for segment in segments]
-        # Find the tokens whose logits are needed: their number per segment, and their indices among
-        # all tokens of the target call.
+        # Find the tokens whose logits are needed. ``n_wanted`` has their number per segment.
+        # ``wanted`` has their indices among all tokens of the target call.
         n_wanted = [1 + len(segment.parents) if segment.is_read else 0 for segment in segments]
         stops = itertools.accumulate(sizes)
         wanted = [
@@ -160,12 +160,13 @@ class Runner:
             wanted_hidden = hidden[0, : len(wanted)]
             by_segment = (hidden[0, :0],) * len(segments)
         else:
-            hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
+            # The shape of ``hidden`` is [T, E].
+            hidden, outputs = self._forward(tokens, attention, watched_layers)
             by_segment = hidden.split(sizes)
             wanted_hidden = hidden if len(wanted) == len(hidden) else hidden[wanted]
         wanted_hidden = self._logits(self._head, wanted_hidden)
         logits = wanted_hidden.split(n_wanted)
-        # This is the only GPU sync of the target call.
+        # Converting the tensor to a list waits for the GPU. The target call waits only here.
         best = iter(wanted_hidden.argmax(dim=-1).tolist())
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
         results = []
