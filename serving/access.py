@@ -448,7 +448,7 @@ class Connections:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until accepting has stopped."""
+        """Wait until the server has stopped accepting connections."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(
