@@ -361,7 +361,7 @@ class Connection(H11Protocol):
         self.forget()
 
     def forget(self) -> None:
-        """Remove the connection from the pool."""
+        """Remove this connection from the server's open connections."""
         self._set_deadline(None)
         self.pool.open.discard(self)
 

@@ -115,7 +115,8 @@ _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 _MAX_CHOICES = 128  # Maximum number of answers of one request.
 _MAX_LOGPROBS = 20
-_MIN_LOGPROB = -9999.0  # Stands for log(0), which JSON cannot represent. vLLM uses this value, too.
+# This number stands for log(0), which JSON cannot represent. vLLM uses this value, too.
+_MIN_LOGPROB = -9999.0
 # Maximum number of lists and objects in the body of a request, counted by opening brackets. Python
 # needs 0.2 s to create this many.
 _MAX_CONTAINERS = 100_000

@@ -55,7 +55,8 @@ class StopStrings:
 
     Args:
         stops: the stop strings.
-        n_before: number of pieces at the start of the text in which no stop string may end.
+        n_before: number of pieces at the start of the text. A stop string that ends in one of these
+            pieces is ignored.
     """
 
     def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:

@@ -428,7 +428,10 @@ class _Turn:
 
     @property
     def _n_lacking(self) -> int:
-        """The number of committed tokens, except the last, that have no context for the drafter."""
+        """The number of committed tokens without a context. The last token is not counted.
+
+        A context is the data that the drafter reads about one position.
+        """
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:

@@ -160,7 +160,7 @@ class SequenceDrafter:
         """Start a sequence. Return for how many of its positions the drafter already has contexts.
 
         If the sequence begins with the same tokens as the previous sequence, the drafter keeps the
-        contexts in its caches.
+        contexts of these tokens in its caches.
         """
         self._sampling = sampling
         self._seed = seed

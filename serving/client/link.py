@@ -45,7 +45,8 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
 )
-# gRPC status of a stream that ended -> error class. After any other status, a new attempt may help.
+# gRPC status with which a stream ended -> error class. After any other status, the link tries to
+# connect again.
 _ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed
 }
