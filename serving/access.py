@@ -329,7 +329,7 @@ class Connection(H11Protocol):
                 self.wait()
 
     def wait(self) -> None:
-        """Mark the connection as waiting for the head of a request, and set its deadline."""
+        """Mark the connection as waiting, and set the deadline for the head of the next request."""
         self.is_working = False
         self.ends_s = float("inf")
         self.since = time.monotonic()
@@ -402,8 +402,8 @@ class Connections:
             most: the limit.
 
         Returns:
-            Whether one more connection may be opened. This is also the case if only young
-            connections wait. They are not aborted, and the limit is exceeded.
+            Whether one more connection may be opened. The result is also True if only young
+            connections wait. These are not aborted, so the new connection exceeds the limit.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:

@@ -56,7 +56,7 @@ class ApiError(Exception):
     """An error that is sent to the client in OpenAI's format."""
 
     status: int  # HTTP status.
-    message: str  # One line: what was wrong and what to do.
+    message: str  # The error message, in one line: what was wrong, and what to do.
     param: str | None = None  # Name of the invalid setting.
     code: str | None = None  # Identifier of the error, for programs.
     retry_after_s: float | None = None  # Seconds after which the client should try again.

@@ -95,7 +95,7 @@ class Service:
         weights = target_identity(self.target.identity)
         # Tells clients, in the field ``system_fingerprint``, which weights the target has.
         self._fingerprint = f"fp_{weights[:12]}" if weights else None
-        # ``is_draining`` is true while the server shuts down. It then refuses requests.
+        # ``is_draining`` is true while the server shuts down. The server then refuses requests.
         self.is_draining, self._created = False, int(time.time())
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once

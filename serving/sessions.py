@@ -501,7 +501,10 @@ class Stream:
         return len(self._replies) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def next(self) -> pb.ServerMessage | None:
-        """Wait for the next message to send. None if the stream is closed and nothing is left."""
+        """Wait for the next message to send.
+
+        Return None if the stream is closed and nothing is left.
+        """
         while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()

@@ -84,7 +84,7 @@ def encode(codec: str, context: Tensor) -> bytes:
     if not context.numel():
         return b""
     values = context.detach().to("cpu", torch.float32)
-    # Infinity and NaN are sent as 0, because either would spoil all later drafts.
+    # Infinity and NaN are sent as 0. Otherwise a single such number would spoil all later drafts.
     values = torch.where(values.isfinite(), values, 0.0).clamp(-_LARGEST, _LARGEST)
     if codec == "bf16":
         return _as_bytes(values.to(torch.bfloat16))

@@ -424,7 +424,7 @@ class _Turn:
             self._pings[self._n_pings], self._pinged_s = now, now
             session.ping(self._n_pings)
 
-    # The methods below draft.
+    # The methods below decide whether to draft, and draft tokens.
 
     @property
     def _n_lacking(self) -> int:

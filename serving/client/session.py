@@ -54,8 +54,8 @@ ChosenMode = Literal["server", "client"]
 ``server``: the server drafts, verifies and streams. ``client``: the client drafts ahead while the
 server verifies."""
 Mode = Literal["server", "client", "offline"]
-"""How tokens are made at present. Without a network it is ``offline``: only the client's drafter
-makes tokens. Otherwise it is the chosen :data:`ChosenMode`."""
+"""How tokens are made at present. The mode is ``offline`` while only the client's drafter makes
+tokens, because the server does not answer. Otherwise it is the :data:`ChosenMode` of the answer."""
 
 Kind = Literal["streamed", "accepted", "bonus", "unverified"]
 """The origin of a token.
@@ -237,8 +237,8 @@ class ClientSession:
         settings: how the answer is drafted.
         texts: a detokenizer that has no tokens yet.
         n_context: the number of positions whose contexts (data of the target) the drafter has. The
-            attribute ``n_context`` continues this count. If :meth:`receive` increases it by n, the
-            last n contexts in the received message are new.
+            attribute ``n_context`` continues this count. If :meth:`receive` increases this
+            attribute by n, the last n contexts in the received message are new.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class ClientSession:
             self._emit_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
 
-    # The methods below take the inputs.
+    # The methods below take the inputs of the state machine.
 
     def link_up(self) -> None:
         """Handle a new connection: open the session with the known tokens, then request more."""
@@ -386,7 +386,7 @@ class ClientSession:
             self._take_context(message.context)
         self._proceed()
 
-    # The methods below return the outputs.
+    # The methods below return the outputs of the state machine.
 
     @property
     def wants_draft(self) -> bool:

@@ -81,7 +81,7 @@ class EventLog:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
 
     async def follow(self, last_id: str) -> AsyncIterator[str]:
-        """Yield items as server-sent events: first those after an event id, then new items."""
+        """Yield items as server-sent events: first the items after an event id, then new items."""
         run, _, after = last_id.partition("-")
         last = int(after) if run == self._run and after.isdecimal() else -1
         while not self.is_closed:

@@ -9,8 +9,8 @@ A *segment* is the tokens of one sequence in a target call.
 | CPU, float32, single tokens, few query heads per key head | two sparse operations, no copy of KV |
 | otherwise | one call per segment, on views of the KV |
 
-In the table, a call is a call of PyTorch's attention function. Each call of this function takes a
-fixed time in addition. On a GPU this time is long, so the segments share one or two calls.
+In the table, a call is a call of PyTorch's attention function. Each call of this function has a
+fixed cost. On a GPU this cost is high, so the segments share one or two calls.
 
 A *slot* of the KV cache holds the key and value of one token.
 
@@ -79,22 +79,22 @@ class Segment:
 
     @property
     def start(self) -> int:
-        """The position of the first token."""
+        """The position of the segment's first token."""
         return self.kv.length
 
     @property
     def first_slot(self) -> int:
-        """The index of the first token's slot among all slots of the pool."""
+        """The index of the slot of the segment's first token, among all slots of the pool."""
         return self.kv.first_slot + self.kv.length
 
     @property
     def n_known(self) -> int:
-        """The number of tokens before the drafts."""
+        """The number of committed tokens in the segment. They come before the drafts."""
         return len(self.tokens) - len(self.parents)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the token before it. False for a tree with branches."""
+        """Whether the tokens of the segment are a chain, and not a tree with branches."""
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
     def sees_all(self, window: int | None) -> bool:
@@ -103,7 +103,7 @@ class Segment:
         If it is, its attention needs no mask.
 
         Args:
-            window: the sliding window or chunk of a layer; None if the layer has full attention.
+            window: the size of a layer's window or chunk; None if it has full attention.
         """
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
@@ -116,7 +116,7 @@ class Segment:
         return keys.unbind(0), values.unbind(0)
 
     def positions(self) -> list[int]:
-        """Return the position of each token. A draft's position is its parent's position + 1."""
+        """Return each token's position. The position of a draft is its parent's position + 1."""
         root = self.start + self.n_known - 1
         depths = {-1: 0}
         for node, parent in enumerate(self.parents):
@@ -163,7 +163,7 @@ class SegmentAttention:
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the sliding window or chunk; None if the layer has full attention.
+        windows: for each layer, the size of its window or chunk; None if it has full attention.
         device: device of the target.
     """
 
@@ -243,9 +243,9 @@ class SegmentAttention:
         Args:
             layer: index of the layer.
             q: [1, H, T, d], the queries of all tokens.
-            k: [1, H_kv, T, d], their keys.
-            v: [1, H_kv, T, d], their values. The head dim of values may be smaller than that of
-                keys.
+            k: [1, H_kv, T, d], the keys of all tokens.
+            v: [1, H_kv, T, d], the values of all tokens. The head dim of values may be smaller than
+                the head dim of keys.
             cap: soft cap; see :func:`~moa_data.moa.nn.attention.attend_plainly`.
             sinks: attention sinks; see :func:`~moa_data.moa.nn.attention.attend_plainly`.
 
@@ -260,8 +260,8 @@ class SegmentAttention:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
-        # The KV buffer is as large as the layer with the most heads and the layer with the largest
-        # head dim need. Check whether the present layer uses the whole buffer.
+        # The KV buffer has room for the largest number of heads and the largest head dim of all
+        # layers. Check whether the present layer uses the whole buffer.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
@@ -317,7 +317,7 @@ class _Steps:
             [starts, [segment.kv.first_slot for segment in segments]]
         ).unsqueeze(2)
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
-        slots = torch.minimum(columns, lasts).add_(firsts)  # The shape is [T, S].
+        slots = torch.minimum(columns, lasts).add_(firsts)  # The shape of ``slots`` is [T, S].
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(
             n_heads // n_kv_heads
         )
@@ -438,7 +438,7 @@ class BatchedAttention:
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the sliding window or chunk; None if the layer has full attention.
+        windows: for each layer, the size of its window or chunk; None if it has full attention.
         n_heads: query heads of each layer.
         device: device of the target.
     """
@@ -500,18 +500,18 @@ class BatchedAttention:
         Args:
             layer: index of the layer.
             q: [1, H, T, d], the queries of all tokens.
-            k: [1, H_kv, T, d], their keys.
-            v: [1, H_kv, T, d], their values.
+            k: [1, H_kv, T, d], the keys of all tokens.
+            v: [1, H_kv, T, d], the values of all tokens.
 
         Returns:
             The attention output [1, T, H, d].
         """
-        kv = self._buffer[:, layer]  # The shape is [2, H_kv, slots, d].
+        kv = self._buffer[:, layer]  # The shape of ``kv`` is [2, H_kv, slots, d].
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
         if self._ragged is not None:
             return self._ragged.attend(q, kv, self._windows[layer])
-        queries = q.transpose(1, 2).flatten(0, 2)  # The shape is [T * H, d].
+        queries = q.transpose(1, 2).flatten(0, 2)  # The shape of ``queries`` is [T * H, d].
         attended = [batch.attend(queries, kv, self._windows[layer]) for batch in self._batches]
         output = attended[0] if len(attended) == 1 else torch.cat(attended)
         return output.index_select(0, self._output_indices).view(1, -1, self._n_heads, q.shape[3])
@@ -692,7 +692,8 @@ class _Batch:
         )
         if self._n_rows == 1:
             first = self._segments[0].kv.first_slot
-            rows = kv[:, None, :, first : first + self._n_slots]  # The shape is [2, 1, H_kv, S, d].
+            # The shape of ``rows`` is [2, 1, H_kv, S, d].
+            rows = kv[:, None, :, first : first + self._n_slots]
         else:
             rows = kv.index_select(2, self._slots).unflatten(2, (self._n_rows, -1)).transpose(1, 2)
         return attend(q, rows[0], rows[1], self._scores[window]).transpose(1, 2).flatten(0, 2)

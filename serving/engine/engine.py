@@ -201,7 +201,7 @@ class Engine:
         self._pool.free(kv)
         return problem
 
-    # Methods that any thread may call
+    # Any thread may call the methods below.
 
     def start(self) -> None:
         """Start a thread that calls :meth:`step`."""
@@ -375,7 +375,7 @@ class Engine:
             total = self._pool.n_blocks * BLOCK_TOKENS
             return replace(self._counts, n_working=n_working, kv_used=used, kv_tokens=total)
 
-    # Methods of the thread that calls ``step``
+    # Only the thread that calls ``step`` may call the methods below.
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -740,7 +740,7 @@ def _logprobs(
         )
         for index, node in enumerate([-1, *accepted][: len(new)])
     ]
-    log_p = torch.stack(rows).float().log_softmax(dim=-1)  # The shape is [n, V].
+    log_p = torch.stack(rows).float().log_softmax(dim=-1)  # The shape of ``log_p`` is [n, V].
     new_log_p = log_p.gather(1, to_device([[token] for token in new], log_p.device))
     values, tokens = log_p.topk(min(k, log_p.shape[1]), dim=-1)
     likeliest = [

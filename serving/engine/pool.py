@@ -159,7 +159,8 @@ class Pool:
             first_layer: the first layer to pack.
         """
         if self._groups:
-            layers = self.buffer.permute(1, 3, 2, 0, 4)  # The shape is [L, S, H_kv, 2, d].
+            # The shape of ``layers`` is [L, S, H_kv, 2, d].
+            layers = self.buffer.permute(1, 3, 2, 0, 4)
             return pack_groups(
                 self._groups, lambda layer: layers[layer].index_select(0, slots), first_layer
             )

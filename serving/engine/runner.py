@@ -149,9 +149,9 @@ class Runner:
             and not watched_layers
             and len(wanted) < sum(sizes)
         ):
-            # In the last layer, compute only keys and values for tokens whose logits are not
-            # needed. If no logits are needed, compute token 0 completely, because a matrix product
-            # needs at least one row.
+            # If the logits of a token are not needed, compute only the token's keys and values in
+            # the last layer. If no logits are needed at all, compute token 0 completely, because a
+            # matrix product needs at least one row.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(

@@ -38,8 +38,8 @@ class Request:
     sampling: SamplingConfig = GREEDY
     # The seed and a token's position determine the random numbers for sampling this token.
     seed: int = 0
-    # Name of the server's drafter for this sequence. It makes the server's drafts. If the client
-    # drafts, the same drafter encodes the contexts for the client.
+    # Name of the server's drafter for this sequence. This drafter makes the server's drafts. If the
+    # client drafts, this drafter also encodes the contexts for the client.
     drafter: str | None = None
     # Whether commits contain contexts. The context of a position is the data that a client's
     # drafter needs about this position after the target has processed it.

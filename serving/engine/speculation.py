@@ -109,7 +109,7 @@ class Speculation:
             sequence.drafts = ()
             sequence.parents = ()
 
-    # The methods below draft.
+    # The methods below draft tokens on the server.
 
     def gather(self, sequences: GenericSequence[Sequence]) -> None:
         """Move the sequences that draft now to the shared state, and all others out of it.
@@ -138,7 +138,10 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: GenericSequence[Sequence]) -> None:
-        """Draft for the sequences of the last :meth:`gather`, unless the policy has stopped it."""
+        """Draft for the sequences of the last :meth:`gather`.
+
+        The policy may stop drafting for some time. Then the sequences get no drafts.
+        """
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
