@@ -146,7 +146,7 @@ class Rate:
         self._since = time.monotonic()
 
     def take(self) -> float:
-        """Count one event, and return the seconds to wait before it may be served."""
+        """Count one event. Return how many seconds to wait before this event may be served."""
         now = time.monotonic()
         self._left = min(self._at_once, self._left + (now - self._since) * self._per_second) - 1
         self._since = now

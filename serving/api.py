@@ -205,7 +205,7 @@ class GenerationRequest(Body):
 
     @property
     def n_logprobs(self) -> int | None:
-        """How many top log-probabilities per token are requested.
+        """The number of top log-probabilities that the request asks for, per token.
 
         None if the request asks for no log-probabilities at all.
         """

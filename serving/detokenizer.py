@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 # If the text ends with an incomplete character, the text of the last tokens is held back until the
-# character is complete. If it is still incomplete after this many tokens, the text is returned
-# anyway. These tokens have more bytes than any character, so their bytes must be invalid.
+# character is complete. If the character is still incomplete after this many tokens, the text is
+# returned anyway. These tokens have more bytes than any character, so their bytes must be invalid.
 _LONGEST = 16
 
 
@@ -63,7 +63,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._held = ""
         self._n_before = n_before
-        # Whether a stop string was found. No text after it is passed on.
+        # Whether a stop string was found. The text after the stop string is not passed on.
         self.is_found = False
 
     def push(self, text: str) -> str:

@@ -93,7 +93,8 @@ class Service:
         self.model_name = config.name or Path(config.model).name
         self.limits = config.limits
         weights = target_identity(self.target.identity)
-        # Tells clients, in the field ``system_fingerprint``, which weights the target has.
+        # The value of the field ``system_fingerprint``. It tells clients which weights the target
+        # has.
         self._fingerprint = f"fp_{weights[:12]}" if weights else None
         # ``is_draining`` is true while the server shuts down. The server then refuses requests.
         self.is_draining, self._created = False, int(time.time())
@@ -366,8 +367,8 @@ class Service:
         If the engine is full, make room by dropping a connection whose client has stopped reading.
         """
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same
-        # seeds.
+        # As in vLLM, the answers to one prompt have consecutive seeds. The first answers to all
+        # prompts have the same seed.
         requests: list[Request] = []
         for tokens in prompts:
             for k in range(asked.n or 1):
@@ -572,7 +573,7 @@ async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) 
 
 
 async def first_of(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> None:
-    """Wait until the work or the event is done, whichever is first. Raise errors of the work."""
+    """Wait until the work or the event is done. If the work has failed, raise its error."""
     waiting = asyncio.ensure_future(event)
     try:
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)

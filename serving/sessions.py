@@ -99,7 +99,8 @@ class ServerSession:
         self._tag = 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify]] = deque()
         self._is_held = self._ends_when_idle = False
-        self.stopped = asyncio.Event()  # Set while the engine has no work for the session.
+        # This event is set while the engine has no work for the session.
+        self.stopped = asyncio.Event()
         self.stopped.set()
         # Number of tokens that the client has, including tokens that are still on their way.
         self._n_sent = 0
@@ -456,8 +457,8 @@ class Stream:
         Args:
             contexts: the contexts of the sequence.
             codec: the encoding of contexts in messages.
-            n_context: the number of contexts that the client has. It is also the first position to
-                send.
+            n_context: the number of contexts that the client has. This is also the position of the
+                first context to send.
             width: the size of a context, W.
         """
         self._contexts = contexts

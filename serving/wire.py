@@ -109,7 +109,7 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     """Decode the contexts of n positions: [n, W] float32. All numbers are finite.
 
     Raises:
-        ServingError: the length is wrong.
+        ServingError: the number of bytes is wrong.
     """
     size = bytes_per_position(codec, width)
     if len(values) != n_positions * size:

@@ -385,7 +385,7 @@ class _Turn:
             self._verify_s = _smoothed(self._verify_s, call_s)
         # The contexts of these tokens (data for the drafter) arrive soon after the tokens. Waiting
         # for the contexts is faster than letting the drafter process the tokens one by one without
-        # them.
+        # contexts.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -444,9 +444,9 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            # The contexts of a long prompt (data for the drafter) are on their way. Waiting for
-            # them is faster than letting the drafter process the tokens of the prompt one by one
-            # without them.
+            # The contexts of a long prompt (data for the drafter) are on their way. Waiting for the
+            # contexts is faster than letting the drafter process the tokens of the prompt one by
+            # one without contexts.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()

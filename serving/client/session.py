@@ -156,8 +156,8 @@ class SavedAnswer:
     # The id that the server gave to the session. Empty before the server has opened the session.
     session: str
     # The prompt and the committed tokens of the answer. Tokens that were committed after the last
-    # save are not in the file. The server sends them again: it still has them, or computes them
-    # again.
+    # save are not in the file. The server sends these tokens again. If it does not have them any
+    # more, it computes them again.
     tokens: tuple[Natural, ...]
     n_prompt: Count
     max_new_tokens: Count
@@ -521,7 +521,10 @@ class ClientSession:
         )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
-        """Commit tokens of the server. Take back the first draft that differs, and all after it."""
+        """Commit tokens of the server.
+
+        Take back the first draft that differs from them, and all later drafts.
+        """
         n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):

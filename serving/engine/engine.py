@@ -459,9 +459,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _dispensable(self, name: str, sequences: GenericSequence[Sequence]) -> Iterator[None]:
-        """If the drafter fails in the ``with`` block, decode its sequences without drafts.
+        """Catch errors of the drafter in the ``with`` block.
 
-        The tokens of the sequences do not change, because drafts never change the target's output.
+        After an error, the sequences continue without drafts. Their tokens do not change, because
+        drafts never change the target's output.
         """
         try:
             yield
@@ -679,7 +680,7 @@ class Engine:
             self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """Remove a sequence and report the error to its owner."""
+        """Remove a sequence that has failed, and pass the error to its callback."""
         _LOG.error("sequence %d failed: %s", sequence.id, first_line(error), exc_info=error)
         self._counts.n_failed += 1
         self._remove(sequence)

@@ -76,10 +76,10 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # Turn off the scaling of queries by position. transformers takes a token's index in
-                # the input for its position, which is wrong for concatenated segments. Turning it
-                # off changes no results, because the scaling has no effect at positions below
-                # ``Target.max_positions``.
+                # Turn off the scaling of queries by position. transformers uses a token's index in
+                # the input as its position, which is wrong for concatenated segments. The scaling
+                # has no effect at positions below ``Target.max_positions``, so the results do not
+                # change if it is turned off.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()

@@ -271,7 +271,7 @@ class Speculation:
             Sequence id -> the new contexts [n, W], and the position of the first context.
         """
         counts = [sequence.n_unencoded for sequence in sequences]
-        # The target's hidden states of all these positions, [n, E].
+        # The target's hidden states of all positions to encode, [n, E].
         hidden = torch.cat([states for sequence in sequences for states in sequence.unencoded])
         spans = [
             (sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)
