@@ -214,8 +214,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # Computing the times below does not make the host wait, because the verification has just
-        # synchronized with the device.
+        # The times below can be computed without waiting for the device, because the verification
+        # has just synchronized with the device.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
@@ -223,8 +223,8 @@ def _decode(
         committed = [[0, *(node + 1 for node in nodes)] for nodes in accepted]
         cache.commit(committed)
         proposer.observe(hidden, committed)
-        # Report only rounds that recorded no CUDA graph to the policy. A round that records a graph
-        # takes far longer than the later rounds that replay the graph.
+        # A round that records a CUDA graph takes far longer than the later rounds that replay the
+        # graph. So do not report such a round to the policy.
         if n_recorded() == n_before:
             policy.observe(
                 drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s
@@ -292,12 +292,12 @@ def _propose(
 ) -> DraftTree:
     """Propose drafts.
 
-    The number of levels of greedy drafts is limited by two numbers: the positions that the target
-    has left, and the largest number of tokens that an answer can still get.
+    Greedy drafts have at most as many levels as the target has positions left. They also have at
+    most as many levels as an answer of the batch can still use.
     """
-    # Do not limit sampled drafts in this way. The limit depends on all rows of the batch, and each
-    # level draws random numbers. So the answer of a row would depend on the other rows. Tokens
-    # beyond the last position are dropped when they are committed.
+    # Do not limit the levels of sampled drafts. The limit depends on all rows of the batch, and
+    # each level draws random numbers. So with a limit, the answer of a row would depend on the
+    # other rows. Tokens beyond the last position are dropped when they are committed.
     if shape is not None and sampling.is_argmax:
         wanted = max(row.n_remaining for row in rows) - 1
         depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))

@@ -22,8 +22,9 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# Device type -> n; other types have n = 1. A chain can end early if its drafts become unlikely.
-# Each check for this synchronizes with the device, so it is done only after every n-th draft.
+# Type of the device -> n. For types that are not listed, n is 1. A chain can end early if its
+# drafts become unlikely. This is checked only after every n-th draft, because each check
+# synchronizes with the device.
 _ASKS_AFTER = {"cuda": 4}
 
 # A function that takes the drafter's logits [B, V] and returns the drafts of one level, [B] int64,
@@ -194,8 +195,8 @@ class DrafterProposer(Proposer):
         """Continue a generation with a state and a cache that the caller keeps up to date.
 
         Args:
-            cache: the target's KV. If the target is remote, the contexts that it has sent in place
-                of its KV (see ``drafters.base``).
+            cache: the target's KV. If the target is remote, the cache contains the contexts that
+                the target has sent in place of its KV (see ``drafters.base``).
             state: the drafter's state.
             choose: chooses the tokens of chains. If None, the tokens are sampled according to the
                 sampling settings.
@@ -351,14 +352,16 @@ class DrafterProposer(Proposer):
 def _cut_chain(
     tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor
 ) -> DraftTree:
-    """Cut the chain of each row, and pad the rows that have fewer drafts than another row.
+    """Shorten the chain of each row to the drafts in ``kept``.
+
+    Rows that then have fewer drafts than another row are padded.
 
     Args:
         tokens: one tensor [B, 1] per draft.
         probabilities: one tensor [B, V] per draft: the distribution from which the draft was
-            sampled. Empty if drafts were not sampled.
-        kept: [B, N] bool, true for the drafts of the chains after the cut. In each row, true values
-            come before false values.
+            sampled. The sequence is empty if drafts were not sampled.
+        kept: [B, N] bool, true for the drafts that remain. In each row, true values come before
+            false values.
     """
     n_drafts = int(kept.sum(dim=1).max())
     if not n_drafts:

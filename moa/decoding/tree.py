@@ -158,12 +158,13 @@ class DraftTree:
         return tokens, parents
 
     def on_host_with(self, numbers: Tensor) -> list[list[int]]:
-        """Copy tokens, parents and other numbers from the device in one transfer.
+        """Copy tokens, parents and the given ``numbers`` from the device in one transfer.
 
-        This saves a second synchronization. Tokens and parents are stored in :attr:`on_host`.
+        One transfer synchronizes with the device only once. Tokens and parents are stored in
+        :attr:`on_host`.
 
         Args:
-            numbers: [B, M] int64, the other numbers.
+            numbers: [B, M] int64.
 
         Returns:
             For each row, its M numbers.
