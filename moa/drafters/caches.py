@@ -125,10 +125,10 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    """Append new keys and values to ``first``. All tensors are [B, heads, S, d].
+    """Append new keys and values to those in ``first``. All tensors are [B, heads, S, d].
 
-    ``first`` is converted to the dtype of the new keys and values. If ``first`` has more heads, the
-    heads of the new keys and values are repeated until the numbers are equal.
+    ``first`` is converted to the dtype of the new keys and values. If ``first`` has more heads than
+    the new keys and values, the new heads are repeated until both numbers of heads are equal.
     """
     if keys.shape[1] < (n_heads := first[0].shape[1]):
         keys = expand_heads(keys, n_heads)
@@ -195,11 +195,12 @@ class Fed(NamedTuple):
     positions: Tensor
     rotation: Rotation  # The drafter's rotary embedding at these positions.
     before: list[int]  # Number of verified tokens of each row.
-    # [B, b, n] bool, true if one of the b tokens of the call sees one of the n tokens that were fed
-    # in this round.
+    # [B, b, n] bool, true if a token of the call sees a token of the round. The call processes b
+    # tokens. The round has fed n tokens, including these b tokens.
     seen: Tensor
-    # [B, b, S] bool, the mask over the whole cache: first the verified tokens, then ``seen``. None
-    # if all tokens see the whole cache.
+    # [B, b, S] bool, true if a token of the call sees a slot of the cache. The slots of verified
+    # tokens come first, followed by the slots of the n tokens in ``seen``. None if all tokens see
+    # the whole cache.
     mask: Tensor | None
 
 
@@ -216,8 +217,8 @@ class LayerState(RowState):
         # For each row, tensors [n, ...] with the target's states of committed positions that have
         # not been fed to the layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
-        # While a CUDA graph is recorded, the tensors from which replays read the tokens and states
-        # of a round. Otherwise None.
+        # The tensors from which replays of a CUDA graph read the tokens and states of a round. None
+        # while no graph is being recorded.
         self.given: Fresh | None = None
 
     @override
@@ -253,7 +254,7 @@ class LayerState(RowState):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
-        """Return the committed tokens that have no slot yet, and the target's states of them.
+        """Return the committed tokens without a slot, and the target's states for these tokens.
 
         The states are [B, n, ...], or None if the layers read only tokens.
         """

@@ -132,7 +132,8 @@ class FeatureDrafter(Drafter):
         # Run all rounds of all sequences together, one level after another, because each level
         # reads the features that the previous level has computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. For each slot, the last slot made from target states that the slot's round sees.
+        # [B, S]. Each slot belongs to a draft round. The round sees the slots made from target
+        # states up to this index.
         context = context[:, 1:]
         slots = masks.positions_of(context)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
@@ -154,7 +155,8 @@ class FeatureDrafter(Drafter):
         for index in range(1, int(step.max()) + 1):
             queries, valid = training.loss_queries(step == index)
             limit = context.gather(1, queries)[..., None]
-            # Mask [B, Q, 2S]: slots made from target states, then slots of the drafter.
+            # [B, Q, 2S], true if a query sees a slot. The S slots made from target states come
+            # first, followed by the S slots made from features of the drafter.
             seen = torch.cat(
                 (slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1
             )

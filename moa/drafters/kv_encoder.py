@@ -98,7 +98,7 @@ class KVEncoderSizes(DrafterSizes):
         return None if self.layer_stride == 1 else self.encoded_layers
 
     def encoder_problems(self) -> Iterator[str]:
-        """Yield descriptions of sizes of the KV encoder that do not fit together."""
+        """Yield one message for each contradiction between the sizes of the KV encoder."""
         heads = self.layer_attention_heads
         kv_heads = self.layer_attention_kv_heads
         head_dim = self.layer_attention_head_dim
@@ -154,8 +154,9 @@ class KVEncoderSizes(DrafterSizes):
         n_heads = min(facts.n_heads, max(1, kv_width // 64)) if grouped else facts.n_heads
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The MoA authors' code gives layer self-attention the target's number of heads. If this
-        # number does not divide the KV width, their code rounds the head dim down. So accept this
-        # number if the head dim is even, and refuse others that do not divide the KV width.
+        # number does not divide the KV width, their code rounds the head dim down. So accept the
+        # target's number of heads if the head dim is even. Any other number of heads must divide
+        # the KV width.
         if kv_width % heads and (heads != facts.n_heads or kv_width // heads % 2):
             raise DrafterError(
                 f"layer_attention_heads is {heads}, which does not divide {kv_width}, the KV width "

@@ -27,9 +27,10 @@ not drafted. Tokens 5, 6 and 7 are one round. For this round, tokens 0 to 4 are 
 Some rows of a batch are *staircase rows* (see ``masks``). In a staircase row, self-attention sees
 only the tokens of the round.
 
-In the paper, a draft sees the earlier drafts of its round only as embeddings in self-attention, and
-the last drafts of a round agree less often with the target. With ``cross_attention_drafts``, which
-is not in the paper, cross-attention also sees the drafts of the round.
+In the paper, cross-attention does not see the drafts of a round. A draft sees the earlier drafts of
+its round only as embeddings in self-attention, and the last drafts of a round agree less often with
+the target. With ``cross_attention_drafts``, which is not in the paper, cross-attention also sees
+the drafts of the round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +100,8 @@ class MoASizes(KVEncoderSizes):
         n_last = self.target_layer_inference
         layers = self.read_kv_layers
         # The last N target layers attend to their own KV, so the KV of all N layers must be read.
-        # The layers that the KV encoder reads include the last target layer, but not always all N.
+        # The KV encoder always reads the last target layer, but not always all of the last N
+        # layers.
         if n_last > 1 and layers is not None:
             layers = None if self.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, self.n_layers - n_last - 1 if n_last else None)
@@ -357,8 +359,8 @@ def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Round
     """Run the features x [B, Q, E] of many rounds through the target's last N decoder layers.
 
     As in decoding, a query sees the target's own KV up to the last verified position of its round,
-    and after it the KV of the drafted features of its round. ``kv`` [B, T, n, D] has the KV of at
-    least the last N layers.
+    and after it the KV of the drafted features of its round. ``kv`` [B, T, n, D] contains the KV of
+    n layers, which include the last N layers.
     """
     queries = rounds.queries
     context = rounds.context

@@ -114,7 +114,7 @@ class TrainingInputs:
 
 @dataclass
 class BlockDraws:
-    """The blocks of a response that are trained, and the loss weights of their drafts."""
+    """Settings that choose the draft blocks to train, and the loss weights of their drafts."""
 
     # K, number of drafts of a block.
     n_drafts: int = 1
@@ -184,7 +184,8 @@ class Draws:
 class Rounds:
     """The draft rounds of a training step.
 
-    The drafted positions are called queries. The fields say what each query sees, and its weight.
+    The drafted positions are called queries. The fields say what each query sees, and which weight
+    the query has in the loss.
     """
 
     queries: Tensor  # [B, Q] int64, the position of each query.
@@ -233,7 +234,7 @@ class Rounds:
         weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
-        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
+        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # Index of the round in its row.
         cell = (at[0], index[at], depth[at])
         shape = (*depth.shape, int(depth.max()) + 1)
         paced = losses.d_pace_at(cell, shape, cross_entropy, True, smoothing)
@@ -274,9 +275,10 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions from ``first`` on, and the last context position before each.
+    """Find the drafted positions, and the last context position that each position sees.
 
-    A draft round sees the target's activations up to this context position.
+    A draft round sees the target's activations up to its last context position. Positions before
+    ``first`` are not drafted.
 
     Returns:
         [B, T] bool, true for drafted positions; and [B, T] int64, the last context position at or
@@ -372,7 +374,7 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
         return key < first[row, query]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # ``row < 0`` is always false. It is there to broadcast the result to the common shape of
+        # ``row < 0`` is always false. With it, PyTorch broadcasts the result to the common shape of
         # all three indices.
         return (query // n_slots == key // n_slots) | (row < 0)
 
