@@ -243,6 +243,7 @@ VLLM_DSPARK = replace(
     needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},
     notes=lambda sizes: [f"set num_speculative_tokens to {sizes.n_drafts}"],
-    # A folder that this package did not write is read with the layout ``dspark`` instead.
+    # Never recognise a folder. A folder that this package did not write is read with the layout
+    # ``dspark``.
     recognises=lambda names, config: False,
 )

@@ -49,7 +49,7 @@ class FusedWeights:
     # output projection; down projection.
     products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
-    # All weights and biases that the layer had when they were fused.
+    # All weights and biases of the layer at the time of fusing.
     weights: list[Tensor]
     # Address and version of each weight at the time of fusing. A changed weight has another address
     # or version.

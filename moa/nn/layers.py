@@ -42,7 +42,7 @@ The function returns the keys and values of all tokens in the cache, each [B, H_
 
 
 def no_cache(keys: Tensor, values: Tensor) -> KeysValues:
-    """Return keys and values unchanged. As an :data:`AppendKV`, this acts as an empty cache."""
+    """Return keys and values unchanged. This is the :data:`AppendKV` of an empty cache."""
     return keys, values
 
 

@@ -110,9 +110,9 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
-    """Return the dtype to compute in, and the frozen head.
+    """Return the dtype of the computation, and the frozen head.
 
-    Under autocast, this is the dtype of autocast, and the head is cast to it.
+    Under autocast, the dtype is the dtype of autocast, and the head is cast to this dtype.
     """
     if not torch.is_autocast_enabled(features.device.type):
         return features.dtype, frozen_head
@@ -253,8 +253,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1, keepdim=True)
-            # If the drafter has its own head, compute the sum over the vocabulary as a matrix
-            # product, which needs no additional buffer of the size of all logits.
+            # If the drafter has its own head, compute the KL as a matrix product. The product sums
+            # over the vocabulary without another buffer of the size of all logits.
             else:
                 kl = -(log_draft @ probability.mT)
             terms[part], error, factor = _terms_and_error(
@@ -407,10 +407,10 @@ def chunked_cross_entropy(
 def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
     """Compute D-PACE weights (arXiv 2605.18810) for the K drafts of each block.
 
-    A block is a sequence of K drafts. The weight of a draft is its share of the expected acceptance
-    length. Each draft has the probability ``q = exp(-cross_entropy)``, and the smoothed probability
-    ``s = (1 - smoothing) * q + smoothing``. The weight of draft k is the sum of ``s_1 * ... * s_j``
-    over all j >= k.
+    A block is a sequence of K drafts. Each draft has the probability ``q = exp(-cross_entropy)``,
+    and the smoothed probability ``s = (1 - smoothing) * q + smoothing``. The expected number of
+    accepted drafts is the sum of ``s_1 * ... * s_j`` over all j. The weight of draft k is the sum
+    of those terms that contain s_k, that is, over all j >= k.
 
     Args:
         cross_entropy: [..., K], cross-entropy of each draft to the actual token.

@@ -1,4 +1,4 @@
-"""Attention masks. In training a mask is a rule, in decoding a tensor.
+"""Attention masks. In training, masks are defined by rules. In decoding, masks are tensors.
 
 During training, the positions of a sequence simulate draft rounds. A *drafted* position is treated
 as if the target had not processed it yet, so the drafter must not see the target's KV of this
@@ -94,9 +94,10 @@ def positions_of(x: Tensor) -> Tensor:
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
-    """Find the drafted positions of training sequences: [B, T] bool. All others are context.
+    """Find the drafted positions of training sequences: [B, T] bool.
 
-    See lines 123-131 of ``train/moa_spec.py`` in the MoA authors' code.
+    All other positions are context. See lines 123-131 of ``train/moa_spec.py`` in the MoA authors'
+    code.
 
     Args:
         response_mask: [B, T], non-zero on response tokens.

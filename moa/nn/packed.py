@@ -70,7 +70,8 @@ class Laid(NamedTuple):
     # The weight in oneDNN's layout. Only oneDNN can read it.
     blocked: Tensor
     bias: Tensor | None
-    # Weight and bias in float16, in FBGEMM's layout. None if float16 cannot represent the weight.
+    # Weight and bias in float16, in FBGEMM's layout. None if float16 would round the weight too
+    # much.
     halves: Optional[_HALVES]  # noqa: UP045 - TorchScript classes do not support `|`
 
 
@@ -130,7 +131,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, is_exact)
         # Keep references to the weights, so that their memory stays allocated. Otherwise a new
-        # weight could get the address of a freed weight, and would be mistaken for it.
+        # weight could get the address of a freed weight, and would be mistaken for the freed
+        # weight.
         held = [weight.detach() for weight in layer.parameters()]
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 
