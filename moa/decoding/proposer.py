@@ -274,14 +274,14 @@ class DrafterProposer(Proposer):
                 # same random numbers whether it is decoded in a batch or alone.
                 if not is_drawn and level % asks_after == asks_after - 1 and not is_kept[-1].any():
                     break
-            logits = chain.logits  # [B, V]
+            logits = chain.logits  # [B, V], for one draft per row.
             if self._choose is None and is_drawn:
                 drawn = [
                     distribution(row, path, self._sampling)
                     for row, path in zip(logits, paths, strict=True)
                 ]
                 probabilities.append(torch.stack(drawn))
-                picked = draw_rows(probabilities[-1], self._generators)  # [B]
+                picked = draw_rows(probabilities[-1], self._generators)  # [B], one token per row.
                 # The tokens in ``paths`` affect a distribution only if there are penalties.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
@@ -321,9 +321,10 @@ class DrafterProposer(Proposer):
             logits = self.drafter.draft_logits(self.frozen, features)
             # Clamp log-probabilities to at most 0. Rounding can make them larger, and a child would
             # then have a higher score than its parent.
-            log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V]
+            log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V], for b nodes.
             best_score, best_token = most_likely(log_p, b)
-            score = (beam_score[..., None] + best_score).flatten(1)  # [B, b * b]
+            # [B, b * b], the scores of b children for each of b nodes.
+            score = (beam_score[..., None] + best_score).flatten(1)
             tokens.append(best_token.flatten(1))
             parents.append(beam_at.repeat_interleave(b, dim=1))
             scores.append(score)
@@ -333,7 +334,7 @@ class DrafterProposer(Proposer):
             beam_score, in_beam = most_likely(score, b)
             beam_at = n_candidates + in_beam
             n_candidates += score.shape[1]
-            fed = tokens[-1].gather(1, in_beam)  # [B, b]
+            fed = tokens[-1].gather(1, in_beam)  # [B, b], the tokens of the new beam.
             came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam.
             itself = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))

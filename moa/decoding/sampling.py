@@ -213,8 +213,8 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     Tokens are kept until their cumulative probability reaches ``top_p``. At least one token
     remains.
     """
-    # On CUDA, always sort all tokens. The code below sorts only the most likely tokens first. To
-    # check whether they are enough, the host would have to synchronize with the device.
+    # The code below sorts only the most likely tokens, and then checks whether they are enough. On
+    # CUDA, this check would synchronize with the device. So always sort all tokens there.
     if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
         remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
@@ -411,7 +411,7 @@ class SamplingState:
 def choose_rows(logits: Sequence[Tensor], states: Sequence[SamplingState]) -> list[int]:
     """Choose each sequence's next token as :func:`choose` does.
 
-    This synchronizes with the device only once for all sequences.
+    The function synchronizes with the device only once for all sequences.
 
     Args:
         logits: one tensor [V] per sequence.

@@ -160,7 +160,7 @@ class Drafter(nn.Module, ABC):
         Args:
             frozen: the target.
             count_tokens: a function that counts how often each token occurs in the training
-                responses. It returns [V] int64. Each call reads all sequences.
+                responses. It returns [V] int64. Each call of the function reads all sequences.
         """
         if 0 < self.config.draft_vocabulary < self.config.vocab_size:
             tokens = most_frequent(count_tokens(), self.config.draft_vocabulary)

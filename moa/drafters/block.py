@@ -313,7 +313,7 @@ class BlockDrafter(KVEncoder, Drafter):
         """Compute the context [..., E] of verified tokens [...].
 
         ``projected`` [..., E] is the output of :meth:`project` for these tokens. With the context
-        ``memory``, it is their encoded KV.
+        ``memory``, ``projected`` is the encoded KV of these tokens.
         """
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
             embedding_weight = self.fc.weight[:, : self.config.hidden_size]
@@ -617,7 +617,7 @@ class BlockDrafter(KVEncoder, Drafter):
             made = self.encode_cached(cache, state.n_true, counts)
         else:
             made = state.take_fresh(counts)
-        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # [B, n]
+        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # New tokens, [B, n].
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:

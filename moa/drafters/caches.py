@@ -60,8 +60,8 @@ class RowState:
         The other state must not be used afterwards.
         """
         self.forget_drafts()
-        # End the other state's round too. The two rounds may have fed different numbers of drafts,
-        # so their rows could not be appended otherwise.
+        # End the other state's round too. The rounds of the two states may have fed different
+        # numbers of drafts. The rows could then not be appended.
         other.forget_drafts()
         for name, value in vars(self).items():
             setattr(self, name, _concatenated(value, getattr(other, name)))
@@ -108,7 +108,8 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     width = max(counts)
     last = sum(counts) - 1
     starts = list(itertools.accumulate(counts[:-1], initial=0))
-    indices = np.minimum(np.add.outer(starts, np.arange(width)), last)  # [B, n]
+    # [B, n], the indices of the items of each row in ``rows_in_order``.
+    indices = np.minimum(np.add.outer(starts, np.arange(width)), last)
     chosen = rows_in_order.index_select(0, to_device(indices.ravel(), rows_in_order.device))
     return chosen.view(*indices.shape, *rows_in_order.shape[1:])
 

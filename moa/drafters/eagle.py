@@ -195,7 +195,7 @@ class FeatureDrafter(Drafter):
         # Compute the slots up to the root from target states. This includes the slots of accepted
         # drafts, which the last round computed from the drafter's own features.
         tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
-        assert hidden is not None  # [B, n, E or K * E]
+        assert hidden is not None  # Target states, [B, n, E or K * E].
         x = self.combine(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
         return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts)[0])
 
@@ -306,7 +306,8 @@ class EagleDrafter(FeatureDrafter):
         seen = hidden if noise is None else hidden + noise
         queries, valid = training.loss_queries(inputs.response_mask[:, 1:].bool())
         indices = training.true_indices(valid)
-        features = self(self.combine(embeddings, seen[:, :-1]), queries)[indices]  # [P, E]
+        # The features of the P loss positions, [P, E].
+        features = self(self.combine(embeddings, seen[:, :-1]), queries)[indices]
         goal = training.at_queries(hidden[:, 1:], queries)[indices]
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), weights.divergence

@@ -255,7 +255,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        return torch.cat(inputs.layer_outputs, dim=-1)  # [B, T, K * E]
+        return torch.cat(inputs.layer_outputs, dim=-1)  # K layer outputs, [B, T, K * E].
 
     @override
     def true_features(self, states: Tensor) -> Tensor:
@@ -292,8 +292,9 @@ class Eagle3Drafter(FeatureDrafter):
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         indices = true_indices(valid)
-        outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])  # [P, J, E]
-        reached = reached.permute(1, 2, 0)[indices]  # [P, J]
+        # The normed features, [P, J, E].
+        outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])
+        reached = reached.permute(1, 2, 0)[indices]  # True for reached positions, [P, J].
         if step.weights.d_pace is None:
             weights = reached * STEP_DECAY ** torch.arange(outputs.shape[1], device=outputs.device)
         else:
@@ -302,7 +303,7 @@ class Eagle3Drafter(FeatureDrafter):
             )
         total, by_step = losses.chunked_losses(
             outputs,
-            at_queries(inputs.hidden, queries)[indices],  # [P, E]
+            at_queries(inputs.hidden, queries)[indices],  # The target's hidden states, [P, E].
             frozen.lm_head_weight,
             weights[..., None],
             own_head=self.lm_head.weight,
@@ -375,7 +376,8 @@ class Eagle3Drafter(FeatureDrafter):
         slots = masks.positions_of(embeddings)
         first = (queries - 1).clamp(min=0)  # The slot at which each round starts.
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
-        seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S]; [B, Q, 2E]
+        # ``seen`` is [B, Q, S], and ``x`` is [B, Q, 2E].
+        seen, x = slots <= first[..., None], at_queries(combined, first)
         own_kv: list[KeysValues] = []
         features: list[Tensor] = []
         reached: list[Tensor] = []
@@ -438,12 +440,13 @@ def attend_with_own_steps(
 def _attend(keys: Tensor, values: Tensor, q: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
     n_kv_heads = keys.shape[1]
     n_slots = keys.shape[2]
-    rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5  # [B, H_kv, H / H_kv, Q, d]
-    shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, H / H_kv, Q, S]
+    # The scaled queries, [B, H_kv, H / H_kv, Q, d].
+    rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5
+    shared = rows @ keys[:, :, None].transpose(-1, -2)  # Scores, [B, H_kv, H / H_kv, Q, S].
     scores = [shared.masked_fill(~seen[:, :, None], -torch.inf)]
     for own_keys in own[::2]:
         scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
-    # [B, H_kv, H / H_kv, Q, S + number of earlier steps]
+    # Attention weights, [B, H_kv, H / H_kv, Q, S + number of earlier steps].
     share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)
     attended = share[..., :n_slots] @ values[:, :, None]
     for index, own_values in enumerate(own[1::2]):

@@ -149,7 +149,7 @@ class GlideDrafter(Drafter):
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
         indices = training.true_indices(valid)
-        features = self._features(frozen, inputs, last_seen, queries)[indices]  # [P, E]
+        features = self._features(frozen, inputs, last_seen, queries)[indices]  # Features, [P, E].
         goal = training.at_queries(inputs.hidden, queries)[indices]
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), step.weights.divergence
@@ -194,7 +194,7 @@ class GlideDrafter(Drafter):
                 [B, Q, T]. Its values are bool, or floats that are added to the attention scores.
             queries: [B, Q], positions.
         """
-        positions = masks.positions_of(tokens)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T], the same positions for all rows.
         embeddings = frozen.embed(tokens)
         own_kv = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])

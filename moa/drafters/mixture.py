@@ -198,11 +198,11 @@ class MoADrafter(KVEncoder, Drafter):
             final norm compute from it, [B, Q, E] each. If N is 0, both are the same tensor.
         """
         n_tokens = tokens.shape[1]
-        positions = masks.positions_of(tokens)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T], the same positions for all rows.
         queries = rounds.queries
         context = rounds.context
 
-        encoded = self.encode_kv(kv, positions)  # [B, T, E]
+        encoded = self.encode_kv(kv, positions)  # The encoded KV, [B, T, E].
 
         # Self-attention
         rotation = self.rotary(positions)
@@ -241,10 +241,10 @@ class MoADrafter(KVEncoder, Drafter):
         """Compute the losses of the two outputs of :meth:`forward`."""
         inputs = step.inputs
         indices = true_indices(rounds.weights > 0)
-        weights = rounds.weights[indices]  # [P]
+        weights = rounds.weights[indices]  # Loss weights, [P].
         scale = step.scale(weights.sum())
-        features = features[indices]  # [P, E]
-        hidden = at_queries(inputs.hidden, rounds.queries)[indices]  # [P, E]
+        features = features[indices]  # Features, [P, E].
+        hidden = at_queries(inputs.hidden, rounds.queries)[indices]  # Target states, [P, E].
         if step.weights.d_pace is not None:
             labels = inputs.tokens[
                 indices[0], (rounds.queries[indices] + 1).clamp(max=inputs.tokens.shape[1] - 1)

@@ -206,7 +206,8 @@ class Rounds:
 
         ``response_mask`` is [B, T].
         """
-        parts: list[tuple[Tensor, ...]] = []  # One tuple per pass, with one tensor per field.
+        # One tuple per pass. A tuple has one tensor for each field of :class:`Rounds`.
+        parts: list[tuple[Tensor, ...]] = []
         passes = draws.passes(response_mask)
         # For each pass, the largest number of drafted positions in a row. Copy these numbers from
         # the device together, so that the host synchronizes with it only once.
@@ -221,7 +222,8 @@ class Rounds:
             parts.append(
                 (queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index)
             )
-        columns: list[Tensor] = []  # One tensor per field, with the queries of all passes.
+        # One tensor for each field of :class:`Rounds`. It contains the queries of all passes.
+        columns: list[Tensor] = []
         for of_passes in zip(*parts, strict=True):
             columns.append(torch.cat(of_passes, dim=-1))
         return cls(*columns)
@@ -320,7 +322,8 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         valid = blocks.anchors >= 0
         return torch.where(valid, blocks.anchors, 0), valid
     response = response_mask.bool().cpu()
-    trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))  # [B, T]
+    # [B, T], true for possible anchors.
+    trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))
     if blocks.max_anchors is not None:
         for row, anchors in enumerate(trained):
             candidates = anchors.nonzero()[:, 0]

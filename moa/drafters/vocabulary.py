@@ -74,7 +74,9 @@ def choose_draft_vocabulary(
     target_weights: int,
     most_tokens: int | None = None,
 ) -> DraftVocabulary:
-    """Choose the draft vocabulary size that commits the most tokens per weight read in a round.
+    """Choose the size of the draft vocabulary.
+
+    With the chosen size, a round commits the most tokens per weight that it reads from memory.
 
     Call this function only if :func:`may_be_reduced` returns true for V.
 

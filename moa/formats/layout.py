@@ -21,7 +21,7 @@ from ..targets.facts import rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-ACTIVATION = "silu"  # The name in transformers of the activation function of all drafters.
+ACTIVATION = "silu"  # All drafters have this activation function. The name is from transformers.
 Weights = dict[str, Tensor]  # Tensors by name, from a file or a drafter's state dict.
 ForeignConfig = Mapping[str, Any]  # The content of a config.json that another program wrote.
 NO_CONFIG: ForeignConfig = MappingProxyType({})

@@ -127,9 +127,10 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # one matrix product computes all query heads that share a key head.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
-    # [B * H_kv, H / H_kv * Q, d]
+    # Queries, [B * H_kv, H / H_kv * Q, d].
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)
-    # [B * H_kv, H / H_kv * Q, S]. All query heads that share a key head are rows of one product.
+    # Scores, [B * H_kv, H / H_kv * Q, S]. All query heads that share a key head are rows of one
+    # product.
     scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))
     attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
     return attended.reshape(*q.shape[:3], v.shape[3])

@@ -382,7 +382,7 @@ class DecoderBlock(nn.Module):
         return self.self_attn.queries(self.normed(x), rotation)
 
     def keys_values(self, source: Tensor, rotation: Rotation) -> KeysValues:
-        """Normalise a source [B, S, E] and project it to rotated keys and to values.
+        """Normalise ``source`` [B, S, E] and project it to rotated keys and to values.
 
         Keys and values have the shape [B, H_kv, S, d].
         """
@@ -500,7 +500,8 @@ class DecoderBlock(nn.Module):
         # The down projection and the addition of the residual are linear. So they can be applied to
         # the mean of each group, which takes less time than applying them to each token.
         x = self.residual(x) + self.self_attn(queries, keys, values, None)
-        gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
+        # MLP activations, [B, T, MLP width].
+        gated = self.mlp.gated(self.post_attention_layernorm(x))
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
         return out
 

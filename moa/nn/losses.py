@@ -188,7 +188,8 @@ def _terms_and_error(
     difference = draft - probability
     l1 = difference.abs().sum(dim=-1, keepdim=True)
     sign = difference.sign_()
-    # Gradient of the L1 distance through the softmax: ``q * (sign - mean of sign under q)``.
+    # Gradient of the L1 distance through the softmax: ``q * (sign - mean)``. Here ``sign`` is the
+    # sign of q - p, and ``mean`` is the mean of ``sign`` under the distribution q.
     l1_gradient = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
     total_mass: Tensor | float = 1.0 if mass is None else mass
     terms, kl_weight, l1_weight = divergence.of(kl, l1, total_mass)
@@ -236,7 +237,8 @@ class _ChunkedLosses(torch.autograd.Function):
         for first in range(0, len(features), n_rows):
             part = slice(first, first + n_rows)
             goal = capped(logits_of(hidden[part], head).float(), cap)
-            mass, probability = None, goal.softmax(dim=-1)[:, None]  # [n, 1, V]
+            # The target's probabilities are [n, 1, V].
+            mass, probability = None, goal.softmax(dim=-1)[:, None]
             own_cap = cap if own_head is None else None
             own_code = None if code is None else code[part]
             log_draft, slope = _log_draft(features[part], draft_head, own_cap, own_code, correction)
