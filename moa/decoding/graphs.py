@@ -146,7 +146,7 @@ class ChainGraphs:
                 for source, shape in zip(buffers, shapes, strict=True)
             ]
         for buffer, home in zip(buffers, self._homes, strict=True):
-            # If the batch has fewer rows than the fixed buffers, use their first rows.
+            # If the batch has fewer rows than the fixed buffers, use the first rows of the buffers.
             home_rows = home[:, :, : len(buffer.lengths)]
             if buffer.buffer.data_ptr() != home_rows.data_ptr():
                 buffer.resize(n_slots, home_rows[0, 0], home_rows.zero_())

@@ -93,8 +93,8 @@ class AutoPolicy(ShapePolicy):
     Args:
         is_drawn: True if tokens are sampled. Chains of sampled tokens cannot end early at a low
             probability, so their length is halved.
-        max_depth: maximum number of levels that the drafter can draft; None if it can draft any
-            number.
+        max_depth: maximum number of levels that the drafter can draft. None if the drafter can
+            draft any number.
     """
 
     def __init__(self, is_drawn: bool = False, max_depth: int | None = None) -> None:

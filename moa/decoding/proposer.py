@@ -181,8 +181,8 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        # Target calls store the outputs of these layers in the cache. `observe` passes them to the
-        # drafter.
+        # Target calls store the outputs of the watched layers in the cache. ``observe`` passes
+        # these outputs to the drafter.
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
@@ -375,7 +375,7 @@ def _cut_chain(
 class PromptLookupProposer(Proposer):
     """Proposes drafts by searching the sequence for an earlier occurrence of its last n tokens.
 
-    The drafts are the tokens that followed the latest of these occurrences. First n is
+    The drafts are the tokens that followed the latest of these occurrences. At first, n is
     ``max_ngram``. If the last n tokens have not occurred before, n is reduced by 1. Source: Saxena,
     "Prompt Lookup Decoding" (2023). In transformers the same method is
     ``prompt_lookup_num_tokens``.

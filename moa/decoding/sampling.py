@@ -279,8 +279,8 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
                 numbers = generator.random_raw(4)
                 n_drawn = block + 1
             bits[index] = numbers[index_in_block]
-    # Turn 52 random bits into a uniform number between 0 and 1. One half is added to the integer,
-    # so the number is never exactly 0 or 1, for which the noise would be infinite.
+    # Turn 52 random bits into a uniform number between 0 and 1. One half is added to the integer of
+    # 52 bits, so the number is never exactly 0 or 1, for which the noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 

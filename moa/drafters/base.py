@@ -128,7 +128,10 @@ class Drafter(nn.Module, ABC):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        """[V_d] int64, the ascending ids of the tokens that can be drafted. None means all."""
+        """[V_d] int64, ascending ids of the tokens that can be drafted.
+
+        None if all tokens can be drafted.
+        """
         return self.draft_ids if self.config.draft_tokens else None
 
     @property
@@ -155,7 +158,8 @@ class Drafter(nn.Module, ABC):
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Set the initial weights that depend on the target and the data.
 
-        This is called after :meth:`initialize`. By default it chooses the draft vocabulary.
+        This method is called after :meth:`initialize`. By default, the method chooses the draft
+        vocabulary.
 
         Args:
             frozen: the target.

@@ -262,7 +262,7 @@ class LayerState(RowState):
         starts: list[int] = []
         fresh_tokens: list[list[int]] = []
         for tokens, n_slots in zip(committed, self.n_true, strict=True):
-            # Always feed the root, even if this token was fed before: its slot may contain a
+            # Always feed the root, even if it was fed before: the slot of the root may contain a
             # rejected draft.
             start = min(n_slots, len(tokens) - 1)
             starts.append(start)
@@ -310,7 +310,8 @@ class LayerState(RowState):
             has_one_token = len(counts) == 1 and x.shape[1] == 1
             mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
-        # Only the features of the root are needed, so the last layer computes only these.
+        # Only the features of the root are needed, so the last layer computes only the features of
+        # the root.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
         if last is None and len(counts) == 1 and are_alike(counts):

@@ -100,7 +100,7 @@ class Eagle3Sizes(LayerSizes):
     # reads them, as in EAGLE-3.1.
     norm_output: Flag = False
     # True if the outputs of the target layers have one common norm before they are fused, as in the
-    # project speculators. The norm is applied to the concatenated outputs.
+    # speculators library. The norm is applied to the concatenated outputs.
     norm_before_fc: Flag = False
     # True if the residual stream starts after the norm of the features, as in speculators.
     norm_before_residual: Flag = False
@@ -151,8 +151,8 @@ class Eagle3Block(DecoderBlock):
     """A decoder layer whose input is the concatenation of embeddings and features, [..., 2E].
 
     Before attention, one norm is applied to the embeddings and another norm to the features. The
-    output of attention is added to the features. With ``norm_before_residual``, it is added to the
-    normed features (vLLM ``llama_eagle3.py``).
+    output of attention is added to the features. With ``norm_before_residual``, the output of
+    attention is added to the normed features (vLLM ``llama_eagle3.py``).
     """
 
     def __init__(self, sizes: DecoderBlockSizes, norm_before_residual: bool = False) -> None:
@@ -180,7 +180,8 @@ class Eagle3Drafter(FeatureDrafter):
     config_class = Eagle3Sizes
     config: Eagle3Sizes
     uses_target_head = False
-    d2t: Tensor  # [V_d] int64. d2t[i] + i is the token with index i in the draft vocabulary.
+    # [V_d] int64. d2t[i] + i is the id of the token with index i in the draft vocabulary.
+    d2t: Tensor
     t2d: Tensor  # [V] bool, whether a token can be drafted.
 
     def __init__(self, config: Eagle3Sizes) -> None:

@@ -188,8 +188,8 @@ def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
 class KVEncoder(nn.Module):
     """The part of a drafter that encodes KV.
 
-    Drafters inherit from this class. If it were a submodule of a drafter, the names of its weights
-    would get a prefix that the published names do not have.
+    Drafters inherit from this class. If the encoder were a submodule of a drafter, the names of its
+    weights would get a prefix that the published names do not have.
     """
 
     config: KVEncoderSizes

@@ -146,8 +146,8 @@ class MedusaDrafter(Drafter):
         # Three tensors [P] int64. For each loss position of each head, they contain the index k - 1
         # of the head, the row, and the position.
         indices, rows, positions = true_indices(every)
-        # Head k reads the hidden state k positions earlier, so it is not trained at positions below
-        # k.
+        # Head k reads the hidden state that is k positions before the loss position. So head k is
+        # not trained at positions below k.
         read = hidden[rows, positions - (indices + 1)].split(counts)
         features = [head(states) for head, states in zip(self.heads, read, strict=True)]
         kl, _ = losses.chunked_losses(

@@ -123,8 +123,8 @@ class MoASizes(KVEncoderSizes):
 class MoADraftState(LayerState):
     """The caches of the self-attention and of the cross-attention.
 
-    The cache of the cross-attention is ``encoded``. It has one slot for each verified position. If
-    ``has_drafts`` is true, the slots of the current round's tokens follow.
+    ``encoded`` is the cache of the cross-attention. This cache has one slot for each verified
+    position. If ``has_drafts`` is true, the slots of the current round's tokens follow.
     """
 
     def __init__(self, n_rows: int, has_drafts: bool) -> None:
@@ -264,7 +264,8 @@ class MoADrafter(KVEncoder, Drafter):
         terms = {"forward_kl": kl, "feature_loss": feature}
         feature_term = feature
         if self.config.target_layer_inference:
-            # If N is above 0, ``MoASizes.reads`` requests these states, so the batch has them.
+            # If N is above 0, ``MoASizes.reads`` requests the input of the last N layers, so the
+            # batch contains it.
             assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             terms["entering_feature_loss"] = (

@@ -34,8 +34,8 @@ class DrafterSizes:
 
     # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
     kind: ClassVar[str]
-    # Prefixes of field names. If the name of a field starts with one of them, and its value is
-    # empty or 0, the JSON form omits the field.
+    # Prefixes of field names. The JSON form omits a field if its name starts with one of these
+    # prefixes, and its value is empty or 0.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
     # Names of fields on which the drafter's weights do not depend.
     without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)

@@ -121,8 +121,8 @@ class BlockDraws:
     # Maximum number of blocks per sequence. If a sequence has more possible blocks, this number of
     # blocks is sampled. If None, all possible blocks are trained.
     max_anchors: int | None = None
-    # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. If 0, all drafts
-    # have the weight 1.
+    # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. If
+    # ``position_decay`` is 0, all drafts have the weight 1.
     position_decay: float = 0.0
     # [B, N] int64, fixed positions of anchors; -1 is padding. If None, :func:`draw_anchors` chooses
     # the anchors.
@@ -311,8 +311,8 @@ def round_queries(
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Choose the positions in responses at which draft blocks start (anchors), ascending.
 
-    ``response_mask`` is [B, T]. A row has at most ``draws.blocks.max_anchors`` anchors. If it has
-    more possible anchors, they are sampled with the row's seed.
+    ``response_mask`` is [B, T]. A row has at most ``draws.blocks.max_anchors`` anchors. If a row
+    has more possible anchors, its anchors are sampled with the row's seed.
 
     Returns:
         Anchors [B, N] int64, padded with 0, and valid [B, N] bool, with N >= 1.
@@ -437,8 +437,8 @@ class TrainingStep:
         """Return the factor by which sums over loss positions are multiplied.
 
         The factor is 1 divided by the ``denominator``. Without a denominator, the factor is 1
-        divided by ``n_positions``. If ``n_positions`` is a tensor, this synchronizes with the
-        device.
+        divided by ``n_positions``. If ``n_positions`` is a tensor, the function synchronizes with
+        the device.
         """
         # Without a denominator, add 1e-5 as the MoA authors' code does.
         return 1.0 / (

@@ -18,8 +18,8 @@ N_DRAFTS = 5
 # Assumed probability that a draft is accepted, which is realistic for a good drafter. With a worse
 # drafter, a smaller draft vocabulary loses fewer accepted drafts.
 _ACCEPTED = 0.8
-# Smallest vocabulary of a target for which a draft vocabulary is chosen. For a smaller vocabulary,
-# the LM head takes only a small share of the time of a draft.
+# A draft vocabulary is chosen only if the target's vocabulary has at least this number of tokens.
+# With fewer tokens, the LM head takes only a small share of the time of a draft.
 _FEWEST_TOKENS = 1 << 14
 # Smallest draft vocabulary. With fewer tokens, the drafter would save little more time, and would
 # suit only text similar to the training text.

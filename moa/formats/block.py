@@ -3,13 +3,13 @@
 Sources:
 
 - z-lab/dflash ``dflash/model.py``, ``tests/fixtures/``: the file has no embeddings and no LM head,
-  because the target's are used. The first slot of a draft block drafts nothing.
+  because the drafter uses those of the target. The first slot of a draft block drafts nothing.
 - deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py``:
   the file contains copies of the target's embeddings and LM head. Every slot drafts a token. All
   keys of config.json are at the top level.
 - vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py``,
   ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``: the only Markov heads that vLLM supports
-  are vanilla heads. If the file has no embeddings and no LM head, vLLM uses the target's.
+  are vanilla heads. If the file has no embeddings and no LM head, vLLM uses those of the target.
 - sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py``,
   ``speculative/dflash_utils.py``: the file must have embeddings and an LM head. The only Markov
   heads that SGLang supports are vanilla heads. A confidence head must read the embedding of the

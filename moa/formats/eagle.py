@@ -67,8 +67,8 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
     The products are exact if the scale is a power of two.
     """
     fc_weight = weights.get("fc.weight")
-    # If this tensor is missing or has a wrong shape or dtype, change nothing. `find_problems`
-    # refuses the weights later.
+    # If the weight of ``fc`` is missing or has a wrong shape or dtype, change nothing.
+    # ``find_problems`` refuses the weights later.
     if fc_weight is None or fc_weight.dim() != 2 or fc_weight.dtype not in FLOATS:
         return weights
     fc_weight = fc_weight.clone()
@@ -345,8 +345,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         # A flag is also true if the file has a tensor with the name of the flag, such as
         # ``fc_norm.0.weight`` for ``fc_norm``.
         read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
-    # TensorRT-LLM reads ``norm_before_fc`` in ``eagle_config``. The other keys are always at the
-    # top level.
+    # TensorRT-LLM reads the flag ``norm_before_fc`` in ``eagle_config``. The other flags are always
+    # at the top level of config.json.
     read["norm_before_fc"] = bool(eagle_config.get("norm_before_fc", read["norm_before_fc"]))
     return Eagle3Sizes.from_dict(
         facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read

@@ -51,8 +51,8 @@ class Layout:
     # Name of a size -> allowed values. If a size has another value, the program that reads the
     # layout would not run the drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Returns reasons other than ``requires`` why the program that reads the layout would not run
-    # the drafter as it was trained.
+    # Returns further reasons why the program that reads the layout would not run the drafter as it
+    # was trained, in addition to the sizes in ``requires``.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
@@ -194,7 +194,8 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "norm_eps": known.rms_norm_eps,
             "rope_parameters": rope_parameters(known),
         }
-    # Check these three fields here. :class:`DrafterSizes` checks the other fields.
+    # Check the width, the number of heads and the head dim here. :class:`DrafterSizes` checks the
+    # other fields.
     for name in ("hidden_size", "n_heads", "head_dim"):
         if type(facts[name]) is not int or facts[name] < 1:
             raise DrafterError(
@@ -211,7 +212,7 @@ def layer_facts(
 
     Args:
         layer: prefix of the names of the layer's tensors, without the dot at its end.
-        config: the drafter's config.json. It is refused if it contradicts the tensors.
+        config: the drafter's config.json. A config.json that contradicts the tensors is refused.
     """
     keys = f"{layer}.self_attn.k_proj.weight"
     gate = f"{layer}.mlp.gate_proj.weight"

@@ -6,7 +6,7 @@ D = 2 * H_kv * d, S slots.
 For each token and layer, the packed layout is ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, with
 keys after RoPE (lines 117-119 of ``moa_spec/models/train/moa_spec.py`` in the MoA authors' code).
 The field ``kv`` of an activation store, ``[T, L, H_kv, 2, d]``, has the same order of values. So
-its last three axes can be merged into the packed layout without a copy.
+the last three axes of this field can be merged into the packed layout without a copy.
 """
 
 import copy
@@ -45,8 +45,8 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the keys of packed KV [n, L, D]. The values stay unchanged.
 
-    ``rotation`` is cos and signed sin, each [n, d]. If it is the inverse of RoPE, the result
-    contains the keys before RoPE.
+    ``rotation`` is cos and signed sin, each [n, d]. If ``rotation`` is the inverse of RoPE, the
+    result contains the keys before RoPE.
     """
     cos, sin = rotation
     # Keys and values are [n, L, H_kv, d] each.

@@ -440,8 +440,8 @@ class DecoderBlock(nn.Module):
         rotation: Rotation,
         append: AppendKV,
         mask: AnyMask,
-        # The output is computed for this number of tokens at the end of x. If 0, it is computed for
-        # all tokens.
+        # The output is computed only for this number of tokens at the end of x. If 0, the output is
+        # computed for all tokens.
         n_last: int = 0,
     ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
@@ -506,7 +506,7 @@ class DecoderBlock(nn.Module):
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Run the operations of the block after attention: [B, Q, E].
+        """Run the operations of the block that follow attention. The result is [B, Q, E].
 
         Args:
             x: [B, Q, E], the input of the block.

@@ -31,8 +31,9 @@ class Divergence:
         tv           0.1 * KL + 0.9 * (1 - a), where 1 - a is the total variation
 
     The KL is computed as the cross-entropy to the target's probabilities at temperature 1, without
-    subtracting their entropy (lines 253-262 of ``train/moa_spec.py`` in the MoA authors' code).
-    With ``lk-hybrid``, the KL has more weight for drafts that are less likely to be accepted.
+    subtracting the entropy of these probabilities (lines 253-262 of ``train/moa_spec.py`` in the
+    MoA authors' code). With ``lk-hybrid``, the KL has more weight for drafts that are less likely
+    to be accepted.
     """
 
     # The LK paper computes one s for the whole batch, from the mean of a. Here s is computed for
@@ -68,8 +69,8 @@ KL = Divergence()
 # Lower bound of the acceptance probability, which keeps its logarithm and gradient finite.
 _LEAST_ACCEPTED = 1e-6
 
-# Size in bytes of the float32 logits of one chunk, which determines the number of positions in a
-# chunk. If there were more than MAX_CHUNKS chunks, larger chunks are used.
+# Size in bytes of the float32 logits of one chunk. This size determines the number of positions in
+# a chunk. If it would lead to more than MAX_CHUNKS chunks, the chunks are larger.
 LOGITS_BYTES = 1 << 26
 # Maximum number of chunks of positions. Each chunk reads a whole LM head from memory, so many
 # chunks would take much time.

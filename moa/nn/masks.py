@@ -128,11 +128,12 @@ def last_context(drafted: Tensor) -> Tensor:
 class Mask:
     """An attention mask, defined by rules that decide whether a query sees a key.
 
-    A rule is a function of three index tensors (row of the batch, query, key) that broadcast. It
-    returns a bool tensor, true where the query sees the key. The keys can be a concatenation of
-    several parts, for example the target's keys and the drafter's keys. Each part then has its own
-    rule, in which the first key of the part has the index 0. :attr:`dense` evaluates the rules for
-    all scores at once. FlexAttention evaluates them in its kernels, block by block.
+    A rule is a function of three index tensors: the row of the batch, the query and the key. The
+    rule broadcasts these tensors, and returns a bool tensor, true where the query sees the key. The
+    keys can be a concatenation of several parts, for example the target's keys and the drafter's
+    keys. Each part then has its own rule, in which the first key of the part has the index 0.
+    :attr:`dense` evaluates the rules for all scores at once. FlexAttention evaluates the rules in
+    its kernels, block by block.
     """
 
     # [B or 1, Q]. Only the shape and the device of this tensor are used.

@@ -1,13 +1,13 @@
 """Linear layers whose constant weights are packed into the layouts of fast CPU kernels.
 
 With PyTorch's layout of a weight, a product with six rows (tokens) takes two to four times as long
-as a product with one row. With oneDNN's layout, both take about the same time, so verifying a chain
-of drafts costs little more than a plain decoding step.
+as a product with one row. With oneDNN's layout, both products take about the same time, so
+verifying a chain of drafts costs little more than a plain decoding step.
 
 Some float32 weights have values that float16 can represent, for example if the model was stored in
 float16 or bfloat16. These weights are also packed for FBGEMM, which reads half the bytes and
-computes in float32. For a few rows, it is up to 2.5 times as fast. The packed copies take 1.5 times
-the memory of the weights. ``benchmarks/decoding/products.py`` measures the products.
+computes in float32. For a few rows, FBGEMM is up to 2.5 times as fast as oneDNN. The packed copies
+take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures the products.
 """
 
 import functools
