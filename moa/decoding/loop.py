@@ -326,7 +326,7 @@ def _verify(
     # Feed token 0 in place of padding, because the padding value -1 is not a valid token id.
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
-    logits = target.logits(hidden)  # [B, 1 + N, V], for the root and N drafts.
+    logits = target.logits(hidden)  # [B, 1 + N, V], logits after the root and after each draft.
     predicted = drafts.on_host_with(logits.argmax(dim=-1)) if sampling.is_argmax else None
     drafted, parents = drafts.on_host
     nodes: list[list[int]] = []

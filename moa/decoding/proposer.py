@@ -39,7 +39,8 @@ class Proposer:
     it can update its caches. This base class has no caches.
     """
 
-    max_depth: int | None = None  # Maximum number of draft levels. If None, any number.
+    # Maximum number of draft levels. None if the number is not limited.
+    max_depth: int | None = None
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts.
@@ -274,7 +275,7 @@ class DrafterProposer(Proposer):
                 # same random numbers whether it is decoded in a batch or alone.
                 if not is_drawn and level % asks_after == asks_after - 1 and not is_kept[-1].any():
                     break
-            logits = chain.logits  # [B, V], for one draft per row.
+            logits = chain.logits  # [B, V], logits of the next draft.
             if self._choose is None and is_drawn:
                 drawn = [
                     distribution(row, path, self._sampling)
@@ -321,7 +322,8 @@ class DrafterProposer(Proposer):
             logits = self.drafter.draft_logits(self.frozen, features)
             # Clamp log-probabilities to at most 0. Rounding can make them larger, and a child would
             # then have a higher score than its parent.
-            log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V], for b nodes.
+            # [B, b, V], one distribution for each of the b nodes.
+            log_p = logits.float().log_softmax(dim=-1).clamp(max=0)
             best_score, best_token = most_likely(log_p, b)
             # [B, b * b], the scores of b children for each of b nodes.
             score = (beam_score[..., None] + best_score).flatten(1)

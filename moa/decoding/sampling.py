@@ -98,7 +98,7 @@ class SamplingConfig:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the plain argmax of the logits."""
+        """Whether the next token is the argmax of the unchanged logits."""
         return self.temperature == 0 and not self.logit_bias and not self.reads_text
 
     @property
@@ -375,7 +375,7 @@ class SamplingState:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the plain argmax of the logits."""
+        """Whether the next token is the argmax of the unchanged logits."""
         return self.allowed is None and self.sampling.is_argmax and not self._is_short
 
     @property
@@ -444,7 +444,8 @@ class ChainChoice:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row, [B] int64, from the drafter's logits [B, V]."""
-        # Compute a plain argmax on the device, so that no logits are copied to the host.
+        # If only an argmax is needed, compute it on the device, so that no logits are copied to the
+        # host.
         if self._is_argmax:
             return logits.argmax(dim=-1)
         chosen = choose_rows(logits.unbind(), self._states)

@@ -200,7 +200,7 @@ def ancestors(parents: Tensor) -> Tensor:
     """
     n_rows, n_nodes = parents.shape
     itself = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
-    # [B, 1 + N]. The root counts as its own parent.
+    # [B, 1 + N], the index of each token's parent. The root counts as its own parent.
     up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)
     seen = itself
     reach = 1

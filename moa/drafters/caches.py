@@ -284,7 +284,7 @@ class LayerState(RowState):
         self,
         blocks: Sequence[DecoderBlock],
         rotary: Rotary,
-        x: Tensor,  # [B, n, E], right padded.
+        x: Tensor,  # The input of the layers, [B, n, E], right padded.
         # Number of real tokens of each row, at least 1.
         counts: Sequence[int],
         # A function that computes the last layer. If it is None, the layer's ``forward`` is called.

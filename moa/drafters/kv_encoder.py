@@ -57,9 +57,10 @@ class KVEncoderSizes(DrafterSizes):
     # The index of the KV group of each layer with KV. The layers of a KV group have the same KV
     # shape. Empty if all layers have the same KV shape.
     kv_groups: Indices = ()
-    # The KV width of the layers of each KV group, in place of D.
+    # For each KV group, the KV width of its layers. This width replaces D.
     kv_group_widths: Indices = ()
-    layer_attention_heads: SizeOrZero = 0  # Number of query heads; it must divide kv_width.
+    # Number of query heads of layer self-attention. This number must divide ``kv_width``.
+    layer_attention_heads: SizeOrZero = 0
     layer_attention_head_dim: SizeOrZero = 0  # Head dim of layer self-attention.
     layer_attention_kv_heads: SizeOrZero = 0  # Number of KV heads of layer self-attention.
     # MLP width of layer self-attention.

@@ -115,7 +115,7 @@ class DrafterSizes:
 
     @property
     def max_depth(self) -> int | None:
-        """The maximum number of draft levels, or None for any number."""
+        """The maximum number of draft levels. None if the number is not limited."""
         return None
 
     def check_depth(self, depth: int) -> None:

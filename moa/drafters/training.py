@@ -191,7 +191,7 @@ class Rounds:
     queries: Tensor  # [B, Q] int64, the position of each query.
     context: Tensor  # [B, Q] int64, the last position whose target activations a query sees.
     drafted: Tensor  # [B, Q] bool; False is padding.
-    # [B, Q] float32, weight in the loss.
+    # [B, Q] float32, weight of each query in the loss.
     weights: Tensor
     # [B, Q] bool, true if self-attention sees only tokens of the query's own round. This is the
     # case in the on-policy pass of staircase rows.
@@ -236,7 +236,8 @@ class Rounds:
         weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
-        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # Index of the round in its row.
+        # The index of the query's round in its row.
+        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1
         cell = (at[0], index[at], depth[at])
         shape = (*depth.shape, int(depth.max()) + 1)
         paced = losses.d_pace_at(cell, shape, cross_entropy, True, smoothing)
@@ -400,7 +401,7 @@ class LossWeights:
     cross_entropy: float = 0.1
     l1: float = 0.9  # Weight of the L1 distance between the distributions of drafter and target.
     confidence: float = 1.0  # Weight of the confidence head's binary cross-entropy.
-    # The divergence of the forward KL term.
+    # The divergence that the forward KL term computes.
     divergence: losses.Divergence = losses.KL
     # Smoothing s of D-PACE. D-PACE computes the weight of a draft from the probabilities of the
     # drafts of its block. Each probability q is first replaced by (1 - s) q + s. If None, D-PACE is

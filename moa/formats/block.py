@@ -111,7 +111,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
 
 
 DFLASH = Layout(
-    # Example: z-lab/Qwen3-8B-DFlash-b16
+    # An example of this layout is z-lab/Qwen3-8B-DFlash-b16.
     name="dflash",
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
@@ -219,8 +219,8 @@ _DSPARK: dict[str, tuple[Any, ...]] = {
     "markov_head": ("none", "vanilla", "gated", "rnn"),
 }
 DSPARK = Layout(
-    # Example: deepseek-ai/dspark_qwen3_4b_block7. SGLang loads only drafters with vanilla Markov
-    # heads.
+    # An example of this layout is deepseek-ai/dspark_qwen3_4b_block7. SGLang loads only drafters
+    # with vanilla Markov heads.
     name="dspark",
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",

@@ -196,7 +196,7 @@ def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
 
 
 EAGLE = Layout(
-    # Example: yuhuili/EAGLE-LLaMA3-Instruct-8B
+    # An example of this layout is yuhuili/EAGLE-LLaMA3-Instruct-8B.
     name="eagle",
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",

@@ -114,7 +114,8 @@ def _moa_notes(sizes: MoASizes) -> list[str]:
 
 
 MOA = Layout(
-    # Example: huawei-noah/MOASpec-Llama-3-8B-Instruct, with 29 tensors for a Llama target.
+    # An example of this layout is huawei-noah/MOASpec-Llama-3-8B-Instruct. Its file has 29 tensors
+    # for a Llama target.
     name="moa",
     kind=MoASizes.kind,
     reader="the MoA authors' code",

@@ -63,7 +63,7 @@ class FusedWeights:
     n_kv_heads: int
 
     def is_current(self) -> bool:
-        """Whether no weight has changed since the weights were fused."""
+        """Whether all weights are the same as when they were fused."""
         return [state_of(weight) for weight in self.weights] == self.states
 
     def project(

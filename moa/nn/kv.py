@@ -167,7 +167,7 @@ class KVBuffer:
             self.lengths[row] = start + len(indices)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Roll each row back to at most the given length."""
+        """Shorten each row to the given length, unless the row is shorter."""
         self.lengths = (
             lengths if isinstance(lengths, DeviceLengths) else [*map(min, self.lengths, lengths)]
         )
