@@ -292,8 +292,8 @@ def _propose(
 ) -> DraftTree:
     """Propose drafts.
 
-    Greedy drafts have at most as many levels as the target has positions left. They also have at
-    most as many levels as an answer of the batch can still use.
+    Greedy drafts never have more levels than the target has positions left, or more levels than an
+    answer of the batch can still use.
     """
     # Do not limit the levels of sampled drafts. The limit depends on all rows of the batch, and
     # each level draws random numbers. So with a limit, the answer of a row would depend on the

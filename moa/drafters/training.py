@@ -378,8 +378,8 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
         return key < first[row, query]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # ``row < 0`` is always false. With it, PyTorch broadcasts the result to the common shape of
-        # all three indices.
+        # ``row < 0`` is always false. Its only purpose is to broadcast the result to the common
+        # shape of all three indices.
         return (query // n_slots == key // n_slots) | (row < 0)
 
     return masks.Mask(first, ((n_context, context), (first.shape[1], own_block)))

@@ -306,7 +306,8 @@ def tree_mask_after(
             positions before it.
     """
     n_pending = seen.shape[2]
-    # [B, S]. For each slot, the index of its token among the pending tokens.
+    # [B, S]. For each slot, the index of its token among the pending tokens. The index of a
+    # committed token is negative.
     index = torch.arange(n_slots, device=seen.device) - lengths
     inside = (index >= 0) & (index < n_pending)
     pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
