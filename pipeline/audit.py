@@ -67,7 +67,7 @@ class AuditRow:
 class AuditReport:
     """All comparisons of an audit.
 
-    If some comparisons could not be made, ``note`` says why. Otherwise it is empty.
+    If some comparisons could not be made, ``note`` says why. Otherwise, ``note`` is empty.
     """
 
     store: StorePath
@@ -289,8 +289,8 @@ def _compare_logits(
 ) -> tuple[float, float, str]:
     """Compare logits computed from stored states with logits computed from live states.
 
-    The LM head in the store's bundle is applied to the stored states, and the live target's LM head
-    to the live states.
+    Both logits are computed from last hidden states. For the stored states, the LM head is read
+    from the store. For the live states, it is the LM head of the loaded target.
     """
     divergence = Divergence()
     divergence.add_states(

@@ -38,7 +38,8 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Number of positions at which the comparison ``teacher`` is made, in all sequences together.
+# Number of positions, over all sequences, at which the comparison ``teacher`` compares
+# distributions.
 _TEACHER_POSITIONS = 2_048
 
 # Maps a layer to its keys and its values. Both have the shape [H, T, d].
@@ -292,8 +293,8 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
 def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarray]) -> LayerCaches:
     """Split the stored fields of a sequence into the KV caches of the layers.
 
-    Each array in ``values`` has the shape [T, *token_shape]. Fields without layers, such as hidden
-    states, are skipped.
+    Each array in ``values`` has the shape [T, *token_shape]. Fields without a layer axis, such as
+    hidden states, are skipped.
     """
     caches = {}
     for name, field_values in values.items():

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
 
 
-TEXT_FIELDS = ("tokens", "response_mask")  # fields of every store that are not activations
+# Every store has these fields, which are not activations.
+TEXT_FIELDS = ("tokens", "response_mask")
 
 DEFAULT_MAX_LENGTH = 2048
 # Maximum number of encoding threads. With more threads, the single writer thread would be the
@@ -390,8 +391,8 @@ class RegenerateConfig(Config):
     def shape(self) -> "TreeShape":
         """Return the shape of the drafts.
 
-        The default is a fixed shape. It is not ``auto``, because ``auto`` chooses the number of
-        drafts by the time that the target and the drafter take on this machine.
+        The default is a fixed shape. With ``auto``, the number of drafts would depend on the speed
+        of this machine, because ``auto`` chooses it from measured times of target and drafter.
         """
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape

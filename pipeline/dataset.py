@@ -577,7 +577,8 @@ def read_jsonl(path: Path) -> Iterator[Any]:
 
 
 _TURN_ROLES = {"user", "assistant"}  # roles that a chat must have
-_SINGLE_COLUMNS = ("messages", "tools", "system")  # keys of a chat that are read from one column
+# Keys of a chat; each of them is read from a single column.
+_SINGLE_COLUMNS = ("messages", "tools", "system")
 FORMATS = {
     "alpaca": ("user=instruction+input", "assistant=output"),
     "prompt-completion": ("user=prompt", "assistant=completion"),
@@ -616,7 +617,8 @@ class Columns:
         """
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
-        # The texts ``role=column``. The name of a format is replaced by the texts of this format.
+        # Texts of the form ``role=column``. If ``texts`` contains the name of a format, FORMATS
+        # gives the texts that the name stands for.
         assignments: list[str] = []
         for text in texts:
             assignments.extend(FORMATS.get(text, (text,)))

@@ -501,9 +501,10 @@ def sources_record(
 ) -> dict[str, Any]:
     """Return the entry ``sources`` for a manifest's ``extraction``.
 
-    For an existing store, it is the recorded entry. If a commit in this entry is not the current
-    commit, its source is replaced. Other sources are not added: for a model or dataset without a
-    recorded source, the content hashes show whether it has changed.
+    The entry contains the Hub id, revision and commit of the model and of the dataset. For a new
+    store, these are the current ones. For an existing store, the recorded entry is returned, in
+    which a model or dataset with another current commit is replaced. A model or dataset that the
+    store does not record is not added, because the content hashes show whether it has changed.
 
     Args:
         config: the settings of the extraction.

@@ -80,7 +80,8 @@ def recode(
             codec, nothing is measured.
 
     Raises:
-        OptionInvalid: the source store is not lossless, or the arguments do not match each other.
+        OptionInvalid: the source store is not lossless, or ``out`` is the source store, or
+            ``kv_metrics`` is given for a codec that does not use it.
     """
     fix_sums()
     start = time.perf_counter()
@@ -94,7 +95,8 @@ def recode(
                 "extract again with --codec lossless."
             )
         folders = str(target_store), str(source.path)
-        # The URL of a bucket is not a local path, so URLs are compared as texts.
+        # Compare local paths with ``samefile``. The URL of a bucket is not a local path, so URLs
+        # are compared as strings.
         are_local = all(map(os.path.exists, folders))
         if os.path.samefile(*folders) if are_local else folders[0] == folders[1]:
             raise OptionInvalid(

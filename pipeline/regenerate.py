@@ -446,7 +446,8 @@ class ChatFile:
         # The settings must be the same as those of the earlier run, unless the earlier run has
         # answered nothing.
         if recorded.rows.n_rows:
-            # Settings that this run lacks, such as the drafter, count as None.
+            # Settings that were recorded but are missing in this run, such as the drafter, count as
+            # None.
             current = dict.fromkeys(recorded.settings) | self._record.settings
             refuse_other_inputs(self.path, recorded.settings, current)
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):

@@ -76,8 +76,8 @@ class Timings:
     def __add__(self, other: "Timings") -> "Timings":
         """Add the timings of two workers.
 
-        ``extract_s`` and ``wall_s`` are not added, because workers run at the same time. Their
-        larger values are kept.
+        ``extract_s`` and ``wall_s`` are not added, because workers run at the same time. For these
+        two, the larger value is kept.
         """
         total = asdict(self)
         for name, value in asdict(other).items():
@@ -205,7 +205,7 @@ class PartProgress:
 
     Args:
         progress: reports the phase in which the parts are written.
-        store: the store whose parts are written, or the addition of new fields to its parts.
+        store: writes parts of the store, or (for `add`) new fields of its parts.
     """
 
     def __init__(self, progress: Progress, store: StoreWriter | StoreAddition) -> None:

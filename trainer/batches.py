@@ -55,8 +55,8 @@ class FieldRead:
     # The layers that are read, as indices along the field's layer axis. The value is None if all
     # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
-    # ``TrainingInputs.kv`` has the layers of all KV fields on one axis. For a KV field, these are
-    # the indices of its layers on that axis. For any other field, the tuple is empty.
+    # Indices of this field's layers on the layer axis of ``TrainingInputs.kv``. That axis has the
+    # layers of all KV fields. If this field is not a KV field, the tuple is empty.
     positions: tuple[int, ...] = ()
 
     @property
@@ -175,7 +175,9 @@ def _kv_layers_read(
         of a layer on the layer axis of ``TrainingInputs.kv`` to the index of the same layer on the
         layer axis of the field. If the store has no KV, the result is empty.
     """
-    stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
+    # Tuples of the number of a layer, the name of its field, and its index along the field's layer
+    # axis.
+    stored: list[tuple[int, str, int]] = []
     for name, spec in store.fields.items():
         if name.split("/")[0] == KV:
             for index, layer in enumerate(spec.layer_numbers):
@@ -208,8 +210,8 @@ class Batch:
     # fields in ``stored``.
     inputs: TrainingInputs
     draws: Draws  # Random numbers of the sequences, such as the lengths of their draft rounds.
-    # Divisor of the loss, which is a sum over positions. All micro-batches of a step have the same
-    # divisor, so that each position of the step has the same weight.
+    # The loss is a sum over positions, divided by this number. The number is the same for all
+    # micro-batches of a step, so that each position of the step has the same weight.
     denominator: float = 1.0
     n_tokens: int = 0  # Number of tokens without padding.
     # Number of tokens in the micro-batches that all devices process at the same time, this one
@@ -307,7 +309,8 @@ def await_copy(batch: Batch) -> Batch:
 
     def keep(tensor: Tensor) -> None:
         # The tensor was allocated on the copy stream. Without this call, the allocator could reuse
-        # its memory before the work that is queued on the current stream has read it.
+        # the memory of the tensor before the work that is queued on the current stream has read the
+        # tensor.
         tensor.record_stream(stream)
 
     apply_to_collection(batch, Tensor, keep, allow_frozen=True)

@@ -59,8 +59,8 @@ class Throughput(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Remember how long the trainer has waited for data during setup. This time is subtracted
-        # later.
+        # Remember how long the trainer has waited for data during setup. This time does not count
+        # as waiting in training, so it is subtracted later.
         self._wait_before_s = _stream_of(trainer).wait_s
 
     @override
@@ -230,9 +230,8 @@ class MicroBatches(L.Callback):
         # file is treated like a missing file.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # A step needs memory for weights and gradients, for two optimizer moments, and with DDP for
-        # a copy of the gradients. Each of them is as large as the weights. This is the number of
-        # moments and copies.
+        # Besides weights and gradients, a step needs memory for two optimizer moments, and with DDP
+        # also for a copy of the gradients. Each of these is as large as the weights.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices

@@ -1,9 +1,9 @@
 """Settings of training runs and of drafter exports.
 
 The settings of a training run are divided into groups, such as the optimizer and the schedule. For
-the drafter, there is one group per kind, with its own settings and defaults. A run uses one of
-them. Some settings of the drafter are also fields of its sizes, which ``drafter.json`` contains.
-They have the same name there.
+the drafter, there is one group per kind, with its own settings and defaults. A run uses the group
+of its drafter's kind. Some settings of the drafter are also written to ``drafter.json``, under the
+same names, because they are sizes of the drafter.
 """
 
 from collections.abc import Mapping
@@ -44,9 +44,9 @@ _Value = TypeVar("_Value")
 
 
 def known(value: _Value | None) -> _Value:
-    """Return a value that is not None, for a setting that was given or has been chosen.
+    """Return the value of a setting that was given or has been chosen, so it is not None.
 
-    The function tells type checkers that the value is not None.
+    Without this function, type checkers would expect that the value may be None.
     """
     assert value is not None
     return value

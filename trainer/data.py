@@ -256,7 +256,7 @@ class _Step:
     """The sequences and random numbers of one optimizer step, divided into micro-batches."""
 
     sequences: np.ndarray  # Indices in the store of all sequences of the step, on all devices.
-    draws: Draws  # Random numbers of all these sequences.
+    draws: Draws  # Random numbers of all sequences of the step.
     # The sequences of each micro-batch of this device, as indices into ``sequences``.
     parts: list[np.ndarray]
     # Response masks of all sequences of the step, bool [B, T]. The value is None until the first

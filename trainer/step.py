@@ -55,8 +55,8 @@ _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
-"""Label of the half width of a metric's 95 % interval in progress lines."""
-# Half width of a normal distribution's 95 % interval, in standard errors.
+"""In progress lines, this label precedes the half width of a metric's 95 % confidence interval."""
+# Half width of the 95 % interval of a normal distribution, in standard deviations.
 _NORMAL_95 = 1.96
 WHAT_HELPS = (
     "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (for eagle3 "
@@ -156,8 +156,8 @@ class DrafterModule(L.LightningModule):
         try:
             return super().load_state_dict(*args, **options)
         except RuntimeError as error:
-            # Do not let callers see a RuntimeError, because they could not tell it from an error of
-            # the device.
+            # Replace torch's RuntimeError, because callers could not distinguish it from an error
+            # of the device.
             raise ValueError(first_line(error)) from error
 
     def on_fit_start(self) -> None:
@@ -337,7 +337,7 @@ class DrafterModule(L.LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        """Build the optimizer with the zero-peak-constant schedule."""
+        """Build the optimizer and its learning rate schedule (see :func:`zero_peak_constant`)."""
         schedule = self.config.schedule
         optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
         warmup = known(schedule.warmup_steps)

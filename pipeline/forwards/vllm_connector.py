@@ -126,11 +126,11 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "LBNHC"  # In this layout of vLLM, the heads of a token are contiguous.
+        return "LBNHC"  # In this layout of vLLM's KV cache, the heads of a token are contiguous.
 
     @override
     def get_finished_count(self) -> int | None:
-        return 1  # There is one worker, so one report completes a request.
+        return 1  # Only one worker reports copies, so one report completes a request.
 
     # Methods that run in the scheduler.
 
@@ -230,7 +230,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def shutdown(self) -> None:
-        self._writers.shutdown()  # This waits for files that are being written.
+        self._writers.shutdown()  # This call waits for files that are being written.
 
     def _begin(self, save: Save) -> None:
         """Gather a prompt's values and start the copy to the host, on a separate CUDA stream.

@@ -263,7 +263,7 @@ def _end_processes() -> None:
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
     """Call a function of vLLM with a timeout.
 
-    Without a timeout, the call could hang forever if vLLM's processes have ended.
+    If vLLM's processes have ended, a call without a timeout could hang forever.
 
     Args:
         within_s: the timeout in seconds. It restarts whenever the number from ``n_done`` changes.
