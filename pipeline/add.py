@@ -71,8 +71,8 @@ class AddPlan(WritePlan):
     config: AddConfig
     # The store's manifest before the addition.
     stored: StoreManifest
-    # The manifest that the addition will write, except for its entry ``codec``. This entry is
-    # replaced later, since the codec of the new fields may not be fitted to data yet.
+    # The manifest that the addition will write. Its entry ``codec`` is replaced later, because the
+    # codec of the new fields may not be fitted to data yet.
     manifest: StoreManifest
     codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
     n_stored_tokens: int  # number of tokens in committed parts

@@ -192,7 +192,12 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
 def _common_sequences(
     exact: ActivationStore, coded: ActivationStore, samples: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Draw sequences that both stores have, as pairs (index in ``exact``, index in ``coded``)."""
+    """Draw sequences that both stores have.
+
+    Returns:
+        For each sequence, its index in the reference store (``exact``), and its index in the other
+        store (``coded``).
+    """
     coded_index = row_numbers(coded.sequences)
     ids = exact.sequences["sequence_id"].to_pylist()
     common: list[tuple[int, int]] = []

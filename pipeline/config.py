@@ -180,7 +180,7 @@ class ScaleSettings(Config):
     def n_local_workers(self) -> int:
         """Number of workers that share the cores and the memory of this machine.
 
-        With Ray, the number is 1, because Ray starts the workers.
+        With Ray, the number is assumed to be 1, because Ray chooses the machines of the workers.
         """
         return 1 if self.engine == "ray" else self.workers
 

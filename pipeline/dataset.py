@@ -66,8 +66,9 @@ _NO_CHATS = re.compile(
 """Matches names of files without chats: hidden files, metadata, caches of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # The split's name may have one of these endings, as in ``trainset`` or ``tests``. The next
-    # character must not be a lowercase letter, so that words such as ``testimony`` do not match.
+    # The split's name may have one of these endings, as in ``trainset`` or ``tests``. The character
+    # after the ending must not be a lowercase letter, so that words such as ``testimony`` do not
+    # match.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -288,7 +289,7 @@ class ChatSource:
                 )
 
     def describe(self) -> str:
-        """Return a text with the dataset's name, its split, and its numbers of files.
+        """Return a text with the dataset's name, its split, and how many of its files are read.
 
         If a numbered series of files has gaps, the text names a missing file.
         """

@@ -1,4 +1,4 @@
-"""Measure how much approximate values differ from exact values, summed over sequences."""
+"""Measure, over several sequences, how much approximate values differ from exact values."""
 
 import math
 from collections.abc import Callable

@@ -63,7 +63,7 @@ _MOST_STORED_SHARE = 1.06
 # The first number is the bytes per token in texts.arrow. The second number is the bytes per sequence
 # in texts.arrow and plan.parquet together.
 _TEXT_BYTES, _ROW_BYTES = 5, 200
-# Size of manifests, commit files, records of runs and the dataset card.
+# Total size of manifests, commit files, records of runs and the dataset card.
 _RECORD_BYTES = 100_000
 # Memory of the encoding and writing threads, with the libraries that these threads load.
 _THREAD_BYTES = 200 << 20

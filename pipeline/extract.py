@@ -146,7 +146,8 @@ def _learn_codec(plan: ExtractPlan, progress: Progress) -> tuple[StoreCodec, Tar
     """Fit the codec to activations of a sample of sequences, unless an earlier run has fitted it.
 
     Returns:
-        The fitted codec, and the target if it had to be loaded.
+        The fitted codec, and the loaded target. If fitting did not need the target, the second
+        value is None.
     """
     codec = plan.forward.codec
     forward = plan.forward
@@ -219,7 +220,7 @@ def _open_store(
         replace(plan.manifest, codec=codec.describe()),
         plan.table,
         codec.files(),
-        shares=not repairs,  # To check a store, no other process may write to it.
+        shares=not repairs,  # While a store is checked, no other process may write to it.
         begins_anew=not repairs,
         depth="values" if repairs else "sizes",
         progress=progress,

@@ -185,7 +185,7 @@ def _learned_codec(
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
     # The measurement with ``kv_metrics`` needs much memory, so load the target's weights only after
-    # it.
+    # the measurement.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", backend_of(out).local_folder(), progress)
     calibrate(

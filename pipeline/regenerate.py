@@ -156,8 +156,8 @@ class Row:
             keep_cut: whether an answer that reached its token limit is kept.
         """
         if is_cut:
-            # The limit may cut the last character in two. The incomplete character is decoded as
-            # replacement characters.
+            # The token limit may cut the last character in two. The incomplete character is decoded
+            # as replacement characters.
             text = text.rstrip("\ufffd")
         if is_cut and not keep_cut:
             self.end(LossReason.NO_END, f"{n_tokens:,} tokens")
@@ -207,11 +207,12 @@ class RowCounts(BaseModel):
     n_tokens: int = 0
     # Number of chats whose last answer reached its token limit.
     n_at_limit: int = 0
-    # For each reason, the number of questions by the target that were unusable.
+    # Maps a reason to the number of questions that were unusable for this reason. The target has
+    # written these questions.
     dropped: Counter[str] = Counter()
-    rejected: Counter[str] = Counter()  # For each reason, the number of rows without a chat.
-    cut: Counter[str] = Counter()  # For each reason, the number of chats that ended too early.
-    examples: dict[str, str] = {}  # For each reason, a text about the first row with this reason.
+    rejected: Counter[str] = Counter()  # Maps a reason to the number of rows without a chat.
+    cut: Counter[str] = Counter()  # Maps a reason to the number of chats that ended early.
+    examples: dict[str, str] = {}  # Maps a reason to a text about the first row with this reason.
 
     @property
     def n_chats(self) -> int:
@@ -356,7 +357,7 @@ def open_chat_file(
         path: path of the file.
         settings: settings that determine the answers.
         n_rows: number of rows to answer.
-        others: further fields of `ChatFile`.
+        others: values of further fields of `ChatFile`.
 
     Raises:
         OutputOccupied: another process writes the file, or the file was made with other settings.
@@ -536,7 +537,8 @@ class ChatFile:
 class LocalTarget:
     """A target that is loaded in this process, with a drafter if one is given.
 
-    ``facts`` are the entries for the JSON file that identify the target and the drafter.
+    ``facts`` identify the target and the drafter. They are written to the JSON file next to the
+    chats.
     """
 
     def __init__(self, config: RegenerateConfig) -> None:

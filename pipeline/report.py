@@ -130,7 +130,7 @@ class WriteReport:
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
-        """Make the report of a store. The commits of its parts contain the counts."""
+        """Make the report of a store. The counts are read from the commits of its parts."""
         commits = [
             read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()
         ]

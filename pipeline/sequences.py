@@ -176,7 +176,7 @@ class Sequences:
         self.examples.setdefault(reason, f"row {row}: {rejection.detail}".removesuffix(": "))
 
     def beside_lines(self) -> list[str]:
-        """Return a line of text about columns and keys that are not part of the tokens.
+        """Return a list with a line of text about columns and keys that are not part of the tokens.
 
         If all columns and keys are part of the tokens, the list is empty.
         """

@@ -89,9 +89,9 @@ def is_done(store: StoreWriter) -> bool:
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
     """Yield the numbers of parts that a worker should write. Committed parts are skipped.
 
-    Each part is locked before it is yielded. The parts of the worker's own share come first, and
-    then the parts of the other workers. If other workers have locked all remaining parts, None is
-    yielded, and the caller should ask again.
+    Each part is locked before it is yielded. The parts are divided among the workers. The worker's
+    own parts come first, and then the parts of the other workers. If other workers have locked all
+    remaining parts, None is yielded, and the caller should ask again.
 
     Args:
         store: the store.

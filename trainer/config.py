@@ -665,8 +665,8 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     schedule = dict(recorded.get("schedule", {}))
     given_schedule = given.get("schedule", {})
     # Do not reuse the recorded ``stop_after_steps``, so that a resumed run does not stop early
-    # again. Either ``max_steps`` or ``epochs`` sets the length of a run. If one of them is given
-    # now, reuse neither of their recorded values.
+    # again. Either ``max_steps`` or ``epochs`` sets the length of a run. If one of these two
+    # settings is given now, do not reuse the recorded value of either.
     replaced = {"stop_after_steps"} | (
         {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )
@@ -697,8 +697,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named sets of settings for ``--preset``.
 
-``paper`` is Mixture of Attentions as published. ``small`` is for short runs. It uses Muon, and a
-higher learning rate that decays until the end of the run.
+``paper`` is Mixture of Attentions as published. ``small`` is for short runs. With ``small``, the
+optimizer is Muon, and the learning rate is higher and decays until the end of the run.
 """
 
 

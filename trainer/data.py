@@ -45,9 +45,9 @@ from .batches import Batch, BatchReader, await_copy, fields_read
 from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known
 from .defaults import CPU_MICRO_BATCH_TOKENS, RunFacts, choose_settings, choose_validation_fraction
 
-# To reduce padding, the sequences of an epoch are divided into groups at random, and each group is
-# sorted by length before it is divided into batches. This is the number of batches in a group.
-# Larger groups give less padding, but the content of the batches is less random.
+# Number of batches in a group. To reduce padding, the sequences of an epoch are divided into groups
+# at random. Each group is sorted by length and then divided into batches. Larger groups give less
+# padding, but the content of the batches is less random.
 _GROUPED_BATCHES = 32
 
 
@@ -122,7 +122,7 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
     # Draw the numbers for draft rounds even if the drafter does not train on rounds. The seeds of
-    # the noise are drawn last, so they are the same for all kinds of drafters.
+    # the noise are drawn after these numbers, so they are then the same for all kinds of drafters.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
     step_bound = torch.randint(
         rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator
@@ -403,8 +403,9 @@ class ValidationBatches:
     def _read(self, number: int) -> Batch:
         rows = self._rows(number)
         n_steps = self._reader.config.validation.draft_length + 1
-        # The draft rounds of a sequence start at the positions ``phase``, ``phase + n_steps`` and
-        # so on. Phases are not random, so that every validation has the same rounds.
+        # A draft round and its bonus token take ``n_steps`` positions. The rounds of a sequence
+        # start at the positions ``phase``, ``phase + n_steps`` and so on. Phases are not random, so
+        # that every validation has the same rounds.
         phase = torch.arange(len(self._sequences))[rows] % n_steps
         draws = Draws(
             torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase

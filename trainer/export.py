@@ -151,7 +151,7 @@ def find_target(
 
 
 def _facts_of(drafter: Path) -> TargetFacts | None:
-    """Read the facts about the target from the store from which a drafter was trained.
+    """Read the facts about the target from the store that a drafter was trained from.
 
     If the store is not known or cannot be read, the result is None.
     """

@@ -7,8 +7,8 @@ The functions of a run, from the outermost to the innermost::
                              earlier invocation, and records the settings
         build_module         loads the frozen target weights, and builds the initial drafter
         _fit                 runs Lightning's trainer with the callbacks. The trainer calls
-                             DrafterModule.training_step for each micro-batch. Then it writes the
-                             report, the curves and drafter/
+                             DrafterModule.training_step for each micro-batch. Then _fit writes
+                             the report, the curves and drafter/
 
 A run may consist of several invocations of the command, because it can be interrupted and resumed.
 """

@@ -195,7 +195,7 @@ def drawn_gradients(
         group_leaves = [part.detach().requires_grad_() for part in group]
         parts.append(group_leaves)
         leaves += group_leaves
-    kv = codec.whole(parts).flatten(2)[None]  # [1, T, L, D]
+    kv = codec.whole(parts).flatten(2)[None]  # shape [1, T, L, D]
     inputs = replace(inputs, kv=kv if kv_layers is None else kv[:, :, list(kv_layers)])
     outputs = drafter.drafted_features(frozen, inputs, draws)
     features = outputs.features[outputs.valid]

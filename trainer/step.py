@@ -241,7 +241,8 @@ class DrafterModule(L.LightningModule):
         Activations or gradients with NaN or infinity raise an error instead.
         """
         # Lightning's own clipping is not used, because it refuses fused optimizers with any mixed
-        # precision. They are safe with bf16-mixed, because its gradients are not scaled.
+        # precision. Fused optimizers are safe with bf16-mixed, because this precision does not
+        # scale gradients.
         weights = list(self.drafter.parameters())
         norm = torch.nn.utils.get_total_norm(
             [weight.grad for weight in weights if weight.grad is not None]
@@ -331,8 +332,8 @@ class DrafterModule(L.LightningModule):
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=config.weight_decay,
-            # With 16-mixed, do not use a fused step. It would unscale the gradients itself, so they
-            # would be clipped while they are still scaled.
+            # With 16-mixed, do not use a fused step. A fused step would unscale the gradients
+            # itself, so they would be clipped while they are still scaled.
             fused=precision != "16-mixed",
         )
 
@@ -401,8 +402,8 @@ class Trial:
         for recomputes in (False, True):
             module.recomputes = recomputes
             # On a CUDA device, run a step and see whether it raises an out-of-memory error. On a
-            # CPU, compute the memory of a step, because the operating system would kill the
-            # process.
+            # CPU, compute the memory of a step instead, because the operating system would kill a
+            # process that runs out of memory.
             saved_bytes = self.kept_bytes() if on_cpu else 0
             for size in sizes:
                 if on_cpu:
@@ -514,7 +515,8 @@ def validate_batch(
         target = frozen.logits(goal).float()
         log_target = target.log_softmax(dim=-1)
         log_draft = draft.log_softmax(dim=-1)
-        # A target logit of -inf gives probability 0. Its term 0 * inf is NaN, but must count as 0.
+        # A target logit of -inf gives probability 0. In the KL divergence, its term 0 * inf is NaN,
+        # but must count as 0.
         kl.append(
             (log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
         )

@@ -53,8 +53,8 @@ class Capture:
     # The dict maps the name of a stored array to the rows for this array, [n_rows, *row_shape]. If
     # no field is encoded, there are no entries.
     codes: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
-    # Maps each field of keys and values to the numbers of the target's layers, in the order of the
-    # field's layer axis.
+    # Maps each field of keys and values to the numbers of the layers that it contains, in the order
+    # of its layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # The moments at which the asynchronous copy to the host starts and ends, as recorded on the
     # device. If the values were not copied asynchronously, the value is None.

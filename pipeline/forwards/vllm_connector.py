@@ -257,7 +257,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._writers.submit(_write, values, event, Path(save.file))
 
     def _gather(self, save: Save) -> dict[str, Tensor]:
-        """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E] of a prompt, if requested.
+        """Return the values of a prompt: ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E].
+
+        If one of them was not requested, it is left out.
 
         Shapes: T tokens, L layers, H_kv key/value heads, d head dim, n hidden states, E width.
         """
