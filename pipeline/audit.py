@@ -51,8 +51,9 @@ class AuditRow:
     field: str
     # Largest absolute difference; infinite if tokens or response_mask differ.
     max_error: float
-    # `|stored - live| / |live|` in the L2 norm. For kv, it is the error of the worst layer. For
-    # tokens and response_mask, it is 0 if stored and live values are equal, and otherwise infinite.
+    # Relative error `|stored - live| / |live|` in the L2 norm. For kv, it is the error of the worst
+    # layer. For tokens and response_mask, it is 0 if stored and live values are equal, and
+    # otherwise infinite.
     relative_error: float
     tolerance: float  # largest allowed relative error
     detail: str = ""  # text with details of the comparison, such as the worst layer

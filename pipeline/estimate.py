@@ -60,8 +60,8 @@ _N_BATCHES = 3
 # encoded activations. The upper bound includes alignment, indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06
-# The first number is the bytes per token in texts.arrow. The second number is the bytes per sequence
-# in texts.arrow and plan.parquet together.
+# Sizes in bytes. The first number is the size of a token in texts.arrow. The second number is the
+# size of a sequence's other data, in texts.arrow and plan.parquet together.
 _TEXT_BYTES, _ROW_BYTES = 5, 200
 # Total size of manifests, commit files, records of runs and the dataset card.
 _RECORD_BYTES = 100_000

@@ -99,7 +99,8 @@ _ORIGIN_VERSION = 5
 # generated.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # Maximum number of columns and keys that a report lists.
-_ALL_COLUMNS = Columns()  # The value for datasets whose rows are chats already.
+# This instance leaves rows unchanged. It is used if rows are chats already.
+_ALL_COLUMNS = Columns()
 
 
 @dataclass
@@ -195,7 +196,7 @@ class Sequences:
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # The shape is [n_tokens + 1]. Entry i is the number of response tokens before token i.
+        # Entry i is the number of response tokens before token i. There are n_tokens + 1 entries.
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {

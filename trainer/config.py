@@ -17,17 +17,18 @@ from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed
 from ..errors import OptionInvalid
 
 # Names of the files in the folder of a run. The folder also contains tensorboard/.
-RUN_FILE = "run.yaml"  # The settings, in the format of --config.
-STORE_FILE = "store.json"  # The identity of the store, checked by --resume.
-PROVENANCE_FILE = "provenance.json"  # The command, versions and machine.
+RUN_FILE = "run.yaml"  # The settings of the run, in the format of --config.
+STORE_FILE = "store.json"  # The identity of the store. --resume checks it.
+# The command line, the versions of packages, and the machine of the run.
+PROVENANCE_FILE = "provenance.json"
 REPORT_FILE = "report.json"  # The results of the finished run.
-# Training and validation metrics of the latest invocation. The metrics of earlier invocations are
-# in metrics-000.csv and so on.
+# File with the training and validation metrics of the latest invocation. The metrics of earlier
+# invocations are in metrics-000.csv and so on.
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
-MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
+MEMORY_FILE = "memory.json"  # The micro-batch size that trial steps have chosen.
 LOCK_FILE = "run.lock"  # Lock file of the process that trains in this folder.
-DRAFTER = "drafter"  # The drafter with the best validation.
+DRAFTER = "drafter"  # Folder with the drafter that had the best validation.
 CHECKPOINTS = "checkpoints"
 # Checkpoints in the folder of a run. LAST is the current state, from which --resume continues. BEST
 # is the state of the best validation.

@@ -344,9 +344,10 @@ class TrainingStream:
             plan.response = self._reader.response_masks(plan.sequences)
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
             # Lightning averages the loss over micro-batches and devices. This average must be the
-            # mean over all loss positions of the step. So the loss of each micro-batch is divided
-            # by the number of loss positions per micro-batch: the loss positions of the step,
-            # divided by the number of its micro-batches on all devices.
+            # mean over all loss positions of the step. So the summed loss of each micro-batch is
+            # divided by the average number of loss positions per micro-batch: the number of loss
+            # positions of the step, divided by the number of micro-batches of the step on all
+            # devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         at_once = self._micro * self._n_ranks
         of_all = plan.sequences[index * at_once : (index + 1) * at_once]

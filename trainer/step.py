@@ -555,8 +555,8 @@ def validate_batch(
 def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
     """Compute the expected number of leading accepted drafts in each complete round.
 
-    A complete round is one position that is not drafted and the next ``draft_length`` positions, if
-    all of them are drafted.
+    A complete round is one position that is not drafted, followed by ``draft_length`` positions
+    that are all drafted.
 
     Args:
         accepted: probability [B, T] that the draft at a position is accepted, given that all

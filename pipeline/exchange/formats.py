@@ -108,7 +108,7 @@ class FileFormat(ABC):
 
         def words(path: Path) -> list[Any]:
             split: list[Any] = re.split(r"(\d+)", path.relative_to(folder).as_posix())
-            split[1::2] = map(int, split[1::2])  # The strings at odd indices are numbers.
+            split[1::2] = map(int, split[1::2])  # re.split has put numbers at the odd indices.
             return split
 
         paths: list[Path] = []

@@ -120,10 +120,10 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     a multiple of the number of ranks, the last groups are skipped. With ``shuffle``, different
     sequences are skipped in every epoch.
 
-    If ``bucket_batches`` is set, the shuffled order is divided into windows of ``bucket_batches``
-    groups. The sequences of each window are sorted by length before the window is divided into
-    groups. The groups are then shuffled. If the ``DataLoader`` has the same ``batch_size``, its
-    batches are these groups.
+    If ``bucket_batches`` is set, the sequences of a group have similar lengths. For this, the
+    shuffled order is divided into windows of ``bucket_batches`` groups. The sequences of each
+    window are sorted by length before the window is divided into groups. The groups are then
+    shuffled. If the ``DataLoader`` has the same ``batch_size``, its batches are these groups.
 
     Args:
         store: an open store, or its folder.

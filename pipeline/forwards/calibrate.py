@@ -34,7 +34,7 @@ SAMPLE_TOKENS = 30_000
 At the sizes of Llama-3-8B, the sample takes 8 GB of disk in float32 during calibration.
 """
 METRIC_TOKENS = 4_096
-"""The metric for the last hidden state is averaged over this number of sample tokens.
+"""Number of sample tokens over which the metric for the last hidden state is averaged.
 
 The metric measures how much an error in the last hidden state changes the next-token distribution.
 """

@@ -150,7 +150,7 @@ def run_parts(
         counter.look()
         counter.report(timings)
     except BaseException:
-        # After this, chunks of the batch that is being written are not encoded any more.
+        # Do not encode the remaining chunks of the batch that is being written.
         pool.close()
         writer.abort()
         for out in open_parts:

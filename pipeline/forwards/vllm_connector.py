@@ -15,9 +15,9 @@ blocks of a finished request stay allocated until their values have been copied:
 The cache of a layer is a tensor with the shape [n_blocks, n_heads, block_size, content]. In the
 target's layers, the last axis holds a key followed by a value, so its size is 2 * head_dim. vLLM's
 ``extract_hidden_states`` adds one more layer. The heads of this layer are the chosen hidden states,
-and the last axis has the width of the hidden states. On a CPU, the tensor has the same shape, but
-another order in memory: for each block and head, the keys are stored as [head_dim, block_size],
-followed by the values as [block_size, head_dim].
+and the last axis has the width of the hidden states. On a CPU, the cache of a target's layer has
+the same shape, but another order in memory: for each block and head, the keys are stored as
+[head_dim, block_size], followed by the values as [block_size, head_dim].
 
 The connector interface of vLLM is experimental, so only two releases of vLLM are supported.
 """
