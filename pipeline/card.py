@@ -21,8 +21,8 @@ _SIZE_CATEGORIES = (
 )  # fmt: skip
 # Licences of the target and of the dataset, as the Hub names them. An unknown licence is None.
 Licences = tuple[str | None, str | None]
-# Maps a key of the manifest's entry ``target`` to a text for the card, in which ``{}`` stands for
-# the value of the key.
+# Maps a key of the manifest's entry ``target`` to a text for the card. In this text, ``{}`` stands
+# for the value of the key.
 _SIZES = {
     "architecture": "{}",
     "n_layers": "{} layers",

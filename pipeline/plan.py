@@ -168,7 +168,7 @@ class ExtractPlan(WritePlan):
         n_sample = min(self.n_tokens, SAMPLE_TOKENS)
         learned = self.forward.codec.learned.values()
         # While the codec is fitted, the disk holds the values of the sample in float32 (4 bytes
-        # each), and the same number of components in 16 bits (2 bytes each).
+        # each). It also holds the transformed values, called components, in 16 bits (2 bytes each).
         n_values = sum(math.prod(codec.spec.token_shape) for codec in learned)
         return (
             f"learn        before the first part, the target runs over {n_sample:,} tokens to fit "
@@ -503,9 +503,9 @@ def sources_record(
 
     The entry contains the Hub id, revision and commit of the model and of the dataset. For a new
     store, these are the current values. For an existing store, the recorded values are kept. If the
-    commit of a recorded model or dataset has changed, it gets its current values. A model or
-    dataset that the store does not record is not added, because the content hashes show whether it
-    has changed.
+    commit of a recorded model or dataset has changed, the current values replace the recorded ones.
+    A model or dataset that the store does not record is not added, because the content hashes show
+    whether it has changed.
 
     Args:
         config: the settings of the extraction.

@@ -63,8 +63,8 @@ _TIMED_TOKENS = 16
 _MOST_DROPPED = 9
 _FEW_DROPPED = 64
 # The first seed for questions is `seed + 1` times this factor. The seeds for answers are `seed`
-# plus the row number. The factor is large, so that seeds for questions differ from seeds for
-# answers, and from seeds for questions in runs with another `seed`.
+# plus the row number. The factor is so large that the seeds for questions differ from all seeds for
+# answers. They also differ from the seeds for questions in runs with another `seed`.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 
 

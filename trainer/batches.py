@@ -4,8 +4,8 @@ The functions, in the order in which they are called::
 
     fields_read           lists the fields and layers that the drafter of a run reads
     BatchReader.batch     reads and pads the rows of several sequences, still encoded as in the
-                          store. On a CPU, it also decodes them. For a CUDA device, it starts to
-                          copy them there, on a separate CUDA stream
+                          store. On a CPU, it also decodes the rows. For a CUDA device, it starts
+                          to copy the rows there, on a separate CUDA stream
     await_copy            makes the CUDA stream of the training step wait for the copy
     Batch.decode          decodes the rows into values, on the device
 

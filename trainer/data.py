@@ -122,7 +122,7 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
     # Draw the numbers for draft rounds even if the drafter does not train on rounds. The seeds of
-    # the noise are drawn after these numbers, so they are then the same for all kinds of drafters.
+    # the noise are drawn after these numbers. So all kinds of drafters get the same seeds.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
     step_bound = torch.randint(
         rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator

@@ -491,9 +491,9 @@ def validate_batch(
         3. number of tokens that greedy decoding would commit
         4. expected number of tokens that sampling at temperature 1 would commit
         5. number of rounds
-        6. sum of ``c * c`` over sequences, with the tokens ``c`` that greedy decoding would commit
-           in a sequence
-        7. sum of ``c * r`` over sequences, with the rounds ``r`` of a sequence
+        6. sum of ``c * c`` over sequences. ``c`` is the number of tokens that greedy decoding would
+           commit in a sequence
+        7. sum of ``c * r`` over sequences. ``r`` is the number of rounds of a sequence
         8. sum of ``r * r`` over sequences
         9. number of sequences with at least one round
 

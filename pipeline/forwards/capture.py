@@ -139,10 +139,10 @@ class Capture:
         The values must be in host memory.
 
         Returns:
-            For a field that is not encoded, the result is an array of its values, [n_tokens,
-            *token_shape], in the storage dtype. NumPy has no bfloat16, so bfloat16 values are
-            returned as uint16 with the same bits. For an encoded field, the result is a dict from
-            the name of each stored array to the rows for this array.
+            For a field that is not encoded, the result is an array of its values, in the shape
+            [n_tokens, *token_shape] and the storage dtype. NumPy has no bfloat16, so bfloat16
+            values are returned as uint16 with the same bits. For an encoded field, the result is a
+            dict from the name of each stored array to the rows for this array.
         """
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]

@@ -126,7 +126,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "LBNHC"  # In this layout of vLLM's KV cache, the heads of a token are contiguous.
+        return "LBNHC"  # In vLLM's KV cache layout LBNHC, the heads of a token are contiguous.
 
     @override
     def get_finished_count(self) -> int | None:
