@@ -434,8 +434,8 @@ class ActivationSpec:
     kv: bool
     # Whether to capture the hidden state after the final norm.
     last: bool
-    # Decoder layers whose outputs are captured. They are counted from 0, in ascending order and
-    # without duplicates.
+    # Decoder layers whose outputs are captured. Layers are counted from 0. The order is ascending,
+    # and each layer occurs once.
     layers: tuple[int, ...]
     # Names of the store's fields of keys and values. There is one field for each group of layers
     # with the same kind of attention and the same KV shape.

@@ -30,8 +30,8 @@ from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Provenance, Timings, WriteReport
 
-# Approximate number of tokens in the sample for ``KVMetrics``, the measurement of how much errors
-# in keys and values affect a drafter.
+# Approximate number of tokens in the sample for ``KVMetrics``, which measures how much errors in
+# keys and values affect a drafter.
 _METRIC_TOKENS = 60_000
 # Minimum number of response tokens of a sequence in the sample for ``KVMetrics``. A shorter response
 # has no room for draft rounds.
@@ -48,7 +48,7 @@ class KVMetrics(Protocol):
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure on sequences of a store how much errors in keys and values matter to a drafter.
+        """Measure how much errors in the keys and values of a store matter to a drafter.
 
         Returns:
             One entry per layer group of the codec. The entry has two matrices: one for the keys,

@@ -292,7 +292,7 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
 
 
 def preview(config: RegenerateConfig, progress: Progress = SILENT) -> str:
-    """Return a text about the questions of a run, and an upper bound of its time."""
+    """Return a text about the questions of a run, and an upper bound of the time of the run."""
     work = count_work(config, progress)
     text = f"{work.text} of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
     return text if config.server else f"{text}; {LocalTarget(config).estimate(work.n_answers)}"
@@ -617,7 +617,7 @@ class LocalTarget:
         dropped = chat_file.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
-        # Maps a question as one line of text to the turn that asks the question.
+        # Maps each question, as one line of text, to the turn that asks it.
         questions: dict[str, list[Message]] = {}
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
@@ -698,7 +698,8 @@ class LocalTarget:
 
 
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-_REFUSALS = (400, 408, 413, 422)  # HTTP statuses of a server that refuses a single request.
+# HTTP status codes with which a server refuses one request, but not all requests.
+_REFUSALS = (400, 408, 413, 422)
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 20.0
 _ADVICE = "Check --server, --model and OPENAI_API_KEY."

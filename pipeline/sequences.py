@@ -509,7 +509,8 @@ def texts_origin(
 def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
     """Return the sequences that are cached in a store.
 
-    The result is None if the store has no cache, or if the cache is damaged or has another origin.
+    The result is None if the store has no cache, or if the cache is damaged or was made from other
+    inputs.
     """
     path = store / TEXTS_NAME
     if origin is None or (isinstance(path, Path) and (path.is_symlink() or not path.is_file())):

@@ -103,8 +103,8 @@ def drafter_sizes(
 
     Args:
         facts: the facts about the drafter's target.
-        settings: settings of the drafter. Only those settings are used that are also fields of
-            the returned sizes.
+        settings: settings of the drafter. Settings that are not fields of the returned sizes are
+            ignored.
         target: hashes that identify the target.
     """
     config_class = drafter_class(settings.kind).config_class
@@ -204,7 +204,7 @@ def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
 
 @dataclass
 class Batch:
-    """One micro-batch of training or validation sequences, with facts about its step."""
+    """One micro-batch of training or validation sequences, and its index and size in the step."""
 
     # The inputs of the drafter. They contain activations only after :meth:`decode` has decoded the
     # fields in ``stored``.

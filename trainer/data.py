@@ -154,7 +154,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Return the draws of some sequences of a step. ``rows`` are their indices in the step."""
+    """Return the draws of some sequences of a step. ``rows`` are the indices of these sequences."""
     chosen: Draws = apply_to_collection(draws, Tensor, lambda tensor: tensor[rows])
     chosen.seeds = tuple(draws.seeds[row] for row in rows.tolist())
     return chosen
@@ -207,8 +207,8 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     """Return the number of sequences of a step that each device processes.
 
     Raises:
-        TrainingError: the batch size is not a multiple of the number of devices, or the micro-batch
-            size does not divide each device's share.
+        TrainingError: the batch size is not a multiple of the number of devices, or the number of
+            sequences per device is not a multiple of the micro-batch size.
     """
     share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:

@@ -54,7 +54,10 @@ class ChosenSetting(NamedTuple):
 
 
 class RunFacts(NamedTuple):
-    """Facts about a run. With the given settings, they determine the chosen settings."""
+    """Facts about a run.
+
+    These facts and the given settings determine the values of all other settings.
+    """
 
     hidden_size: int
     n_sequences: int  # Number of sequences in the training split.

@@ -299,8 +299,8 @@ def _fit(
     if progress.show is not None:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
-    # ``saves`` must be the last callback. When it saves a checkpoint, the other callbacks have then
-    # updated their state for the same step.
+    # ``saves`` must be the last callback. Then all other callbacks have updated their state for a
+    # step before ``saves`` saves a checkpoint of this step.
     trainer = _build_trainer(data, [*extra, saves])
     try:
         _run_steps(trainer, data, module, guard, saves)
@@ -521,7 +521,7 @@ def _loggers(config: TrainConfig) -> list[Logger]:
 
 def _check_processes(machine: MachineSettings, n_devices: int) -> None:
     # If the number of launched processes differs from the number of devices, each process would
-    # train alone in the same folder, or wait for ever.
+    # train alone in the same folder, or wait forever for missing processes.
     launched = n_devices
     if TorchElasticEnvironment.detect():
         launched = int(os.environ["WORLD_SIZE"])

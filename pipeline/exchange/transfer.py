@@ -1,6 +1,6 @@
 """Export a store to another project's file format or to a Parquet index, and import such files.
 
-The index lists the sequences of a store without activations, so it cannot be imported.
+An index lists the sequences of a store without their activations, so an index cannot be imported.
 """
 
 import copy

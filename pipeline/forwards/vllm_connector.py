@@ -204,11 +204,15 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass  # Nothing is saved per layer. The cache is complete only when the request finishes.
+        # vLLM calls this method for every layer. Nothing is saved here, because the cache is
+        # complete only when the request finishes.
+        pass
 
     @override
     def wait_for_save(self) -> None:
-        pass  # vLLM need not wait, because blocks stay allocated until their values are copied.
+        # vLLM need not wait for copies, because blocks stay allocated until their values are
+        # copied.
+        pass
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
