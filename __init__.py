@@ -12,7 +12,7 @@ used, so that reading a store does not need torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # For type checkers, ``X as X`` means that the module exports the name X.
+if TYPE_CHECKING:  # ``import X as X`` tells type checkers that this module exports X.
     from .errors import MoaDataError as MoaDataError
     from .evaluation.config import EvalConfig as EvalConfig
     from .evaluation.run import evaluate as evaluate

@@ -28,7 +28,7 @@ GROUPS = {
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
 # Maximum number of characters of a command's description on the help page. The description is the
-# first sentence of the command's help. All of these sentences are shorter, so none is cut.
+# first sentence of the command's help. Every description is shorter, so no description is cut.
 _WHOLE_SENTENCE = 200
 _EPILOG = """\b
 A whole job:

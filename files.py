@@ -35,17 +35,17 @@ MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.
 
-It is so small that computations with several counts do not overflow. Such computations either fit
-into 64 bits, or use Python integers.
+The limit prevents overflow in computations with several counts. The results of most of these
+computations fit into 64 bits. The other computations use Python integers.
 """
 FULL_DISK_ADVICE = (
     "All finished work is saved. Free some space and run the same command again: it continues "
     "with the rest."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine. A
-# library that reads a truncated file may seek to an offset that does not exist, which raises EINVAL
-# or EOVERFLOW.
+# Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine.
+# EINVAL and EOVERFLOW are raised, for example, if a library reads a truncated file and seeks to an
+# offset that does not exist.
 _ABOUT_THE_PATH = (
     None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW,
 )  # fmt: skip
@@ -84,8 +84,8 @@ _ADVICE = {
         "again."
     ),
 }
-# Numbers of system errors that mean that another process holds a lock. EACCES is among them,
-# because some network file systems report it.
+# Numbers of the system errors that flock raises if another process holds the lock. On some network
+# file systems, this is EACCES.
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -158,7 +158,7 @@ def replacing(path: Path, advice: str = FULL_DISK_ADVICE) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to system errors in the ``with`` block that do not contain a path.
+    """If a system error in the ``with`` block does not contain a path, add ``path`` to it.
 
     For example, the error of a write to a file descriptor does not contain the path of the file.
     """
@@ -171,7 +171,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def walk(folder: Path, follows_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yield (folder, names of its folders, names of its files) for each folder of a tree, top down.
+    """Yield (folder, names of subfolders, names of files) for each folder of a tree, top down.
 
     If a folder cannot be listed, an OSError is raised. ``os.walk`` would skip the folder instead.
 
@@ -216,7 +216,8 @@ def system_error(error: BaseException | None) -> OSError | None:
     The exception itself is checked first, then its causes one by one, until an OSError is found. An
     OSError for a wrong path or a damaged file does not count. A library may have turned the system
     error into an exception of its own. If the message of this exception contains the number of the
-    system error, or its words, the result is a new OSError with this number.
+    system error or describes the system error in words, the result is a new OSError with this
+    number.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno not in _ABOUT_THE_PATH:
@@ -239,9 +240,10 @@ def _error_number(text: str) -> int | None:
 
 
 def machine_trouble(error: BaseException) -> StorageUnavailable | None:
-    """Return an error with advice if a problem with disk, rights or limits caused an exception.
+    """If the state of the machine caused an exception, return an error with advice.
 
-    For any other exception, return None.
+    For example, the disk is full, rights are missing, or a limit is exceeded. For an exception with
+    any other cause, return None.
     """
     cause = system_error(error)
     if cause is None or cause.errno not in _ADVICE:
@@ -294,7 +296,7 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
 
 
 def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] = ()) -> None:
-    """Refuse an output folder that holds files which the command can neither continue nor replace.
+    """Refuse an output folder with files that the command can neither continue nor replace.
 
     Args:
         folder: the output folder. It may be missing or empty.
@@ -353,7 +355,7 @@ def refuse_other_inputs(
 
 
 # Locks use flock directly. A store needs shared locks, and error messages that name the process
-# that holds a lock. The filelock package supports neither of them.
+# that holds a lock. The filelock package has no shared locks and does not name that process.
 
 
 class LockHeld(Exception):
@@ -470,7 +472,7 @@ def open_regular(path: Path) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """Return what is at a path, for messages: "a file", "a folder", "a FIFO", "a broken link"."""
+    """Describe what is at a path, such as "a file", "a folder" or "a FIFO", for messages."""
     if path.is_symlink() and not path.exists():
         return f"a link to {os.readlink(path)}, which does not exist"
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
@@ -519,7 +521,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
 
 
 def whole_number(value: object, name: str, low: int = 0) -> int:
-    """Return a value of a JSON document if it is an integer from ``low`` to MAX_WHOLE_NUMBER.
+    """Check that a value is an integer from ``low`` to MAX_WHOLE_NUMBER, and return the value.
 
     Raises:
         ValueError: the value is anything else. The message contains ``name``.
@@ -532,7 +534,7 @@ def whole_number(value: object, name: str, low: int = 0) -> int:
 
 
 def relative_name(name: object) -> str:
-    """Return a name if it is the relative path of a file below a folder.
+    """Check that a name is a relative path that stays inside its folder, and return the name.
 
     Raises:
         ValueError: the name is absolute, too long or not a string, or one of its components is
@@ -564,8 +566,8 @@ def parsing(
     """Turn any error of a library that parses a file into ``error_class`` with a one-line message.
 
     A system error is raised unchanged, because it does not mean that the file is damaged. If the
-    system error has no file name, it gets ``trouble`` as its file name. A MemoryError is turned
-    into NotEnoughMemory.
+    system error has no file name, ``trouble`` is stored as its file name. For a MemoryError,
+    NotEnoughMemory is raised.
 
     Args:
         trouble: the operation that failed, for the message, such as "cannot read FILE".
@@ -586,8 +588,8 @@ def parsing(
         ) from error
     except Exception as error:
         if (cause := system_error(error)) is not None:
-            # The message of a command begins with the file name of the error. If the error has
-            # none, use ``trouble``, which contains the name.
+            # The message that a command prints begins with the file name in the error. If the error
+            # has no file name, use ``trouble``, which contains the name.
             if cause.filename is None:
                 cause.filename = trouble
             raise cause from error

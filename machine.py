@@ -74,10 +74,10 @@ def _kilobytes(file: Path, name: str) -> int | None:
 
 
 def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
-    """Return the bytes that are left within each memory limit of the process's control groups.
+    """Return the number of bytes that are left within each memory limit of this process.
 
-    The limits of a control group also apply to the groups inside it. So the limits of all groups
-    that contain the process's group are included.
+    A process is in a control group (cgroup), which may be inside other control groups. The memory
+    limits of all these groups apply to the process, so all of them are included.
 
     Args:
         membership: the file that lists the control groups of the process.
@@ -109,13 +109,14 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 
 
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
-    """Return the bytes that are left within one memory limit, as a list with one number.
+    """Return the number of bytes that are left within one memory limit, in a list.
 
     The page cache counts as free. If memory is not limited, the list is empty.
     """
     try:
-        # If memory is not limited, the limit file of cgroup version 2 contains "max", which raises
-        # ValueError here. The limit file of version 1 contains a number larger than any memory.
+        # If memory is not limited, the limit file of cgroup version 2 contains "max". Converting
+        # this text to an integer raises ValueError. The limit file of version 1 contains a number
+        # larger than any memory.
         n_limit, n_used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
         return [max(0, n_limit - n_used + int(counts.get(cache, 0)))]

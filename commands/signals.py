@@ -65,8 +65,8 @@ class _State:
     # Whether SignalReceived was raised in the main thread. Later signals must not raise it again,
     # because they would interrupt the handling of the first one.
     is_raised = False
-    is_lost = False  # Whether Python has discarded the SignalReceived that was raised.
-    code: int | None = None  # Exit code of the process. It is None until it is decided.
+    is_lost = False  # Whether SignalReceived was raised, but Python has discarded it.
+    code: int | None = None  # Exit code of the process, or None if the outcome is not decided yet.
 
 
 def watch_signals() -> None:
@@ -83,7 +83,7 @@ def watch_signals() -> None:
             signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading,), daemon=True).start()
     sys.unraisablehook = _drop
-    atexit.register(_leave)  # Python calls exit hooks in reverse order, so it calls this one last.
+    atexit.register(_leave)  # Python calls the exit hook that was registered first as the last one.
     os.register_at_fork(after_in_child=_forget_parent)
 
 
@@ -106,7 +106,7 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """Stop signals from raising exceptions, so that the outcome can be reported undisturbed."""
+    """From now on, signals do not raise exceptions, so that they cannot interrupt the report."""
     _State.phase = "ending"
 
 
@@ -171,14 +171,14 @@ def _drop(unraisable: "UnraisableHookArgs") -> None:
 
 
 def _watch(pipe: int) -> NoReturn:
-    """Wait for a signal. Then end the process at a second SIGINT, or after its time for cleanup."""
+    """Wait for a signal. End the process at a second SIGINT, or when the time for cleanup is over."""
     while (signum := _next_signal(pipe, None)) is None:
         pass
     _State.signum = _State.signum or signum
     if _State.code is not None:
         os._exit(_State.code)
     # If the command has installed its own signal handler, wait until this handler ends the command.
-    # Do not wait for a handler that is installed only now, because it never learns of the signal.
+    # Look for the handler only once: a handler that is installed later never learns of this signal.
     is_patient = signal.getsignal(signum) is not _raise
     is_hint_shown = False
     began_s = time.monotonic()
@@ -186,8 +186,9 @@ def _watch(pipe: int) -> NoReturn:
         next_signal = _next_signal(pipe, _POLL_S)
         if _State.is_lost:
             _State.is_lost = False
-            # Python has discarded the SignalReceived, so let a signal raise it again. Use SIGTERM,
-            # because SIGINT could count as a second Ctrl-C.
+            # Python has discarded the SignalReceived. Send a signal to this process, so that its
+            # handler raises SignalReceived again. Send SIGTERM, because SIGINT could count as a
+            # second Ctrl-C.
             os.kill(os.getpid(), signal.SIGTERM)
         is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_hint_shown:

@@ -92,7 +92,7 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
 
 
 def _lengths_view(edges: Sequence[int], counts: Sequence[int]) -> Group:
-    """Show a histogram of the lengths of sequences, from the first bin that is not empty."""
+    """Show a histogram of the lengths of sequences. Empty bins at the start are left out."""
     first_bin = 0
     for index, count in enumerate(counts):
         if count:
@@ -139,7 +139,7 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """Show missing parts, damage by part, files that could not be checked, and the result."""
+    """Show missing parts, the damage of each part, files that could not be checked, and the result."""
     blocks: list[RenderableType] = [_incomplete(report.missing)] if report.missing else []
     for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)
@@ -255,8 +255,8 @@ def train_view(report: "TrainReport") -> RenderableType:
         "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
     }
-    # Do not show these two metrics. They are about the last steps only, and the speed and waiting
-    # time of the entire run are shown above.
+    # Do not show these two metrics, which are only about the last steps. The speed and the waiting
+    # time of the entire run are already shown above.
     speeds = ("train/tokens_per_s", "train/data_wait_share")
     for name, value in sorted(report.metrics.items()):
         if name not in speeds:
