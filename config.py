@@ -55,7 +55,7 @@ Common = Annotated[_Value, _COMMON]
 
 
 def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
-    """Convert mappings of names to values, as YAML allows them, to NAME=VALUE texts."""
+    """Convert mappings in a list, which YAML files may contain, to NAME=VALUE texts."""
     texts: list[Any] = []
     for item in items or ():
         if not isinstance(item, Mapping):
@@ -157,7 +157,7 @@ class Config(BaseModel):
         """Convert values of flags and files to values in Python.
 
         If the setting is a number, True and False are converted to texts, so that pydantic refuses
-        them. It would accept True as 1.
+        them instead of accepting True as 1.
         """
         if not isinstance(values, dict):
             return values
@@ -196,7 +196,7 @@ class Config(BaseModel):
 
     @classmethod
     def grouped(cls, values: Values) -> dict[str, Any]:
-        """Return field name -> value. Values of settings in groups are moved into their groups."""
+        """Return field name -> value. The value of a group maps the group's settings to values."""
         keys = {setting.name: setting.key for setting in cls.settings()}
         grouped = {name: value for name, value in values.items() if name in cls.model_fields}
         for name, value in values.items():
@@ -238,7 +238,7 @@ class Config(BaseModel):
         return named
 
     def replaced(self, **named: Any) -> Self:
-        """Return a copy. The named settings have the given values in the copy."""
+        """Return a copy in which the settings in ``named`` have the given values."""
         return self.of(**self.named() | named)
 
     def to_yaml(self) -> str:

@@ -33,7 +33,7 @@ MISSING = (FileNotFoundError, NotADirectoryError)
 MAX_OPEN_FILES = 128
 """Upper bound on the number of files that readers hold open at once.
 
-By default, a process on macOS can open twice this number of files. Other systems allow more.
+By default, macOS allows a process to open twice this number of files. Other systems allow more.
 """
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
@@ -68,9 +68,13 @@ class LocalBackend:
 
     path: Path
     uploads = False
-    """Whether new files are uploaded to a bucket. The server then copies them to their final names.
+    """Whether the store is in a bucket.
 
-    If false, new files are written in the folder of the store, and renamed while it is locked.
+    In a bucket, a new file is uploaded under a temporary name, and the server copies the upload to
+    the final name.
+
+    In a local folder, a new file is written under a temporary name, and renamed while the store is
+    locked.
     """
 
     def exists(self) -> bool:
@@ -97,7 +101,7 @@ class LocalBackend:
     def start_read(self) -> Callable[[], bytes]:
         """Return a function that returns the content of the file.
 
-        A remote file is fetched in the background from now on.
+        If the file is in a bucket, its download starts now, in the background.
         """
         return self.read
 
@@ -127,7 +131,8 @@ class LocalBackend:
             try:
                 files.write_file(temporary, data)
                 try:
-                    # Unlike a rename, a link never replaces an existing file.
+                    # Create the file as a hard link to the temporary file. Unlike a rename,
+                    # creating a link never replaces an existing file.
                     os.link(temporary, path)
                 except FileExistsError:
                     raise
@@ -222,7 +227,7 @@ class LocalBackend:
         return {}
 
     def local_folder(self) -> Path:
-        """Return an existing local folder. New files are first written to the disk of this folder.
+        """Return an existing local folder on the disk to which new files are first written.
 
         For a local path, it is the path itself or the nearest parent that exists. For a path in a
         bucket, it is the system's folder for temporary files.
@@ -234,7 +239,7 @@ def backend_of(path: StorePath) -> LocalBackend | RemotePath:
     """Return the object that reads and writes a file or folder.
 
     For a local path, it is a new ``LocalBackend``. A ``RemotePath`` is returned unchanged, because
-    it has these methods itself.
+    it has the methods of a backend itself.
     """
     return path if isinstance(path, RemotePath) else LocalBackend(path)
 
@@ -288,7 +293,7 @@ def file_crc32(path: StorePath) -> int:
 
 
 def reason(error: OSError | MemoryError) -> str:
-    """Return the system's description of an I/O error or of a lack of memory."""
+    """Describe an I/O error or a MemoryError in the words of the operating system."""
     if isinstance(error, MemoryError):
         return os.strerror(errno.ENOMEM)
     return os.strerror(error.errno) if error.errno else str(error)
@@ -313,10 +318,11 @@ def check_incomplete(
 
 @contextmanager
 def check_guard(store: StorePath) -> Iterator[None]:
-    """Convert I/O errors in the ``with`` block to StorageUnavailable. The block checks a store."""
+    """Convert I/O errors in a ``with`` block that checks a store to StorageUnavailable."""
     try:
         yield
-    except MoaDataError:  # Errors of moa_data already say what the user can do.
+    # Do not convert errors of moa_data, because they already say what the user can do.
+    except MoaDataError:
         raise
     except (OSError, MemoryError) as error:
         file_name = None if isinstance(error, MemoryError) else error.filename
@@ -355,11 +361,11 @@ class LocalFile:
     max_read_bytes = 512 << 10
     """Largest number of bytes that one read should return.
 
-    The data of a longer read would not fit into the CPU cache, and would be decoded from memory.
+    The data of a longer read would not fit into the CPU cache. Decoding it from memory takes
+    longer.
     """
-    # Largest number of bytes of one read-ahead request. The kernel truncates requests that are
-    # longer than the largest transfer of the disk. So longer ranges are split into several
-    # requests.
+    # Largest number of bytes of one read-ahead request. The kernel truncates a request that exceeds
+    # the largest transfer of the disk. So a longer range is split into several requests.
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
@@ -391,7 +397,7 @@ class LocalFile:
         return n_read
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Ask the kernel to read bytes [start, stop) ahead. Returns immediately."""
+        """Ask the kernel to read bytes [start, stop) ahead, and return immediately."""
         if hasattr(os, "posix_fadvise"):
             file = self._open()
             for first in range(start, stop, self._prefetch_bytes):

@@ -1,13 +1,13 @@
 """Learns the state of a transform codec from a sample of sequences.
 
 The state consists of means, principal axes, and matrices of linear predictions. A *group* consists
-of consecutive layers. The keys (before RoPE) of a group have one basis of principal axes, and its
-values have another. The keys or the values of a group are called a *part*. A hidden state is one
-group with one part.
+of consecutive layers. The keys (before RoPE) of a group have one basis of principal axes, and the
+values of the group have another basis. The keys or the values of a group are called a *part*. A
+hidden state is one group with one part.
 
-The sample may be too large for the memory. So it is on disk, and only one part of one group is in
-memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory instead
-of 8 GB::
+The sample may be too large for the memory. So the sample is on disk, and only one part of one group
+is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory
+instead of 8 GB::
 
     one sequence                 [n_tokens, *token_shape]
     -> parts of each group       float32 [n_tokens, width] each
@@ -30,8 +30,8 @@ from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 from .field import to_device_of
 
-# A function that moves a NumPy array to the device on which large matrix products run, see
-# ``codecs.field.Learning``.
+# A function that copies a NumPy array to the device on which large matrix products run (see
+# ``codecs.field.Learning``).
 ToDevice = Callable[[np.ndarray], Array]
 
 # Largest number of principal axes in a basis. The keys of a layer group have one basis, and the
@@ -141,14 +141,17 @@ class Sample:
 
 
 def on_host(array: Array) -> np.ndarray:
-    """Return an array on any device as a NumPy array."""
+    """Copy an array from any device to a NumPy array."""
     return np.asarray(array_api_compat.to_device(array, "cpu"))
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute the mean at each of the first ``EARLY_POSITIONS`` positions, and at all later ones.
+    """Compute a mean for each early position, and one mean for all later positions.
 
-    If no sequence has one of the first positions, the mean of the later positions is used for it.
+    The first ``EARLY_POSITIONS`` positions of a sequence are the early positions.
+
+    If no sequence is long enough to have one of the early positions, the mean of the later
+    positions is used for this position.
 
     Args:
         sequences: Whole sequences, [n_tokens, width] each.
@@ -173,11 +176,14 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
-    """Compute the scale of each layer: the root mean square of its values, relative to all layers.
+    """Compute the scale of each layer.
+
+    The scale of a layer is the root mean square of the layer's values, divided by the root mean
+    square of the values of all layers.
 
     Values are divided by the scale of their layer before quantisation errors are measured. So the
-    error of each layer is relative to the size of its values. Without the division, layers with
-    small values would lose more precision than the others.
+    error of each layer is measured relative to the size of the layer's values. Without the
+    division, layers with small values would lose more precision than the others.
 
     Args:
         sample: The keys or the values of a layer group, or a hidden state.
@@ -249,8 +255,8 @@ def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -
     """Compute features of every token id. Keys and values are later predicted from the features.
 
     In the first layer, a token's keys (before RoPE) and values are a function of its normalised
-    embedding. In the other layers, they partly depend on this embedding. So the features are the
-    normalised embedding, or a projection of it.
+    embedding. In the other layers, keys and values partly depend on this embedding. So the features
+    are the normalised embedding, or a projection of the normalised embedding.
 
     Args:
         embeddings: The target's input embeddings, [vocab_size, width], of any float dtype and on
@@ -363,8 +369,8 @@ def _leading_axes(rows: Array, n_axes: int) -> np.ndarray:
 def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
     """Compute the Cholesky factor of a matrix that weighs quantisation errors.
 
-    First, ``metric`` is divided by its mean diagonal entry. Then it is regularised: a share of the
-    result is replaced by the identity matrix.
+    First, ``metric`` is divided by its mean diagonal entry. Then the result is regularised: it is
+    multiplied by ``1 - _METRIC_RIDGE``, and ``_METRIC_RIDGE`` times the identity matrix is added.
 
     Returns:
         The factor, float64 [width, width], lower triangular. ``factor @ factor.T`` is the

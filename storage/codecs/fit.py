@@ -55,13 +55,13 @@ STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
 The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 """
 
-# With this number of levels, a component is not stored. It is decoded as zero.
+# A component with this number of levels is not stored, and is decoded as zero.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# The base step of a component is at least its largest magnitude in the sample, divided by this
-# number. Then even the finest step has enough levels for all values of the sample. The factor of
-# 0.8 leaves room for larger values in other sequences.
+# The base step of a component is at least the component's largest magnitude in the sample, divided
+# by this number. Then even the finest step has enough levels for all values of the sample. The
+# factor of 0.8 leaves room for larger values in other sequences.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk of this array. The Huffman table, the
 # headers, the checksum and the index entry of a chunk take about 120 bytes. The time to read one
@@ -79,9 +79,9 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# No quantisers are measured for a component if its variance is below this fraction of the water
-# level (``water_level``). With the best allocation of bits, such a component gets zero bits,
-# whatever the shape of its distribution is.
+# If the variance of a component is below this fraction of the water level (``water_level``), no
+# quantisers are measured for the component. The best allocation of bits gives such a component zero
+# bits, whatever the shape of its distribution is.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -123,12 +123,13 @@ class Quantisers(NamedTuple):
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
-    """Compute the error of each stored component if ``bits`` are divided optimally.
+    """Compute the error of the stored components if they share ``bits`` optimally.
 
-    This error is called the water level. Reverse water-filling is the optimal way to divide bits
-    among independent Gaussian variables. Variables with a variance above the water level get the
-    number of bits for which their error equals the water level. All other variables get no bits.
-    ``variances`` are the variances of the components, [n_components].
+    This error is the same for all stored components, and is called the water level. Reverse
+    water-filling is the optimal way to divide bits among independent Gaussian variables. Variables
+    with a variance above the water level get the number of bits for which their error equals the
+    water level. All other variables get no bits. ``variances`` are the variances of the components,
+    [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
@@ -204,8 +205,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     for levels in LEVELS:
         top = (levels - 1) // 2
         if max_code <= fewer_levels_top:
-            # The previous, smaller number of levels already covers all codes. More levels would
-            # only cost more bits. Exclude this option by infinite bits and an infinite error.
+            # The next smaller number of levels already covers all codes. More levels would only
+            # cost more bits. Exclude this option by setting its bits and its error to infinity.
             never = zeros + np.inf
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
@@ -264,7 +265,7 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate how many more bits a code takes than its entropy, after packing and Huffman coding.
+    """Estimate the bits per code by which packing and Huffman coding exceed the entropy.
 
     ``zero`` is the share of codes that are zero, for each quantiser.
     """
@@ -292,8 +293,8 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
         Index of the option that is chosen for each component, int64 [n_components].
     """
     # The multiplier is the price of a bit in units of error. A larger multiplier never leads to
-    # more bits. So bisection on a logarithmic scale finds the smallest multiplier for which the
-    # bits are within the budget.
+    # more bits. So the smallest multiplier for which the bits are within the budget is found by
+    # bisection on a logarithmic scale.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -309,10 +310,10 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
 
 
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
-    """Split the packed bytes of a token into runs. Each run has a Huffman code of its own.
+    """Split the packed bytes of a token into runs. Each run gets a separate Huffman code.
 
-    More runs fit the statistics of the bytes better, but each run costs additional bits for its
-    array. The result has the smallest estimated total of bits.
+    With more runs, each Huffman code fits its bytes better, but each run costs additional bits for
+    its array. The returned split has the smallest estimated total of bits.
 
     Args:
         counts: [n_bytes, 256]. Entry (i, v) is the share of tokens in which byte i has value v.
@@ -343,10 +344,11 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
 
 def _code_bits(counts: np.ndarray) -> np.ndarray:
-    """Estimate the total bits of the bytes in each of several histograms, after Huffman coding.
+    """For several histograms of bytes, estimate the bits that the counted bytes take in total.
 
     Args:
-        counts: Histograms of byte values, [n, 256]. Each histogram gets a Huffman code of its own.
+        counts: Histograms of byte values, [n, 256]. The bytes of each histogram are encoded with a
+            separate Huffman code.
 
     Returns:
         Estimated bits of each histogram, [n].
@@ -369,8 +371,8 @@ class _FittedPart(NamedTuple):
     # float32 [n_features, width], or None if the values are not predicted.
     regression: np.ndarray | None
     basis: coding.Basis
-    # Location of an array [n_tokens, n_components] in the file of the sample. It contains the
-    # components of the sequences on which quantisers are measured.
+    # Location of an array [n_tokens, n_components] in the file of the sample. The array contains
+    # the components of the sequences on which quantisers are measured.
     components: Kept
     # Variance of each component, [n_components].
     variances: np.ndarray
@@ -381,20 +383,21 @@ class _FittedPart(NamedTuple):
 class _MeasuredGroup(NamedTuple):
     """The quantisers that were measured for the components of a layer group.
 
-    Quantisers are only measured for hopeful components. A component is hopeful if its variance is
-    large enough that it may get bits. The hopeful components of the keys come first, then the
-    hopeful components of the values.
+    Quantisers are measured only for components whose variance is so large that they may get bits.
+    These are called the measured components. The measured components of the keys come first, then
+    the measured components of the values.
     """
 
-    # For each hopeful component, 0 if it belongs to the keys or to a hidden state, or 1 if it
-    # belongs to the values.
+    # For each component with measured quantisers, 0 if it belongs to the keys or to a hidden state,
+    # or 1 if it belongs to the values.
     part: np.ndarray
-    # Index of each hopeful component among all components of its part.
+    # For each component with measured quantisers, its index among all components of its part (the
+    # keys, the values or a hidden state).
     component: np.ndarray
-    # Location of an array [n_tokens, n_hopeful] in the file of the sample. It contains the hopeful
-    # components.
+    # Location of an array [n_tokens, n_measured] in the file of the sample. The array contains the
+    # components with measured quantisers.
     components: Kept
-    options: Quantisers  # The measured quantisers, [n_hopeful, n_options].
+    options: Quantisers  # The measured quantisers, [n_measured, n_options].
 
 
 def fit_groups(
@@ -493,7 +496,7 @@ def _fit_part(
         for i, values in zip(learned_from, rows.sequences, strict=True):
             values -= features[i] @ regression
     basis = learn_basis(rows, metric, scale, move)
-    del rows  # Free the memory before the next rows are read.
+    del rows  # Free the memory of these rows before the next rows are read.
     rows = sample.rows(group, part, others)
     if metric is None:
         # Errors are measured relative to the energy of a layer. The energy is the sum of squares of
@@ -519,11 +522,10 @@ def _fit_part(
 def _measure_groups(
     sample: Sample, fitted: Sequence[Sequence[_FittedPart]], bits_per_token: float
 ) -> list[_MeasuredGroup]:
-    """Measure quantisers for the components of each group that may get bits.
+    """In each group, measure quantisers for the components that may get bits.
 
     A component may get bits if its variance times its weight is above a tenth of the water level
-    (``water_level``). The component of a group for which this product is largest is always
-    measured.
+    (``water_level``). In each group, the component with the largest product is always measured.
     """
     variances: list[np.ndarray] = []
     for parts in fitted:
@@ -588,8 +590,8 @@ def _order_codes(
     levels_of = np.where(is_wide, coding.LOW_LEVELS, quantisers.levels)[ids]
     levels_of[is_high] = coding.HIGH_LEVELS
     # Neighbouring columns of digits share a Huffman code, so they should have similar statistics.
-    # Sort the digits by their number of levels, then by falling share of zeros. High digits come
-    # before low digits with the same number of levels, because they are nearly always zero.
+    # Sort the digits by their number of levels, then by falling share of zeros. Among digits with
+    # the same number of levels, high digits come first, because they are nearly always zero.
     falling_zeros = np.where(is_high, 0, -(codes == 0).mean(0)[ids])
     order = np.lexsort((falling_zeros, ~is_high, levels_of))
     ids = ids[order]
@@ -703,9 +705,10 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
 
 def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[float]:
-    """Split the bits of a token among hidden states. Each one is predicted from the one below it.
+    """Split the bits of a token among the hidden states of a store.
 
-    With this split, all states have the same error relative to their energy.
+    Each state is predicted from the state below it. With the returned split, all states have the
+    same error relative to their energy.
 
     Args:
         variances: :func:`left_variances` of each state, the lowest state first.

@@ -14,9 +14,9 @@ error is larger. Other methods, such as one scale per 32 values or clipping of t
 are not better: if they take the same number of bits, they have the same error.
 
 A scale is stored as a bfloat16. Only two bits of its mantissa are used, so that a scale takes 4 to
-5 bits after entropy coding. With the whole mantissa it would take 10 bits, and the codec would not
-become better. Scales are rounded up, and not to nearest. The error is then larger, but the integers
-are smaller and take fewer bits.
+5 bits after entropy coding. With the whole mantissa, a scale would take 10 bits, and the codec
+would not be better. Scales are rounded up, and not to nearest. The error is then larger, but the
+integers are smaller and take fewer bits.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -43,7 +43,7 @@ from ..schema import (
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
-# Upper bound on the magnitude of a code.
+# Upper bound on the magnitude of a code, the 8-bit integer that is stored for a value.
 LARGEST_CODE = 127.0
 # Number of tokens of a block. The consecutive tokens of a block share one scale per channel.
 # Sequences start at multiples of this number, so no block contains tokens of two sequences.
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
 class Int8Codec(FieldCodec):
     """Quantises a field of keys and values, or a hidden state, to 8-bit integers with scales.
 
-    Keys and values may have different widths.
+    A key and a value may have different widths.
     """
 
     def __init__(self, spec: FieldSpec) -> None:

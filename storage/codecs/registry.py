@@ -21,8 +21,8 @@ from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
 BASIS_NAME = "basis.safetensors"
-# Name of the new basis file while fields are added to a store. The file is renamed to BASIS_NAME as
-# soon as store.json contains its hash.
+# While fields are added to a store, the new basis file has this name. As soon as store.json
+# contains the hash of the file, the file is renamed to BASIS_NAME.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 # Upper bound on the size of a basis file. The basis of a 405B target with all options has 5 GB.
 _MAX_BASIS_BYTES = 16 << 30
@@ -87,7 +87,7 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a ``StoreCodec`` for some of the fields. Both objects share the field codecs."""
+        """Return a ``StoreCodec`` for some of the fields. It uses the field codecs of this object."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
@@ -128,7 +128,7 @@ class StoreCodec:
             codec = self.fields[name]
             if not is_finite:
                 codec.check_finite(values[name])
-            # If the caller did not pass the values of all sources, `features` is None, and
+            # If the caller did not pass the values of all sources, `features` is None. Then
             # `codec.encode` raises an error.
             known = [
                 offered[source.spec.name] for source in codec.sources if source.spec.name in offered
@@ -194,16 +194,16 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # With this hash, readers check that the values in the store were encoded with the basis
-            # file that they have read.
+            # Readers compare this hash with the basis file that they have read. If they are equal,
+            # the values in the store were encoded with this basis file.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the store's ``codec/`` folder: file name -> content.
 
-        They contain the learned state of the field codecs. If no field has a codec that learns from
-        a sample, the result is empty.
+        The files contain the learned state of the field codecs. If none of the codecs learns from a
+        sample, the result is empty.
         """
         if not self.learned:
             return {}
@@ -211,7 +211,7 @@ class StoreCodec:
         for name, codec in self.learned.items():
             for key, array in codec.state().items():
                 arrays[f"{name}:{key}"] = np.ascontiguousarray(array)
-        # Sort the arrays by name, so that equal states give equal bytes.
+        # Sort the arrays by name, so that equal learned states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
     def load(self, content: bytes) -> None:
@@ -242,8 +242,9 @@ class StoreCodec:
         path = folder / BASIS_NAME
         got = ""
         # A process that adds fields replaces store.json, and then renames the new basis file. If
-        # the process was killed in between, the file has its temporary name. If the process renames
-        # the file during this loop, it has its final name at the third attempt.
+        # the process was killed in between, the basis file still has its temporary name. If the
+        # process renames the basis file during this loop, the third attempt finds it under its
+        # final name.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
                 content = read_basis(candidate)
@@ -264,10 +265,11 @@ class StoreCodec:
             raise StoreDamaged(f"{path} cannot be used: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Choose by the codec's name from which fields each hidden state is predicted.
+        """Find out from the codec's name from which fields each hidden state is predicted.
 
-        With ``,from-kv``, it is predicted from keys and values. With ``,joint``, it is predicted
-        from the next lower hidden state of the store. With both options, it is predicted from both.
+        With ``,from-kv``, a hidden state is predicted from keys and values. With ``,joint``, a
+        hidden state is predicted from the next lower hidden state of the store. With both options,
+        it is predicted from all of these fields.
 
         Returns:
             Name of a hidden state -> names of the fields from which it is predicted.
