@@ -473,8 +473,7 @@ def _plan_reads(shards: PartShards, shard: _Shard, wanted: _Wanted) -> Iterator[
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
     """Split reads into windows. The remote bytes of one window are in memory at the same time.
 
-    Only remote bytes count towards the limit of a window, because a thread has only the bytes of
-    one local read in memory.
+    Local reads are not limited, because a thread has only the bytes of one local read in memory.
     """
     window: list[_Read] = []
     n_bytes = 0

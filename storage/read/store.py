@@ -404,8 +404,7 @@ class ActivationStore:
                 )
 
     def close(self) -> None:
-        """Close all files. If the target bundle was downloaded from a remote store, delete the
-        copy.
+        """Close all files, and delete the target bundle if it was downloaded from a remote store.
 
         The store stays usable: a later read opens the files again.
         """

@@ -30,7 +30,7 @@ from .store import StoreWriter
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the ``fields`` for which the commit of a part does not list any shard."""
+    """Return the names of the ``fields`` that a part lacks: its commit lists no shards of them."""
     # The name of a shard starts with the name of its field, followed by a slash.
     lacking: list[str] = []
     for name in fields:
@@ -84,14 +84,16 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     """Save the learned state of ``codec`` in ``codec/next-basis.safetensors``.
 
-    The state is for the old and the new fields. An interrupted addition may have written shards of
-    new fields. They are deleted, because they were encoded with a different basis.
+    The saved state is for the old and the new fields. An interrupted addition may have written
+    shards of new fields. These shards are deleted, because they were encoded with a different
+    basis.
 
     Raises:
         StoreLocked: in a bucket, an addition of other fields is unfinished.
     """
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
-    # Raise the error before any shard is deleted, because the other addition may still be running.
+    # Raise this error before any shard is deleted, because another process may still be adding the
+    # other fields.
     if not isinstance(path, Path) and backend_of(path).exists():
         raise _unfinished(path)
     arrays = {array.name for array in writer.codec.arrays}
@@ -123,7 +125,7 @@ def _unfinished(path: StorePath) -> StoreLocked:
 
 
 class StoreAddition:
-    """Adds fields to the committed parts of a store. :meth:`finish` makes them visible to readers.
+    """Adds fields to the committed parts of a store. Readers see them only after :meth:`finish`.
 
     Args:
         writer: the store, opened for writing with its current manifest and plan.
@@ -143,7 +145,7 @@ class StoreAddition:
         for part in writer.committed_parts():
             commit = read_part_commit(commit_path(writer.path, part))
             self._lacking[part] = lacking_fields(commit, self.fields)
-        # Number of committed parts. The new fields are added to all of them.
+        # Number of committed parts. The new fields are added to all of these parts.
         self.n_parts = len(self._lacking)
         self.part_tokens = {part: writer.part_tokens[part] for part in self._lacking}
         self._is_laid_out = False
@@ -166,8 +168,8 @@ class StoreAddition:
                 f"Part {part} already has all fields, or has no commit yet. Write only the parts "
                 "that pending_parts() returns."
             )
-        # Write the Zarr metadata of the new arrays only now, when the first part is opened, so that
-        # the store does not change earlier.
+        # Write the Zarr metadata of the new arrays only now, when the first part is opened. Until
+        # then, the store does not change.
         if not self._is_laid_out:
             self._writer.lay_out(self.codec)
             self._is_laid_out = True
