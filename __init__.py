@@ -1,12 +1,12 @@
-"""Activations of large language models as a dataset, and drafters trained from it.
+"""Activations of large language models as a dataset, and drafters trained from this dataset.
 
 The drafters are for speculative decoding. ``pipeline`` writes the activations of a model to stores,
 in the format that ``storage`` defines. ``trainer`` reads stores and trains drafters, which ``moa``
 defines. ``evaluation`` decodes with drafters and measures the speed. ``serving`` decodes for
 clients over a network.
 
-The names in this module are the public API. The module of a name is imported when the name is first
-used, so that reading a store does not need torch.
+The names in this module are the public API. When a name is first used, the module that defines the
+name is imported. So reading a store does not need torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """Entry point of the console script ``moa-data`` and of ``python -m moa_data``.
 
-This module installs the signal handlers before it imports the other modules. Imports take seconds,
-and a signal in this time must be handled, too.
+This module installs the signal handlers before it imports the other modules. The imports take
+seconds, and a signal that arrives during the imports must be handled, too.
 """
 
 import os
@@ -43,7 +43,7 @@ def _open_standard_streams() -> None:
         except OSError:
             # The null device gets the lowest free descriptor, which is ``number``.
             os.open(os.devnull, os.O_RDWR)
-    # Python sets closed standard streams to None.
+    # If a standard stream was closed, Python has set it to None.
     sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)

@@ -3,8 +3,8 @@
 Settings can be divided into groups. A group is a model inside the model of a command, and contains
 no further groups. If there are several kinds of something, such as drafters, there is a group for
 each kind. The field is then a union of these groups, and the field ``kind`` of a group names its
-kind. The text below a field is its help text. The type ``Common`` shows the setting on the short
-page of ``--help``::
+kind. The text below a field is the help text of the setting. A setting with the type ``Common`` is
+shown on the short page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
@@ -50,12 +50,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-# Type of a setting that most users need. The short help page shows such settings.
+# The type of a setting that most users need. The short help page shows only such settings.
 Common = Annotated[_Value, _COMMON]
 
 
 def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
-    """Convert mappings in a list, which YAML files may contain, to NAME=VALUE texts."""
+    """Convert the items of a list to NAME=VALUE texts. In YAML files, an item may be a mapping."""
     texts: list[Any] = []
     for item in items or ():
         if not isinstance(item, Mapping):
@@ -78,7 +78,7 @@ A mapping that :meth:`Config.grouped` returns is nested: the name of a group is 
 mapping, with the names and values of the settings in the group.
 """
 Layers = Sequence[tuple[str, Values]]
-"""Sources of settings. A source is a pair: its name for messages, and the values that it sets.
+"""Sources of settings, as pairs: the name of a source for messages, and the values that it sets.
 
 Each source overrides the sources before it.
 """
@@ -86,8 +86,9 @@ Presets = Mapping[str, Values]
 Earlier = Callable[[Values], tuple[str, dict[str, Any]]]
 """Function that finds the settings of an earlier run.
 
-It takes the values that are given for this run. It returns the name of the earlier run for
-messages, and the values of the earlier run. In both cases, the values are nested by group.
+The function takes the values that are given for this run. It returns the name of the earlier run
+for messages, and the values of the earlier run. Both the given and the returned values are nested
+by group.
 """
 Spell = Callable[[str], str]
 """Function that maps the name of a setting to the name that messages use.
@@ -171,7 +172,8 @@ class Config(BaseModel):
     def settings(cls) -> Iterator[Setting]:
         """Yield every setting, in the order of the groups.
 
-        If several kinds have a setting with the same name, it is yielded once for each kind.
+        If several kinds of a group have a setting with the same name, a setting is yielded for each
+        kind.
         """
         for name, field in cls.model_fields.items():
             groups = _groups(field)
@@ -226,7 +228,7 @@ class Config(BaseModel):
         return cls(**named)
 
     def named(self) -> dict[str, Any]:
-        """Return a dict from each setting's name to its value, which :meth:`of` accepts."""
+        """Return a dict that maps names of settings to values. :meth:`of` accepts such values."""
         named: dict[str, Any] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -338,9 +340,9 @@ def _default_kind(group: type[Config]) -> str:
 
 
 def plain_types(annotation: Any) -> list[Any]:
-    """Return the types and the literal words that an annotation allows for a value.
+    """Return the types and the literal words that a type annotation allows for a value.
 
-    For a list, the result is only ``tuple``, without the types of the items.
+    For a list setting, the result contains only ``tuple``, not the types of the items.
     """
     if (origin := typing.get_origin(annotation)) is tuple:
         return [tuple]
@@ -433,7 +435,7 @@ def resolve(
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
     # Maps the name of each preset to its nested values. If a source contains the key ``preset``,
-    # its value is the name of the preset to use.
+    # the value of this key is the name of the preset to use.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
     spell: Spell = option_name,
@@ -453,8 +455,8 @@ def resolve(
     ]
     layers = [(source, config_class.grouped(values)) for source, values in sources]
     if presets:
-        # If several sources have the key ``preset``, the last one counts. Its value may be None,
-        # which selects no preset.
+        # If several sources have the key ``preset``, the last of these sources counts. The value of
+        # the key may be None, which means that no preset is used.
         preset: Any = None
         for _, layer in layers:
             preset = layer.pop("preset", preset)

@@ -15,7 +15,8 @@ class MoaDataError(Exception):
 
     Args:
         message: what was found and what was expected.
-        hint: what the user can do. It is empty if ``message`` says this already.
+        hint: what the user can do. The hint is empty if ``message`` already says what the user can
+            do.
     """
 
     exit_code: int = 2  # Exit code of a command that ends with this error.
@@ -30,8 +31,8 @@ class Interrupted(MoaDataError):
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        # Number of the signal. If it is None, the KeyboardInterrupt that caused this error has the
-        # number.
+        # Number of the signal. If the value is None, the number is in the KeyboardInterrupt that
+        # caused this error.
         self.signum = None if signum is None else int(signum)
 
 
@@ -133,7 +134,7 @@ class SchemaVersionError(StoreError):
 
 
 class StoreDamaged(StoreError):
-    """A file of a store is missing, truncated or changed, so that it does not match its commit."""
+    """A file of a store is missing, or differs from the size and checksum in its commit."""
 
 
 class CodecUnknown(StoreError):
@@ -153,7 +154,9 @@ class ReportUnwritten(StorageUnavailable):
             f"{path} cannot be written ({reason}), so the report is printed instead. Before the "
             "next run, free some space or give yourself the right to write there."
         )
-        self.markdown = markdown  # Text of the report. The command prints it instead.
+        # Text of the report. The command prints this text, because it could not be written to the
+        # file.
+        self.markdown = markdown
 
 
 class DatasetError(MoaDataError, ValueError):
@@ -164,7 +167,7 @@ class DatasetError(MoaDataError, ValueError):
 
 
 class TemplateError(DatasetError):
-    """The tokenizer has no chat template, or its template cannot be used."""
+    """The tokenizer has no chat template, or the chat template cannot be used."""
 
 
 class PromptUnusable(TemplateError):

@@ -24,8 +24,8 @@ from .errors import (
 )
 from .text import first_line, format_bytes
 
-# Suffix of the names of files and folders while they are written. Files and folders that still have
-# this suffix after a crash can be deleted.
+# While a file or folder is being written, its name has this suffix. After a crash, files and
+# folders that still have this suffix can be deleted.
 PARTIAL_SUFFIX = ".partial"
 # Permission bits of a new file, before the umask is applied.
 FILE_MODE = 0o666
@@ -188,7 +188,7 @@ def walk(folder: Path, follows_links: bool = False) -> Iterator[tuple[Path, list
 
 @contextmanager
 def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[None]:
-    """Turn errors of a full disk, quota or read-only file system into StorageUnavailable.
+    """Convert errors of a full disk, full quota or read-only file system to StorageUnavailable.
 
     Args:
         path: the path that the ``with`` block writes. It is used in the message.
@@ -198,7 +198,8 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
         yield
     except MoaDataError:
         raise
-    except Exception as error:  # A library may have wrapped the system error in its own exception.
+    # Catch every exception: a library may have wrapped the system error in its own exception.
+    except Exception as error:
         cause = system_error(error)
         if cause is not None and cause.errno == errno.EROFS:
             raise read_only(cause.filename or path, errno.EROFS) from error
@@ -273,10 +274,10 @@ def nearest_folder(path: Path) -> Path:
 
 
 def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE) -> None:
-    """Raise an error if a folder cannot be written, or its disk has less than ``n_bytes`` free.
+    """Raise an error if a folder cannot be written, or the disk has less than ``n_bytes`` free.
 
-    The folder need not exist. If ``folder`` is not a ``Path``, it is in an object store, which has
-    no size limit. Nothing is checked in this case.
+    The folder may be missing. If ``folder`` is not a ``Path``, it is in an object store, which has
+    no size limit, and nothing is checked.
     """
     if not isinstance(folder, Path):
         return
@@ -373,8 +374,8 @@ def open_lock(path: Path) -> int:
         StoreDamaged: the path is a symbolic link, which could lead to the file of another user.
     """
     try:
-        # Open the file for writing, too. On NFS, flock takes a byte-range lock, and an exclusive
-        # byte-range lock needs a writable descriptor.
+        # Open the file for reading and writing. On NFS, flock takes a byte-range lock, and an
+        # exclusive byte-range lock needs a writable descriptor.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         if error.errno != errno.ELOOP or not path.is_symlink():
@@ -389,17 +390,17 @@ def lock(fd: int, path: Path, shared: bool = False, waits: bool = False) -> None
     """Take a lock, or change a lock between shared and exclusive.
 
     Args:
-        fd: result of :func:`open_lock`. Closing it, or the end of the process, releases the lock.
-            The file is not deleted.
+        fd: file descriptor that :func:`open_lock` returned. The lock is released when the
+            descriptor is closed or the process ends. The file is not deleted.
         path: the file of the lock, for messages.
         shared: whether to take a shared lock instead of an exclusive one.
         waits: whether to wait until other processes have released the lock.
 
     Raises:
-        LockHeld: another process or descriptor holds the lock. If ``fd`` held a shared lock that
-            should become exclusive, or the reverse, ``fd`` has lost this lock.
-        StorageUnavailable: the file system does not support locks. Or it is full, so that the name
-            of this process cannot be written to the file.
+        LockHeld: another process or descriptor holds the lock. If a lock that ``fd`` already held
+            was to be changed between shared and exclusive, ``fd`` has lost this lock.
+        StorageUnavailable: the file system does not support locks, or it is full. If it is full,
+            the name of this process cannot be written to the file.
     """
     try:
         fcntl.flock(
@@ -460,7 +461,7 @@ def open_regular(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        # Opening a socket fails with one of these two errors.
+        # If the path is a socket, opening it fails with one of these two errors.
         if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):
             raise
         raise StoreDamaged(f"{path} is a socket or device, but must be a regular file") from error
@@ -472,7 +473,7 @@ def open_regular(path: Path) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """Describe what is at a path, such as "a file", "a folder" or "a FIFO", for messages."""
+    """Return the kind of file at a path for messages, such as "a file", "a folder" or "a FIFO"."""
     if path.is_symlink() and not path.exists():
         return f"a link to {os.readlink(path)}, which does not exist"
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
@@ -563,7 +564,7 @@ def _shown(value: object) -> str:
 def parsing(
     trouble: str, error_class: type[Exception], advice: str = "Restore the file from a copy."
 ) -> Iterator[None]:
-    """Turn any error of a library that parses a file into ``error_class`` with a one-line message.
+    """Convert any error of a library that parses a file to ``error_class`` with a one-line message.
 
     A system error is raised unchanged, because it does not mean that the file is damaged. If the
     system error has no file name, ``trouble`` is stored as its file name. For a MemoryError,

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, and settings that make its memory faster.
+"""Cores and memory that this process may use, and settings that make memory accesses faster.
 
 This module imports only the standard library, so that every package can import it.
 """
@@ -27,8 +27,8 @@ def usable_cores() -> int:
 def is_first_process() -> bool:
     """Return whether this is the first of the processes that torchrun, SLURM or Lightning started.
 
-    If the process was not started by one of them, the result is true. Only the first process prints
-    messages and writes files.
+    If the process was not started by any of these programs, the result is true. Only the first
+    process prints messages and writes files.
     """
     # torchrun sets RANK to the number of the process, counted over all machines. SLURM may start
     # one torchrun per machine. All processes of a machine then have the same SLURM rank, so the
@@ -41,8 +41,8 @@ def is_first_process() -> bool:
 def free_memory() -> int | None:
     """Return the number of bytes that this process can allocate without swapping.
 
-    The limits of its control groups (cgroups) are respected. The page cache counts as free. The
-    result is None if the system does not report the free memory.
+    The limits of the process's control groups (cgroups) are respected. The page cache counts as
+    free. The result is None if the system does not report the free memory.
     """
     free = [
         _kilobytes(Path("/proc/meminfo"), "MemAvailable"),
@@ -52,12 +52,12 @@ def free_memory() -> int | None:
 
 
 def resident_memory() -> int:
-    """Return the resident memory of this process in bytes, or 0 if it is not reported."""
+    """Return the resident memory of this process in bytes, or 0 if the system does not report it."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or 0
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes, or 0 if it is not reported."""
+    """Return the peak resident memory of this process in bytes, or 0 if it is unknown."""
     return _kilobytes(Path("/proc/self/status"), "VmHWM") or 0
 
 

@@ -1,4 +1,4 @@
-"""Format sizes, durations and commands, and make text from other sources safe to print.
+"""Format sizes, durations and commands, and escape untrusted text before it is printed.
 
 This module imports only the standard library, so that every package can import it.
 """
@@ -26,7 +26,7 @@ class Progress:
     # is None, nothing is reported.
     show: Callable[["Progress", int, int, str], None] | None = None
     phase: str = ""
-    unit: str = ""  # Unit in which the phase counts, such as "token", or "B" for bytes.
+    unit: str = ""  # Unit of the counts of this phase, such as "token", or "B" for bytes.
 
     def of(self, phase: str, unit: str) -> "Progress":
         """Return the object that reports the progress of a phase."""
@@ -119,5 +119,5 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message. If it is empty, return the name of the class."""
+    """Return the first line of an error's message, or the class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -231,7 +231,8 @@ def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
         stats = answer_to(view.note).stats
     finally:
         view.end()
-    # Print the statistics of the answer. A TerminalView has already shown them in its status line.
+    # A TerminalView has shown the statistics in its status line. After a PlainView, print them
+    # here.
     if isinstance(view, PlainView):
         tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
 

@@ -33,10 +33,10 @@ of the store are missing. FAULT: a bug."""
 LOG_LINE_EVERY_S = 10.0
 Report = TypeVar("Report")
 
-# Libraries raise errors of many classes when memory runs out. Their messages contain one of these
-# texts.
+# When memory runs out, libraries raise errors of many classes. The message of each of these errors
+# contains one of these texts.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
-# Maps a command to the flag that limits the size of its tensors.
+# Maps a command to the flag that limits the size of the command's tensors.
 _FEWER_TENSORS = {
     "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size",
     "regenerate": "--batch-size", "serve": "--kv-tokens",
@@ -85,8 +85,8 @@ class StandardOutput(Console):
     """Standard output. Control characters are escaped. Rich's markup and emoji are turned off."""
 
     def __init__(self) -> None:
-        # The width is enough for any table. By default, rich would cut tables to the terminal's
-        # width, or to 80 columns in a pipe.
+        # Set a width that is enough for any table. By default, rich would cut tables to the
+        # terminal's width, or to 80 columns in a pipe.
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -96,12 +96,12 @@ class StandardOutput(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render rich objects such as tables, with control characters escaped."""
+        """Render rich objects such as tables. Escape control characters."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print like rich's ``Console.print``. End the command if standard output fails."""
+        """Print as rich does. If standard output cannot be written, end the command."""
         with _output_failures():
             super().print(*args, **kwargs)
 
@@ -145,8 +145,8 @@ class StageGroup(click.Group):
         """Run a command and exit. The arguments are those of ``click.Command.main``."""
         try:
             result = super().main(*args, **(extra | {"standalone_mode": False}))
-            # Flush standard output here, so that an error is reported. If Python's own flush at
-            # exit failed, the user would see only the exit code 120.
+            # Flush standard output here, so that an error of the flush is reported. If Python's own
+            # flush at exit failed, the user would see only the exit code 120.
             with _output_failures():
                 sys.stdout.flush()
             code = result if isinstance(result, int) else 0
@@ -182,7 +182,7 @@ class StageGroup(click.Group):
 
 
 def failure_of(error: BaseException, command: str = "") -> StageFailure:
-    """Return the failure with which a command ends after an error."""
+    """Convert an error to the :class:`StageFailure` with which the command ends."""
     if (code := interruption_code(error)) is not None:
         hint = _CONTINUE.get(
             command, "Finished work is kept; run the same command again to continue."
@@ -213,7 +213,7 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
 
 
 def user_message(error: BaseException, command: str = "") -> str | None:
-    """Return a line of text for an error that the user can act on, or None for a bug."""
+    """If the user can act on an error, return a line of text about it. For a bug, return None."""
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
@@ -286,7 +286,7 @@ class ProgressLine(contextlib.AbstractContextManager[Progress]):
 
     def _start(self, n_done: int, total: int, text: str) -> Any:
         unit = self._phase.unit
-        is_scaled = unit == "B"  # Counts of bytes are shown with the prefixes k, M and G.
+        is_scaled = unit == "B"  # Show counts of bytes with the prefixes k, M and G.
         if sys.stderr.isatty():
             options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "unit": unit}
         # In a log file, a redrawn bar would be one endless line. Write separate lines instead.
@@ -355,8 +355,9 @@ def quiet_libraries() -> None:
         # Silence gRPC. It would print a line for every attempt to connect while the network is
         # down.
         "GRPC_VERBOSITY": "NONE",
-        # Let waiting OpenMP threads sleep. By default, they keep their cores busy while they wait.
-        # With more threads than free cores, this makes a forward of the target ten times slower.
+        # Let waiting OpenMP threads sleep. By default, waiting threads keep their cores busy. If
+        # there are more threads than free cores, a forward of the target then takes ten times as
+        # long.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     # Hide the Hub's progress bars in a log file. On a terminal, they are useful for large files.
@@ -417,7 +418,7 @@ def _git_state(folder: Path) -> tuple[str | None, bool | None]:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None, None
-    # The output starts with "# branch.oid COMMIT". More lines that start with # follow, then one
-    # line per modified file.
+    # The first line of git's output is "# branch.oid COMMIT". More lines that start with # follow,
+    # then one line per modified file.
     header, *changes = done.stdout.splitlines()
     return header.split()[-1], not all(line.startswith("#") for line in changes)

@@ -1,7 +1,7 @@
 """Generate the options of a command from the settings of its stage.
 
-A stage is the function that does the work of a command. Each of its settings can be given as a flag
-or in a YAML file. ``--help`` shows the common settings, and ``--help-all`` shows all settings.
+A stage is the function that does the work of a command. Each setting of a stage can be given as a
+flag or in a YAML file. ``--help`` shows the common settings, and ``--help-all`` shows all settings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +80,8 @@ def stage_command(
         config_class: class of the settings.
         arguments: names of settings that are given by position.
         presets: named sets of values, offered as ``--preset``.
-        earlier: function that finds the settings of an earlier run. They override only defaults:
-            any other source, such as a flag or a file, overrides the settings of the earlier run.
+        earlier: function that finds the settings of an earlier run. These settings override only
+            defaults: any other source, such as a flag or a file, overrides them.
         name: name of the command. If the argument is None, the command has the function's name.
     """
     # Several kinds of a group, for example several kinds of drafters, may have a setting with the
@@ -136,7 +136,7 @@ def stage_command(
 def _setting_parameters(
     arguments: Sequence[str], settings: Mapping[str, Setting]
 ) -> list[click.Parameter]:
-    """Make the parameters of the settings: arguments, then options.
+    """Make click's parameters for the settings: first arguments, then options.
 
     If at least one setting is common, the short help page shows only common settings.
     """

@@ -58,8 +58,8 @@ class SignalReceived(KeyboardInterrupt):
 class _State:
     """State shared by the main thread and the watching thread."""
 
-    # The phase is "starting" before the command runs, and "running" while signals raise exceptions.
-    # After that, it is "ending".
+    # The phase is "starting" before the command runs, "running" while signals raise exceptions, and
+    # "ending" after that.
     phase = "starting"
     signum: int | None = None  # Number of the first signal that has arrived.
     # Whether SignalReceived was raised in the main thread. Later signals must not raise it again,
@@ -72,8 +72,8 @@ class _State:
 def watch_signals() -> None:
     """Install handlers for SIGINT, SIGTERM and SIGHUP, and start the watching thread.
 
-    The signals end the process. After :func:`begin_command`, they raise exceptions instead. A
-    signal that is ignored when the process starts stays ignored, so that ``nohup`` works.
+    A signal ends the process. After :func:`begin_command`, a signal raises an exception instead. If
+    a signal is already ignored when the process starts, it stays ignored, so that ``nohup`` works.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -95,7 +95,8 @@ def begin_command() -> None:
 def end_with_input() -> None:
     """Send SIGTERM to this process when its standard input is closed.
 
-    A worker process calls this function. Its input is closed when its parent process ends.
+    Worker processes call this function. When the parent process of a worker ends, the standard
+    input of the worker is closed.
     """
 
     def wait_for_end() -> None:
@@ -113,7 +114,8 @@ def end_command() -> None:
 def decide(code: int) -> int:
     """Decide the final exit code of the process, and return it.
 
-    Without a signal, it is ``code``. If a signal has arrived, it is 128 plus the signal's number.
+    If no signal has arrived, the exit code is ``code``. Otherwise, it is 128 plus the number of the
+    signal.
     """
     end_command()
     if _State.signum is not None and code < 128:
@@ -127,10 +129,10 @@ def decide(code: int) -> int:
 def interruption_code(error: BaseException | None) -> int | None:
     """Return the exit code of an error that was caused by a signal: 128 plus the signal's number.
 
-    The result is None for any other error. An error was caused by a signal if its chain of causes
-    has a ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted`. If a signal has arrived,
-    any error counts as caused by the signal, because a library may have replaced the
-    ``KeyboardInterrupt`` by an exception of its own.
+    The result is None for any other error. An error was caused by a signal if there is a
+    ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted` among the error and its causes.
+    If a signal has arrived, any error counts as caused by the signal, because a library may have
+    replaced the ``KeyboardInterrupt`` by an exception of its own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -186,9 +188,9 @@ def _watch(pipe: int) -> NoReturn:
         next_signal = _next_signal(pipe, _POLL_S)
         if _State.is_lost:
             _State.is_lost = False
-            # Python has discarded the SignalReceived. Send a signal to this process, so that its
-            # handler raises SignalReceived again. Send SIGTERM, because SIGINT could count as a
-            # second Ctrl-C.
+            # Python has discarded the SignalReceived. Send a signal to this process, so that the
+            # signal handler raises SignalReceived again. Send SIGTERM, because SIGINT could count
+            # as a second Ctrl-C.
             os.kill(os.getpid(), signal.SIGTERM)
         is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_hint_shown:
@@ -226,7 +228,7 @@ def _end(line: str) -> NoReturn:
 
 
 def _tell(line: str) -> None:
-    # Write without the locks of Python's streams, which the main thread may hold.
+    # Write to the file descriptor. Python's streams have locks, which the main thread may hold.
     if is_first_process():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
@@ -246,6 +248,6 @@ def _leave() -> None:
 
 
 def _forget_parent() -> None:
-    """Remove the parent's wakeup pipe and exit hook from a forked child process."""
+    """In a forked child process, remove the wakeup pipe and the exit hook of the parent process."""
     signal.set_wakeup_fd(-1)
     atexit.unregister(_leave)

@@ -26,7 +26,7 @@ COMPLETE_IT = "Run the command that created the store again; it writes what is m
 def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
     """Show names and values under a title, one pair per line.
 
-    A value is never broken into several lines, so that a search finds ids in the output.
+    A value is never broken into several lines, so that a search in the output finds long ids.
     """
     width = max(map(len, pairs), default=0)
     lines: list[Text] = []

@@ -51,7 +51,7 @@ def open_path(path_or_url: StoreLike) -> StorePath:
         return Path(text).expanduser()
     if text.startswith("file://"):
         return Path(unquote(urlsplit(text).path))
-    # Import this module only for remote stores, because it imports obstore, which takes 0.1 s.
+    # Import ``object_store`` only for remote stores, because importing obstore takes 0.1 s.
     from .object_store import ObjectStore
 
     return RemotePath(ObjectStore(text))
@@ -248,7 +248,7 @@ def backend_of(path: StorePath) -> LocalBackend | RemotePath:
 
 
 def reads_of(paths: Iterable[StorePath]) -> list[tuple[StorePath, Callable[[], bytes]]]:
-    """Return each path with a function that returns the content of the file.
+    """Return pairs: a path, and a function that returns the content of the file at this path.
 
     All remote files are fetched in parallel in the background.
     """
@@ -288,8 +288,8 @@ def file_crc32(path: StorePath) -> int:
     return crc
 
 
-# If a file cannot be checked because of an I/O error or a lack of memory, it may be undamaged. So
-# no file may be deleted after such an error.
+# If a file cannot be checked because of an I/O error or a lack of memory, the file may be
+# undamaged. So no file may be deleted after such an error.
 
 
 def reason(error: OSError | MemoryError) -> str:
@@ -345,7 +345,7 @@ class _Descriptor:
 _opened: "deque[weakref.ref[LocalFile]]" = deque()
 """The open files of this process. The file that was opened first comes first.
 
-If there are more than MAX_OPEN_FILES, the first file is closed. The operations of a deque are
+If more than MAX_OPEN_FILES files are open, the first file is closed. The operations of a deque are
 atomic, so no lock is needed.
 """
 
@@ -355,7 +355,7 @@ class LocalFile:
 
     Threads and forked processes may share a LocalFile, because ``pread`` does not use the file
     position. The file is opened on first use. It is closed when too many files are open, or when
-    this object is garbage collected. After that, the next use opens it again.
+    this object is garbage collected. If a closed file is used again, it is opened again.
     """
 
     max_read_bytes = 512 << 10

@@ -163,11 +163,11 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
             tokens.
 
     Returns:
-        The consecutive pieces of the frame. They are valid until the next call on this thread. The
-        result is None if the caller should use the blosc library instead. The library is better for
-        items of more than two bytes, for tiny or narrow arrays, and for arrays in which many rows
-        are equal. For example, equal tokens have equal attention values in the target's first
-        layer.
+        The consecutive pieces of the frame. The pieces are valid until the next call on this
+        thread. The result is None if the caller should use the blosc library instead. The library
+        is better for items of more than two bytes, for tiny or narrow arrays, and for arrays in
+        which many rows are equal. For example, equal tokens have equal attention values in the
+        target's first layer.
     """
     planes = _planes(values)
     if planes is None:
@@ -219,7 +219,8 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         n_rows: number of rows in the plane.
 
     Returns:
-        Whether many 8-byte words of the sample are repeated, and whether its bytes are noise.
+        Whether many 8-byte words of the sample are repeated, and whether the bytes of the sample
+        are noise.
     """
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES
@@ -228,12 +229,13 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Count in plain Python. It takes no longer than a single NumPy call, because the code of NumPy
-    # has been evicted from the CPU caches.
+    # Count in plain Python. This takes no longer than a single NumPy call, because the code of
+    # NumPy is not in the CPU caches at this time.
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
-    # 256 random bytes have about 162 distinct values. More than 128 are taken as a sign of noise.
+    # 256 random bytes have about 162 distinct values. So more than 128 distinct values are taken as
+    # a sign of noise.
     n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
     is_noise = (
         not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
@@ -244,7 +246,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
     """Entropy-code a plane, which contains one byte of every value.
 
-    If this does not make the plane smaller, the plane is returned unchanged.
+    If the encoded plane would not be smaller, the plane is returned unchanged.
     """
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
@@ -288,8 +290,9 @@ class EncodePool(AbstractContextManager["EncodePool"]):
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        # Upper bound on the number of unfinished encoding tasks of one shard. It limits the memory.
-        # When a shard has this many tasks, the writer of the shard waits for the oldest one.
+        # Upper bound on the number of unfinished encoding tasks of one shard. The bound limits the
+        # memory. When a shard has this number of tasks, the writer of the shard waits for the
+        # oldest task.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
         self.busy_s = 0.0  # CPU time of encoding in seconds, summed over all threads.
         self._counting = threading.Lock()

@@ -182,7 +182,7 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array to which a shard belongs. For other files, return None."""
+    """Return the name of the array to which a shard belongs, or None if the file is not a shard."""
     match = _SHARD_NAME.fullmatch(file)
     return None if match is None else match[1]
 
@@ -223,7 +223,7 @@ def files_json(files: Mapping[str, FileRecord], **counts: int) -> bytes:
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
-    """Read the commit of the target bundle or of the manifest, which contains no counts.
+    """Read the commit of the target bundle or of the manifest. These commits contain no counts.
 
     Raises:
         StoreDamaged: the commit is damaged.
@@ -302,14 +302,14 @@ def metadata_names(arrays: Iterable[str]) -> set[str]:
     names: set[str] = set()
     for array in arrays:
         for folder in PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents:
-            # The store itself is not a Zarr group.
+            # Leave out the store's folder, because it is not a Zarr group.
             if folder != PurePosixPath():
                 names.add((folder / schema.ZARR_NAME).as_posix())
     return names
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a file is a zarr.json file. ``name`` is its name relative to the store."""
+    """Whether a file is a zarr.json file. ``name`` is the file's name relative to the store."""
     return name.startswith(f"{schema.PARTS_NAME}/") and name.endswith(f"/{schema.ZARR_NAME}")
 
 

@@ -75,7 +75,7 @@ _RESTORE = "Restore the file from a copy."
 class ArrayGrid:
     """The shapes of an array, of its inner chunks and of its shards.
 
-    Only axis 0 (tokens or blocks of tokens) and axis 1 (layers or pieces) are divided.
+    Chunks and shards divide only axis 0 (tokens or blocks of tokens) and axis 1 (layers or pieces).
     """
 
     shape: tuple[int, ...]
@@ -318,9 +318,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
     """Whether readers can use a grid.
 
-    Only axis 0 and axis 1 (layers or pieces) may be divided. A part must consist of whole shards.
-    Chunks and shard indexes must be small enough to be allocated. zarr-python has already checked
-    that a shard consists of whole chunks.
+    Chunks and shards may divide only axis 0 and axis 1 (layers or pieces). A part must consist of
+    whole shards. Chunks and shard indexes must be small enough to be allocated. zarr-python has
+    already checked that a shard consists of whole chunks.
     """
     shape = grid.shape
     chunk = grid.chunk_shape

@@ -176,7 +176,7 @@ class ObjectStore:
         return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist.
+        """Write a file only if it does not exist yet.
 
         Returns:
             Whether the content of the file is now ``data``. This is also true if another writer has
@@ -254,8 +254,8 @@ class ObjectStore:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
                 return
-            # obstore takes the blocks of the upload from an iterator. It panics if the iterator
-            # makes an obstore call on the same thread. So read the blocks on another thread.
+            # obstore takes the blocks of the upload from an iterator. If the iterator calls obstore
+            # on the same thread, obstore panics. So read the blocks on another thread.
             with ThreadPoolExecutor(1) as reader:
 
                 def read(start: int) -> memoryview:
@@ -298,7 +298,7 @@ class ObjectStore:
             del _waiting[key]
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
-        """Make a request, and retry it for a limited time while the server fails."""
+        """Make a request. If the server fails, retry the request for a limited time."""
         until_s = time.monotonic() + timeout_s()
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -421,7 +421,7 @@ _watcher: threading.Thread | None = None
 
 
 def _watch() -> None:
-    """Log a message if a bucket does not answer for long, at most once for each bucket."""
+    """If a bucket does not answer for a long time, log a message, at most once for each bucket."""
     reported: set[str] = set()
     while True:
         time.sleep(NOTICE_S / 10)

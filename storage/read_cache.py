@@ -101,7 +101,7 @@ def _request(ranges: Ranges) -> list[memoryview]:
 class ReadCache:
     """A cache of blocks of remote files in a local folder. Several processes may share the folder.
 
-    Pickling this object pickles only the path of the folder and the size limit.
+    A pickled cache contains only the path of the folder and the size limit.
 
     Args:
         folder: folder of the cache. It is created when the first block is written.
@@ -120,7 +120,7 @@ class ReadCache:
         return (ReadCache, (self.folder, self.max_bytes))
 
     def read(self, ranges: Ranges) -> list[memoryview]:
-        """Return the bytes of ranges. Missing blocks are fetched and then added to the cache."""
+        """Return the bytes of several ranges. Fetch missing blocks and add them to the cache."""
         # Several ranges may need the same block. Load each block once.
         wanted: dict[_Block, None] = {}
         for file, start, stop in ranges:

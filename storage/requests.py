@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import NamedTuple
 
-# Largest number of bytes that one request to a server reads. It is also the size of the blocks of
-# an upload.
+# Largest number of bytes that one request to a server reads. The blocks of an upload have the same
+# size.
 REQUEST_BYTES = 8 << 20
 MAX_REQUESTS = 32
 """Upper bound on the number of concurrent requests of one process.

@@ -115,9 +115,9 @@ def manifest_commit_path(store: StorePath) -> StorePath:
 def publication_path(commit: StorePath) -> StorePath:
     """Return the path of the publication record of a commit.
 
-    The record is a JSON file in a bucket, which contains a new commit and lists the uploaded files.
-    A writer creates it before it gives the files their final names, and deletes it when the commit
-    exists (see ``write.publish``).
+    The record is a JSON file in a bucket. It contains a new commit and lists the uploaded files. A
+    writer creates the record before the files get their final names, and deletes the record when
+    the commit exists (see ``write.publish``).
     """
     return commit.parent / f"{commit.name}.partial"
 
@@ -326,7 +326,7 @@ class _Codec(TypedDict):
 
 
 class _ManifestDocument(BaseModel):
-    """The JSON object in store.json, from which a :class:`StoreManifest` is made."""
+    """The JSON object in store.json. A :class:`StoreManifest` is made from this object."""
 
     model_config = _EXACT
 

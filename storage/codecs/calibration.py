@@ -209,8 +209,8 @@ def learn_basis(
 ) -> Basis:
     """Learn means and principal axes of the keys or values of a layer group, or of a hidden state.
 
-    The axes are chosen so that quantisation errors cost little. They are sorted by falling variance
-    of the values along them.
+    The axes are chosen so that quantisation errors cost little. They are sorted by the variance of
+    the values along each axis, from large to small.
 
     Args:
         sample: Whole sequences, from position 0 on. Their values are changed in place.
@@ -227,7 +227,7 @@ def learn_basis(
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
         axes = principal_axes(to_device(sample.values)).T * scale
-        # The store contains the axes in float16. So round them to float16 before the analysis
+        # The store contains the axes in float16. So round the axes to float16 before the analysis
         # matrix is computed from them. Encoding and decoding then use the same axes.
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, to_device)
@@ -245,8 +245,8 @@ def learn_basis(
 def metric_scale(metric: np.ndarray) -> float:
     """Compute the mean diagonal entry of a matrix that weighs errors.
 
-    This is the mean cost of an error of 1 in one dimension. :func:`learn_basis` divides the matrix
-    by this number.
+    The mean diagonal entry is the mean cost of an error of 1 in one dimension. :func:`learn_basis`
+    divides the matrix by this number.
     """
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
@@ -323,11 +323,11 @@ def learn_regression(
 
 
 def principal_axes(rows: Array, max_axes: int | None = None) -> np.ndarray:
-    """Compute the principal axes of rows [n, width], sorted by falling variance.
+    """Compute the principal axes of rows [n, width], sorted by variance from large to small.
 
     The mean of the rows is not subtracted. The computation runs on the device of the rows. The axes
-    are exact if the width is at most ``EXACT_WIDTH``. For wider rows, they are approximated by
-    subspace iteration from a fixed start, and there are at most n of them.
+    are exact if the width is at most ``EXACT_WIDTH``. For wider rows, at most n axes are computed,
+    and they are approximated by subspace iteration from a fixed start.
 
     Returns:
         float32 [width, n_axes]. The axes are orthonormal. The entry of each axis with the largest

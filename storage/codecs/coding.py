@@ -64,8 +64,8 @@ At these positions, the mean of the values differs from the mean at later positi
 tokens are attention sinks, and in many datasets they are the constant start of a chat template.
 """
 
-# Number of levels of a digit (the number of different values that it can have) -> number of such
-# digits that are packed into one byte.
+# Maps the number of levels of a digit to the number of such digits that are packed into one byte.
+# The levels of a digit are the different values that it can have.
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
@@ -139,10 +139,10 @@ class CodeColumns(NamedTuple):
     # state, 1 for values.
     part: np.ndarray
     # int32. Index of the principal component that the digit encodes. If two columns have the same
-    # part and component, they hold the low and the high digit of its code.
+    # part and component, they hold the low and the high digit of the component's code.
     component: np.ndarray
     # int32. Index of the run that contains the column. A run consists of neighbouring columns that
-    # are stored together. The runs are numbered in the order of their columns.
+    # are stored together. Runs are numbered from left to right.
     array: np.ndarray
     # int32. Number of different values that the digit can have.
     levels: np.ndarray
@@ -200,7 +200,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
 
     Args:
         scaled: Components divided by their quantisation steps, [n_tokens, n_components].
-        rounding: Numbers that are added to the magnitudes before these are rounded down,
+        rounding: Numbers that are added to the magnitudes before the magnitudes are rounded down,
             [n_components].
         limit: Largest magnitude of each component's code, [n_components].
 
@@ -243,8 +243,8 @@ def pack(codes: Array, levels: int) -> Array:
 def unpack_table(levels: int) -> np.ndarray:
     """Return a table that maps each value of a packed byte to the codes that it contains.
 
-    The table is int16 [256, CODES_PER_BYTE[levels]]. It also maps the values that :func:`pack`
-    never writes to valid codes, so that decoding does not fail for any byte.
+    The table is int16 [256, CODES_PER_BYTE[levels]]. Even for a value that :func:`pack` never
+    writes, the table has valid codes, so that decoding does not fail for any byte.
     """
     digits = np.arange(256)[:, None] // levels ** np.arange(CODES_PER_BYTE[levels]) % levels
     return np.where(digits > levels // 2, digits - levels, digits).astype(np.int16)
@@ -368,8 +368,8 @@ class GroupTransform:
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
         """Decode the first ``max_components`` components of the keys and of the values.
 
-        If the keys or the values have fewer components, all of them are decoded. Of a hidden state,
-        the first ``max_components`` components are decoded.
+        If the keys or the values have fewer components, all their components are decoded. For a
+        hidden state, its first ``max_components`` components are decoded.
 
         Returns:
             float32 [n_tokens, n_components]. The components of the keys come first, then the
@@ -379,8 +379,8 @@ class GroupTransform:
         xp = array_namespace(columns)
         constants = self._on(columns)
         # A component is the sum of its low and its high digit. Most components have no high digit.
-        # For a missing digit, the index arrays `low` and `high` contain the index of a column of
-        # zeros. This column is appended here.
+        # If a digit is missing, the index array (`low` or `high`) contains the index of a column of
+        # zeros, which is appended here.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         components: list[Array] = []
         for low, high in zip(constants["low"], constants["high"], strict=True):
@@ -513,7 +513,7 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Add up the bytes per token of the arrays of several runs."""
+    """Add up the bytes per token of several runs."""
     return sum(run.row_bytes for run in runs)
 
 
@@ -545,7 +545,8 @@ class Pieces:
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
         # The runs of each layer group. Each run is described as an array uint8 [token, byte]. The
-        # store does not contain these arrays. It contains `self.array` with all pieces instead.
+        # store does not contain these arrays. Instead, the store contains `self.array` with all
+        # pieces.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-row_bytes(group) // n_bytes) for group in runs]

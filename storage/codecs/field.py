@@ -22,8 +22,8 @@ Codes = Mapping[str, Array]
 # the order of the list. If the value is None, all layers are decoded.
 Layers = list[int] | None
 
-# Maps each stored array to read to the wanted indices along its axis 1. If an array is mapped to
-# None, all indices are read.
+# The stored arrays to read. Each array is mapped to the indices along axis 1 that are read, or to
+# None if all indices are read.
 Selection = dict[StoredArray, list[int] | None]
 
 
@@ -88,8 +88,8 @@ class FieldCodec:
                 All values must be finite.
             tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
             features: Features from which the values are predicted, float32 [n_tokens, n_features].
-                They are the results of ``as_features`` of all ``sources``, concatenated along
-                axis 1.
+                These features are the results of ``as_features`` of all ``sources``, concatenated
+                along axis 1.
 
         Returns:
             Name of a stored array -> its rows. The rows have the shape [array.n_rows(n_tokens),
@@ -201,7 +201,7 @@ class Learning:
     # Folder for the sample, which is stored in temporary files without names. If the value is None,
     # the system's temporary folder is used.
     folder: Path | None = None
-    # Function that moves a NumPy array to the device on which large matrix products and
-    # decompositions run. For a GPU, it returns a torch tensor.
+    # Function that copies a NumPy array to the device on which large matrix products and
+    # decompositions run. If this device is a GPU, the function returns a torch tensor.
     to_device: Callable[[np.ndarray], Array] = lambda array: array
     progress: Progress = SILENT  # Object to which the steps of learning are reported.

@@ -7,9 +7,9 @@ squared quantisation error.
 
 *Quantiser.* A component x is stored as the integer ``q = sign(x) * floor(|x| / step + rounding)``,
 its code. The number of levels limits the magnitude of codes. A rounding below 0.5 widens the
-interval of values with code zero. If most codes are zero, this saves many bits and adds little
-error. The decoded value is ``sign(q) * (|q| - shift) * step``. There is one shift for ``|q| = 1``,
-and one for all larger codes. Both are fitted to the sample.
+interval of values with code zero. If most codes are zero, a wider interval saves many bits and adds
+little error. The decoded value is ``sign(q) * (|q| - shift) * step``. There is one shift for ``|q|
+= 1``, and another shift for all larger codes. Both shifts are fitted to the sample.
 
 *Allocation.* A quantiser consists of a step, a rounding and a number of levels. For each component,
 several quantisers are options. Their bits and errors are measured on the sample. :func:`allocate`
@@ -23,8 +23,8 @@ the budget of the estimated bits is scaled, and the options are chosen again, un
 meet the caller's budget.
 
 *Sample.* The sequences of the sample are split into two sets. The basis is learned from the first
-set. Bits and errors are measured on the second set. They are therefore also valid for sequences
-from which the basis was not learned.
+set. Bits and errors are measured on the second set. So the measured bits and errors are also valid
+for sequences from which the basis was not learned.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ from .field import Learning
 LEVELS = (*coding.CODES_PER_BYTE, coding.WIDE_LEVELS)
 ROUNDINGS = (0.5, 0.4, 0.3)
 STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
-"""Quantisation steps to try, as multiples of the base step (see ``measure_options``).
+"""The quantisation steps to try are the base step (see ``measure_options``) times these factors.
 
 The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 """
@@ -101,8 +101,8 @@ class Quantisers(NamedTuple):
     # float32. A value x gets the code with the sign of x and the magnitude ``floor(|x| / step +
     # rounding)``. With a rounding of 0.5, values are rounded to the nearest level.
     rounding: np.ndarray
-    # float32. Codes 1 and -1 are decoded to the magnitude ``(1 - shift_one) * step``. This is the
-    # average magnitude of the values with these codes.
+    # float32. Codes 1 and -1 are decoded to the magnitude ``(1 - shift_one) * step``. The decoded
+    # magnitude is the average magnitude of the values with these codes.
     shift_one: np.ndarray
     # float32. A code q of magnitude 2 or more is decoded to the magnitude ``(|q| - shift_more) *
     # step``. ``shift_more`` is the average of ``|q| - |x| / step`` over all values x with such
@@ -275,9 +275,9 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     most_likely = zero**per_byte
     inner = np.clip(most_likely, 1e-12, 1 - 1e-12)
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
-    # The most likely byte consists of zeros only. If its probability is above one half, its Huffman
-    # code has one bit, although it contains less than one bit of information. The Huffman codes of
-    # all other bytes start with the other value of this bit.
+    # The most likely byte consists of zeros only. If the probability of this byte is above one
+    # half, its Huffman code has one bit, although the byte contains less than one bit of
+    # information. The Huffman codes of all other bytes start with the other value of this bit.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
@@ -411,10 +411,10 @@ def fit_groups(
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
-    The squared error of each layer is divided by the sum of squares of the layer's values. This is
-    done separately for keys and values. If ``metrics`` are given, errors are weighed with these
-    matrices instead. At any time, only the keys or the values of one group, or the components of
-    one group, are in memory.
+    The squared error of each layer is divided by the sum of squares of the layer's values. Keys and
+    values are treated separately. If ``metrics`` are given, errors are weighed with these matrices
+    instead. At any time, only the keys or the values of one group, or the components of one group,
+    are in memory.
 
     Args:
         sample: The sample of the field.
@@ -428,7 +428,7 @@ def fit_groups(
         learning: Settings of learning.
 
     Returns:
-        One fit per group. Its bases contain only the components that are stored.
+        One fit per group. The bases of a fit contain only the components that are stored.
     """
     n_bases = len(n_layers) * n_parts
     n_steps = n_bases + _FIT_ROUNDS + 1
@@ -525,7 +525,8 @@ def _measure_groups(
     """In each group, measure quantisers for the components that may get bits.
 
     A component may get bits if its variance times its weight is above a tenth of the water level
-    (``water_level``). In each group, the component with the largest product is always measured.
+    (``water_level``). In each group, the component with the largest such product is always
+    measured.
     """
     variances: list[np.ndarray] = []
     for parts in fitted:
@@ -543,7 +544,7 @@ def _measure_groups(
             sample.read(part.components)[:, ids] for part, ids in zip(parts, by_part, strict=True)
         ]
         components = sample.keep(np.concatenate(values, axis=1))
-        del values  # Free the memory before the components are read again.
+        del values  # Free the memory of the components here. They are read again later.
         weights = np.repeat([part.weight for part in parts], n_hopeful)
         options = measure_options(sample.read(components), weights, base_step)
         part_of = np.repeat(np.arange(len(parts)), n_hopeful)
@@ -608,7 +609,8 @@ def _order_codes(
         per_byte = coding.CODES_PER_BYTE[levels]
         n_left = int((levels_of == levels).sum())
         # Bytes with different statistics need different Huffman codes. So split the bytes into
-        # runs. A run is later stored as an array, or in pieces of the array of all runs.
+        # runs. Each run is later stored as a separate array, or all runs are stored in one array
+        # that is cut into pieces.
         ends = split_by_statistics(counts, CHUNK_TOKENS)
         for run in np.split(packed, ends[:-1], axis=1):
             n_digits = min(run.shape[1] * per_byte, n_left)

@@ -86,8 +86,8 @@ class Int8Codec(FieldCodec):
         shape = spec.token_shape
         axes = spec.axes[1:]
         if self._is_kv:
-            # For each layer and head, a KV field holds a key that is followed by a value, whether
-            # they have the same width or not.
+            # In a KV field, each layer and head has a key that is followed by a value. This also
+            # holds if their widths differ.
             self._kv_width = math.prod(shape[2:])
             self._key_width = shape[-1] if spec.key_width is None else spec.key_width
             axes = (*axes[:2], axes[-1])
@@ -153,8 +153,8 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     axis = 1 if part.is_per_channel else -1
     scale = _scale(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True))
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
-    # A scale of zero means that the values are too small for any normal float32 scale. Their codes
-    # are then zero, too.
+    # A scale is zero if its values are too small for any normal float32 scale. The codes of these
+    # values are then zero, too.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
     # Both NumPy and torch round to nearest, ties to even.
     codes = xp.astype(xp.round(scaled), xp.int8)
@@ -194,8 +194,8 @@ def _scale(xp: Any, largest: Array) -> Array:
 
     A scale has two bits of mantissa. A scale below the smallest normal float32 number becomes 0.
     """
-    # Do not divide by LARGEST_CODE. Some devices compute a division by a constant as a
-    # multiplication by its reciprocal and others do not, so they would give different bits.
+    # Do not divide by LARGEST_CODE. Only some devices compute a division by a constant as a
+    # multiplication by the reciprocal. So the bits of the result would depend on the device.
     bits = (largest * (1.0 / LARGEST_CODE)).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

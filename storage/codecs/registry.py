@@ -1,4 +1,4 @@
-"""Creates the codec of a store from its name or manifest, and loads and saves its learned state."""
+"""Creates the codec of a store, and loads and saves the learned state of the codec."""
 
 import contextlib
 import hashlib
@@ -38,7 +38,7 @@ class StoreCodec:
         name: Name of the codec, e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: The store's fields. Every codec stores fields of integers losslessly.
         sources: Name of a predicted field -> names of the fields from which it is predicted. If the
-            argument is None, the codec's name determines them.
+            argument is None, the codec's name determines these fields.
 
     Raises:
         CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
@@ -87,7 +87,7 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a ``StoreCodec`` for some of the fields. It uses the field codecs of this object."""
+        """Return a ``StoreCodec`` for some of the fields, with the field codecs of this object."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
@@ -168,8 +168,8 @@ class StoreCodec:
     def joint(self) -> list[str]:
         """Names of the hidden states that the option ``,joint`` predicts from one another.
 
-        They are ordered from the lowest layer to the last hidden state. Each hidden state is
-        predicted from the previous one in this list.
+        The names are ordered from the lowest layer to the last hidden state. Each hidden state is
+        predicted from the previous hidden state in this list.
         """
         layers: dict[str, int] = {}
         for name, codec in self.learned.items():
@@ -194,8 +194,8 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # Readers compare this hash with the basis file that they have read. If they are equal,
-            # the values in the store were encoded with this basis file.
+            # Readers compute the hash of the basis file and compare it with this hash. If the
+            # hashes are equal, the values in the store were encoded with this basis file.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
@@ -312,8 +312,8 @@ def read_basis(path: StorePath) -> bytes:
     """Read a file of the store's ``codec/`` folder.
 
     Returns:
-        The content. If the file is too large to be a basis, the result is empty, so that its hash
-        does not match.
+        The content. If the file is too large to be a basis, the result is empty. The hash of the
+        empty content then differs from the expected hash.
     """
     try:
         return backend_of(path).read(_MAX_BASIS_BYTES)

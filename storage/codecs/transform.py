@@ -309,9 +309,9 @@ class TransformCodec(FieldCodec):
         spec: The field: ``kv`` [token, layer, kv_head, key_value, head_dim], or a hidden state
             [token, width].
         settings: The settings in the codec's name.
-        rope: The target's rotation of keys. Keys are encoded before RoPE, so their rotation is
-            undone first. If the argument is None, keys are encoded after RoPE, which takes twice
-            the bits. For hidden states, the argument is ignored.
+        rope: The target's rotation of keys. The rotation of the keys is undone before they are
+            encoded. If the argument is None, keys are encoded after RoPE, which takes twice the
+            bits. For hidden states, the argument is ignored.
     """
 
     sources: "Sequence[TransformCodec]"
@@ -370,8 +370,8 @@ class TransformCodec(FieldCodec):
         """Whether the field is predicted from the token ids.
 
         The option ``,tokens`` predicts keys and values from the token ids. Together with the option
-        ``,joint``, it also predicts the lowest hidden state from them, unless this hidden state is
-        predicted from keys and values.
+        ``,joint``, it also predicts the lowest hidden state from the token ids, unless this hidden
+        state is predicted from keys and values.
         """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
@@ -393,14 +393,14 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of components of one layer group's keys (or values) that are features."""
+        """Largest number of features that come from the keys (or the values) of one layer group."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @property
     def _error_metric(self) -> str:
-        """How quantisation errors were weighed to learn the bases. ``store.json`` records it.
+        """The word in ``store.json`` for how errors were weighed when the bases were learned.
 
-        The value is "given" if errors were weighed with matrices (``metrics``). It is "relative to
+        The word is "given" if errors were weighed with matrices (``metrics``). It is "relative to
         layers" if the error of each layer was divided by the scale of the layer, and the scales
         differ. It is "plain" if all scales are 1.
         """
@@ -752,8 +752,8 @@ class TransformCodec(FieldCodec):
         # The table of features is large, so it stays on the device. Each call copies only the token
         # ids.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
-        # Clip ids outside the vocabulary. On CUDA, they would fail a device-side assertion, after
-        # which this process can no longer use the device.
+        # Clip ids outside the vocabulary. On CUDA, such ids would fail a device-side assertion,
+        # after which this process can no longer use the device.
         ids = xp.clip(ids, 0, len(self._features) - 1)
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
@@ -861,8 +861,8 @@ class Observation(Sample):
     def _source_features(self) -> list[np.ndarray] | None:
         """For each sequence, the features from which this field is predicted.
 
-        They are the ``features`` of all sources, concatenated along axis 1. The value is None if
-        the field is not predicted from other fields.
+        These features are the ``features`` of all sources, concatenated along axis 1. The value is
+        None if the field is not predicted from other fields.
         """
         if not self._sources:
             return None
@@ -873,8 +873,8 @@ class Observation(Sample):
     def features(self) -> list[np.ndarray]:
         """For each sequence, the features from which other fields are predicted.
 
-        Each array is float32 [n_tokens, n_features]. The features are computed from encoded and
-        decoded values, so the codec must have learned before.
+        Each array is float32 [n_tokens, n_features]. The features are computed from values that
+        were encoded and decoded again, so the codec must have learned first.
         """
         codec = self._codec
         move = self._learning.to_device
@@ -883,7 +883,8 @@ class Observation(Sample):
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None
             features = None if source_features is None else move(source_features[i])
-            # Encode and decode the values, because a reader can predict only from decoded values.
+            # Encode and decode the values. A reader has only decoded values, and can predict only
+            # from them.
             groups = [list(map(move, parts)) for parts in self.sequence(i)]
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}

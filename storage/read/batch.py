@@ -38,14 +38,14 @@ from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..requests import threads
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
-# Upper bound on the stored bytes that are fetched from a bucket before they are decoded (a window).
+# Upper bound on the stored bytes of a window: the bytes that are fetched from a bucket at once.
 REMOTE_WINDOW_BYTES = 64 << 20
 
 MAX_SHARDS_AT_ONCE = 128
 """Number of shards that are prefetched before the first of them is decoded.
 
-It must not exceed ``backend.MAX_OPEN_FILES``. With more shards, some of them would be closed after
-they were prefetched, and opened again to decode them.
+The number must not exceed ``backend.MAX_OPEN_FILES``. With more shards, some of them would be
+closed after they were prefetched, and opened again to decode them.
 """
 
 _MAX_HELPERS = 32
@@ -53,7 +53,7 @@ _MAX_HELPERS = 32
 MAX_SHARDS = 4096
 """Largest number of shard indexes that an opened store caches.
 
-An index has 16 bytes per inner chunk. For a shard of 2 GiB of raw values, it has 128 KiB.
+An index has 16 bytes per inner chunk. For a shard of 2 GiB of raw values, the index has 128 KiB.
 """
 _REPAIR = (
     "Delete the commit file of this part in commits/ and run the same `moa-data extract` command "
@@ -62,13 +62,13 @@ _REPAIR = (
 
 
 class ShardReader:
-    """An open shard and its index. It can be used by several threads and after a fork.
+    """An open shard and its index. Several threads can use the object, also after a fork.
 
     Args:
         path: path of the shard.
         grid: grid of the array.
         n_rows: number of inner chunks along axis 0 that the shard must contain. The last shard of a
-            part may have fewer than ``grid.rows_per_shard``.
+            part may have fewer chunks than ``grid.rows_per_shard``.
         record: size and checksum of the file, from its commit.
         cache: local cache of remote files, if there is one.
 
@@ -266,7 +266,7 @@ class RowRange:
     # overwritten.
     out: np.ndarray
     # Layers (or pieces) to read: non-negative indices along axis 1 of the array, in the requested
-    # order. If the value is None, all of them are read.
+    # order. If the value is None, all layers (or pieces) are read.
     layers: tuple[int, ...] | None = None
 
 
@@ -333,7 +333,7 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 
     Args:
         shards: the shards of the store.
-        ranges: the rows to read. Their buffers must not share memory.
+        ranges: the rows to read. The buffers of different ranges must not share memory.
         n_threads: number of threads that decode, including the calling thread.
     """
     plans = list(_plan_shards(shards, ranges).items())
@@ -413,7 +413,9 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard,
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
-    """Return the columns of chunks that contain the requested layers.
+    """Return the columns that contain the requested layers.
+
+    A column consists of the chunks of a shard that have the same index along axis 1.
 
     Args:
         layers: the requested layers. If the argument is None, all columns are returned.

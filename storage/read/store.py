@@ -39,7 +39,9 @@ from ..schema import (
 from .batch import PartShards, RowRange, read_ranges, run_in_threads
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""A function that returns a new array with the given shape and dtype. Its values are arbitrary."""
+"""A function that returns a new array with the given shape and dtype. The values of the array are
+arbitrary.
+"""
 
 _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
@@ -139,7 +141,7 @@ class ActivationStore:
         return len(self._parts)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Read all fields of one sequence. Use :meth:`read` for one field or some of its tokens."""
+        """Read all fields of one sequence. To read one field or some tokens, use :meth:`read`."""
         return {name: self.read(i, name) for name in self.fields}
 
     def __repr__(self) -> str:
@@ -265,7 +267,7 @@ class ActivationStore:
         return self._read_codes(i, codec, base, stop, chosen)
 
     def _span(self, i: int, codec: FieldCodec, tokens: slice | None) -> tuple[int, int, int]:
-        """Resolve a token slice to the tokens to return and the tokens to read.
+        """Convert a token slice to the range of tokens to return and the range of tokens to read.
 
         A lossy codec can decode only from a multiple of 64 tokens on. So reading may have to start
         before the first requested token.
@@ -535,7 +537,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         raise SelectionInvalid(
             f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
         ) from error
-    except IndexError as error:  # NumPy names the first index that is out of bounds.
+    except IndexError as error:  # NumPy's message names the first index that is out of bounds.
         raise SelectionInvalid(
             f"Field {spec.name!r} has {n_layers} layers, numbered from 0. `layers` does not fit "
             f"them ({error})."

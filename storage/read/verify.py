@@ -270,9 +270,9 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Return a context manager that adds an error of its ``with`` block to the report.
+        """Return a context manager. It adds an error that its ``with`` block raises to the report.
 
-        The error is not raised.
+        The error is not raised again.
         """
         try:
             yield
@@ -479,12 +479,13 @@ class StoreSummary:
     # Sentence that says which parts and files are not written yet. It is empty for a complete
     # store.
     missing: str
-    # Name of a field that is being added to the store -> number of parts that already have it.
+    # Maps the name of each field that is being added to the store to the number of parts that
+    # already have this field.
     unfinished: Mapping[str, int]
 
 
 def summarize_store(path: StoreLike) -> StoreSummary:
-    """Summarize a store. ``path`` is its folder or its URL."""
+    """Summarize a store. ``path`` is the folder or the URL of the store."""
     with ActivationStore(path, cache=None, checks_sizes=False) as store:
         manifest = store.manifest
         codec = store.codec
@@ -541,8 +542,8 @@ def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
     """Find fields that are being added to a store, and count the parts that already have them.
 
-    The commits of these parts list shards of the field, but store.json does not contain the field
-    yet.
+    If a field is being added, the commits of some parts list shards of the field, but store.json
+    does not contain the field yet.
 
     Args:
         commits: commits of all parts.

@@ -1,4 +1,4 @@
-"""Adds fields to an existing store without changing the shards of its other fields.
+"""Adds fields to an existing store. The shards of the other fields do not change.
 
 Fields are added in two steps:
 
@@ -55,9 +55,9 @@ def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
 
 
 def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> bool:
-    """Load the learned state of an interrupted addition of fields into ``codec``.
+    """Load into ``codec`` the learned state that an interrupted addition of fields has saved.
 
-    The interrupted addition has saved this state in ``codec/next-basis.safetensors``.
+    The state is in the file ``codec/next-basis.safetensors``.
 
     Args:
         store: the store's path.
@@ -111,7 +111,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     writer.remove_uncommitted()
     if isinstance(path, Path):
         # This process holds the store's lock, so no other addition is running. If the file exists
-        # already, an interrupted addition has left it, and it can be replaced.
+        # already, an interrupted addition has left it behind, and this process may replace the
+        # file.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not backend_of(path).put_if_absent(codec.files()[BASIS_NAME]):
         raise _unfinished(path)

@@ -42,9 +42,9 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, lock_file, open_lock, read_only
 from ..schema import LOCK_NAME, LOCKS_NAME, OPENING_NAME
 
-# Number of seconds for which a process retries to share ``store.lock``. A process that was just
-# killed may still hold this lock exclusively, because the kernel may release its ``opening.lock``
-# shortly before its ``store.lock``.
+# Number of seconds for which a process keeps trying to share ``store.lock``. A process that was
+# just killed may still hold this lock exclusively, because the kernel may release the
+# ``opening.lock`` of the killed process shortly before its ``store.lock``.
 _GRACE_S = 1.0
 _RETRY_S = 0.05  # Seconds between two attempts to take the lock.
 
@@ -54,9 +54,8 @@ class StoreLock:
 
     Args:
         store: the store's folder.
-        shares: whether to share the lock with other processes. If no other process holds it, the
-            lock is first taken exclusively. The caller then opens the store and calls
-            :meth:`share`.
+        shares: whether to share the lock with other processes. If no other process holds the lock,
+            it is first taken exclusively. The caller then opens the store and calls :meth:`share`.
 
     Raises:
         StoreLocked: another process holds the lock.
@@ -101,7 +100,7 @@ class StoreLock:
         self.is_alone = not shared
 
     def _retry(self, take: Callable[[], None], for_s: float) -> None:
-        """Call ``take``, which takes the lock, and retry for ``for_s`` seconds if it fails."""
+        """Call ``take``, which takes the lock. If it fails, try again for ``for_s`` seconds."""
         until_s = time.monotonic() + for_s
         while True:
             try:

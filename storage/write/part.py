@@ -54,7 +54,7 @@ _ABSENT = np.uint64(2**64 - 1)
 TASK_BYTES = 1 << 20
 """Number of raw bytes that a thread encodes in one task.
 
-Encoding this many bytes takes about 1.5 ms. Passing the task to the thread takes much less.
+Encoding this number of bytes takes about 1.5 ms. Passing a task to a thread takes much less time.
 """
 
 
@@ -169,8 +169,7 @@ class ArrayWriter:
         counts: counts of the part (an item of ``plan.part_counts``).
         grid: grid of the array.
         pool: thread pool that encodes chunks and syncs files.
-        files: the files of the part that this writer writes. They determine the paths of the
-            shards.
+        files: the ``PartFiles`` of the part. This object determines the paths of the shards.
     """
 
     def __init__(
@@ -395,8 +394,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.
 
-        If another writer has committed the part in the meantime, its commit and files stay, and the
-        files of this writer are deleted.
+        If another writer has committed the part in the meantime, the commit and the files of the
+        other writer stay, and the files of this writer are deleted.
 
         Returns:
             The commit that the part now has.

@@ -95,8 +95,8 @@ LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age in seconds at which an unpublished uploa
 def partial_name(name: str, attempt: str) -> str:
     """Return the temporary name under which a file is written before it gets its final name.
 
-    ``attempt`` is a random string that identifies the writer. With it, two writers never use the
-    same temporary name.
+    ``attempt`` is a random string that identifies the writer. So two writers never use the same
+    temporary name.
     """
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
@@ -112,7 +112,7 @@ class Publication:
 
     # File name of the commit, e.g. ``"part-00007.json"``.
     commit: str
-    # Identifies the writer in the temporary names of the files (``partial_name``).
+    # Random text that identifies the writer in the temporary names of the files (``partial_name``).
     attempt: str
     # Final name of each file, relative to the store -> size of the file in bytes.
     files: Mapping[FileName, Natural]
@@ -150,7 +150,7 @@ class Publication:
         """Give the files their final names and write the commit. Then delete uploads and record.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
-        them, completely or in part.
+        these steps, completely or in part.
 
         Args:
             path: path of the commit.
@@ -229,15 +229,15 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
 class PartFiles:
     """The files of one part that a writer has written and not published yet.
 
-    For a store in a bucket, each shard is first written to a local temporary folder. It is then
-    uploaded, while the next shard is being encoded.
+    For a store in a bucket, each shard is first written to a local temporary folder. The shard is
+    uploaded while the next shard is being encoded.
 
     Args:
         store: the files of the store.
         part: number of the part.
         existing: file name -> size and checksum, for the files that the part's commit already
-            lists. For a new part, the mapping is empty. It has entries only if fields are added to
-            a committed part.
+            lists. For a new part, the mapping is empty. The mapping has entries only if fields are
+            added to a committed part.
     """
 
     def __init__(self, store: "StoreFiles", part: int, existing: Mapping[str, FileRecord]) -> None:
@@ -283,8 +283,8 @@ class PartFiles:
             shards: names of the shards that this writer has written.
 
         Returns:
-            The commit that the part now has, and whether it is ``commit``. If it is not, another
-            writer has committed the part first.
+            The commit that the part now has, and whether this is ``commit``. If not, another writer
+            has committed the part first.
         """
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
@@ -299,7 +299,7 @@ class PartFiles:
         self._asked_for = commit
         with self._store.publishing(f"publish-{self._part:05}"):
             # In a folder, `publish` first checks whether the commit exists, and then renames the
-            # files. The lock is held for all of this, so that a part never has files of two
+            # files. The lock is held during both steps, so that a part never has files of two
             # writers.
             new = commit.to_json().decode()
             if Publication(path.name, self.attempt, files, old, new).publish(path):
@@ -350,7 +350,8 @@ class StoreFiles:
 
     def __init__(self, path: StorePath, shares: bool = False) -> None:
         self.path = path
-        # Identifies this writer in the temporary names of its files (`partial_name`).
+        # Random text that identifies this writer in the temporary names of its files
+        # (`partial_name`).
         self.attempt = secrets.token_hex(4)
         # The lock of the store. A bucket has publication records instead of locks, so the value is
         # None for a bucket.

@@ -3,8 +3,8 @@
 A part is a range of the store's sequences. The commit of a part is a JSON file that lists all files
 of the part. Readers ignore a part until it has a commit.
 
-A writer creates the files of a store in the order of the following list. It syncs each file before
-it renames the file, and syncs the folder after the rename. In the names of the files, ``A`` stands
+A writer creates the files of a store in the order of the following list. Each file is synced before
+it is renamed, and the folder is synced after the rename. In the names of the files, ``A`` stands
 for a random string that identifies the writer, and ``K`` for the number of a part::
 
     1  store.lock                        locked until the process ends in any way (``lock``)
@@ -128,7 +128,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     ) -> None:
         super().__init__(path, shares)
         self.manifest = manifest
-        # All sequences (see ``plan.PLAN_SCHEMA``).
+        # Table of all sequences of the store (see ``plan.PLAN_SCHEMA``).
         self.plan = plan
         # Whether other processes were writing to the store when it was opened. For a store in a
         # bucket, this is unknown, so the value is whether the store existed already.
@@ -148,8 +148,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
         self._open_parts: set[int] = set()
-        # Number of a part that this process has locked -> its lock file. Closing the file releases
-        # the lock.
+        # Maps the number of each part that this process has locked to the lock file of the part.
+        # Closing the file releases the lock.
         self._part_locks: dict[int, IO[Any]] = {}
 
     @classmethod
@@ -179,13 +179,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 several processes can always write to it.
             begins_anew: whether an existing store from different inputs may be replaced. It is
                 replaced only if it has no committed part and no other process is writing to it.
-            depth: how thoroughly the files of existing parts are checked. They are not checked if
-                another process is writing to the store.
+            depth: how thoroughly the files of existing parts are checked. If another process is
+                writing to the store, the files are not checked.
             progress: reports the number of bytes that have been checked.
 
         Raises:
             OutputOccupied: the path contains files that do not belong to a store.
-            StoreLocked: another process is writing to the store and does not share it.
+            StoreLocked: another process is writing to the store and does not share its lock.
             StoreMismatch: the store was made from different inputs. The error contains every key
                 that differs.
             StorageUnavailable: a file could not be read or written, so it is unknown whether the
@@ -199,7 +199,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
             # If other processes share the lock, the first of them has already created the store and
-            # deleted uncommitted files. Then only check that all processes have the same inputs.
+            # deleted uncommitted files. In this case, only check that this process has the same
+            # inputs as the other processes.
             if writer.has_other_writers:
                 writer._check_other_writers()
                 writer._open_codec()
