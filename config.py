@@ -50,7 +50,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-# The type of a setting that most users need. The short help page shows only such settings.
+# The type of a setting that most users need. The short help page shows settings of this type.
 Common = Annotated[_Value, _COMMON]
 
 

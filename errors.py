@@ -154,8 +154,8 @@ class ReportUnwritten(StorageUnavailable):
             f"{path} cannot be written ({reason}), so the report is printed instead. Before the "
             "next run, free some space or give yourself the right to write there."
         )
-        # Text of the report. The command prints this text, because it could not be written to the
-        # file.
+        # Text of the report. The command prints this text, because the file of the report could not
+        # be written.
         self.markdown = markdown
 
 

@@ -62,7 +62,7 @@ def peak_memory() -> int:
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
-    """Return the number of bytes in a line of a kernel file, such as ``MemAvailable:  20 kB``.
+    """Read a size from a line of a kernel file, such as ``MemAvailable:  20 kB``, in bytes.
 
     The result is None if the file or the line does not exist.
     """

@@ -80,7 +80,7 @@ class ArrayGrid:
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    # A multiple of ``chunk_shape`` along every axis.
+    # Shape of a shard. It is a multiple of ``chunk_shape`` along every axis.
     shard_shape: tuple[int, ...]
     # Number of rows of each part of the store, a multiple of the number of rows of a shard.
     part_rows: int

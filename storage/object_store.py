@@ -43,7 +43,8 @@ Reading the bytes between the ranges costs less than a second request.
 # Size of the largest file that S3 copies with one request. To copy a larger file, the client
 # downloads and uploads it.
 COPY_BYTES = 5 << 30
-# Number of blocks of one file that are uploaded in parallel. These blocks are in memory.
+# Number of blocks of one file that are uploaded in parallel. All these blocks are in memory at the
+# same time.
 UPLOADS_AT_ONCE = 8
 # If a request gets no response for this number of seconds, the process logs a message, at most once
 # for each bucket.

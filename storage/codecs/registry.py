@@ -114,7 +114,7 @@ class StoreCodec:
                 checked, which synchronizes with their device.
 
         Returns:
-            Field name -> name of a stored array -> its rows.
+            Maps each field name to another mapping: name of a stored array -> rows of this array.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}

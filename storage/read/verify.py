@@ -242,8 +242,8 @@ class _Verification:
         self.progress = progress.of("verify", "B")
         self.depth = depth
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
-        # Name -> size of the files of all parts, from one listing of a remote store. A listing may
-        # be out of date, so only the least thorough check (``sizes``) uses it.
+        # Maps the names of the files of all parts to their sizes, from one listing of a remote
+        # store. A listing may be out of date, so only the least thorough check (``sizes``) uses it.
         self.listed = (
             backend_of(store / schema.PARTS_NAME).listed_sizes() if depth == "sizes" else {}
         )
@@ -270,9 +270,9 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Return a context manager. It adds an error that its ``with`` block raises to the report.
+        """Return a context manager that catches errors of a check, and adds them to the report.
 
-        The error is not raised again.
+        The errors in ``_REPORTED`` are caught.
         """
         try:
             yield
@@ -452,7 +452,8 @@ class FieldSummary:
     spec: schema.FieldSpec
     raw_bytes: int  # Size of the field's values before encoding, without padding.
     stored_bytes: int
-    arrays: Mapping[schema.StoredArray, int]  # Stored array -> its size in bytes, encoded.
+    # Maps each stored array of the field to its encoded size in bytes.
+    arrays: Mapping[schema.StoredArray, int]
 
 
 @dataclass(frozen=True)

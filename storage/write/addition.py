@@ -152,7 +152,7 @@ class StoreAddition:
         self._is_laid_out = False
 
     def pending_parts(self) -> list[int]:
-        """Return the numbers of the parts that do not have all new fields yet, in order."""
+        """Return the numbers of the parts that lack at least one new field, in ascending order."""
         return [part for part, fields in self._lacking.items() if fields]
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:

@@ -320,9 +320,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        # False after the part was committed or discarded.
+        # Whether the part is open. After it was committed or discarded, the value is False.
         self.is_open = True
-        # False if `commit` has found that another writer committed the part first. Otherwise True.
+        # If `commit` has found that another writer committed the part first, the value is False.
+        # Otherwise, it is True.
         self.was_first = True
         self.codec = codec  # Codec of the fields to write.
         self._counts = counts

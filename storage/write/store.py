@@ -306,7 +306,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         folder.sync_names()
 
     def _restore(self) -> None:
-        """Repair a damaged or missing store.json or plan.parquet, if the inputs are the same."""
+        """Repair store.json and plan.parquet if the store was made from the current inputs."""
         documents = {
             MANIFEST_NAME: self.manifest.to_json().encode(),
             PLAN_NAME: plan_bytes(self.plan),
@@ -326,7 +326,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return backend_of(target_commit_path(self.path)).exists()
 
     def committed_parts(self) -> list[int]:
-        """Return the numbers of the parts that have a commit, in order.
+        """Return the numbers of the parts that have a commit, in ascending order.
 
         The result includes parts that other processes have committed in the meantime.
         """
@@ -339,7 +339,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
-        """Return the numbers of the parts that have no commit yet, in order."""
+        """Return the numbers of the parts that have no commit yet, in ascending order."""
         committed = set(self.committed_parts())
         return [part for part in range(self.n_parts) if part not in committed]
 
@@ -678,7 +678,7 @@ def _plan_changes(old: pa.Table, new: pa.Table) -> dict[str, tuple[Any, Any]]:
     If the shorter plan is the start of the longer one, the difference is the number of rows.
 
     Returns:
-        Key -> (old value, new value), for the ``changes`` of a StoreMismatch.
+        The argument ``changes`` of StoreMismatch: maps a key to (old value, new value).
     """
     n_rows = min(old.num_rows, new.num_rows)
     row = bisect_left(
