@@ -220,7 +220,7 @@ class Config(BaseModel):
 
     @classmethod
     def of(cls, **named: Any) -> Self:
-        """Create the settings. Each argument is the value of the setting with this name.
+        """Create the settings. An argument sets the setting that has the argument's name.
 
         This method also accepts the name of a setting that is inside a group. In a call of the
         class itself, type checkers would refuse such a name.

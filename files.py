@@ -115,7 +115,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and sync a file. This is not atomic.
+    """Write and sync a file. The write is not atomic.
 
     Raises:
         OSError: the path is a symbolic link, or the file cannot be written.

@@ -48,7 +48,8 @@ class SignalReceived(KeyboardInterrupt):
 
     # Named tuples and dataclasses call `exec` with source text. If a plain KeyboardInterrupt passes
     # through such a call, Python later ends the process with SIGINT, even if the exception was
-    # handled. This does not happen with a subclass, so SIGINT raises this class instead.
+    # handled. This does not happen with a subclass of KeyboardInterrupt, so SIGINT raises this
+    # class instead.
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -83,7 +84,9 @@ def watch_signals() -> None:
             signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading,), daemon=True).start()
     sys.unraisablehook = _drop
-    atexit.register(_leave)  # Python calls the exit hook that was registered first as the last one.
+    # Python calls exit hooks in the reverse order of their registration, so this hook is called
+    # last.
+    atexit.register(_leave)
     os.register_at_fork(after_in_child=_forget_parent)
 
 
@@ -228,7 +231,7 @@ def _end(line: str) -> NoReturn:
 
 
 def _tell(line: str) -> None:
-    # Write to the file descriptor. Python's streams have locks, which the main thread may hold.
+    # The main thread may hold the locks of Python's streams, so write to the file descriptor.
     if is_first_process():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())

@@ -288,8 +288,8 @@ def decoding_view(
     speeds: list[float] = []
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
         total = sum_stats(generation.stats for generation in generations)
-        # The speed counts the time of prefill, drafting and verification, but not the time to print
-        # the answer.
+        # The speed is computed from the time of prefill, drafting and verification. The time to
+        # print the answer is not included.
         seconds = total.prefill_s + total.draft_s + total.verify_s
         speeds.append(total.n_tokens / max(seconds, 1e-9))
         n_calls = max(1, total.n_target_calls)

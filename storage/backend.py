@@ -361,7 +361,7 @@ class LocalFile:
     max_read_bytes = 512 << 10
     """Largest number of bytes that one read should return.
 
-    The data of a longer read would not fit into the CPU cache. Decoding it from memory takes
+    The data of a longer read would not fit into the CPU cache, and decoding data from memory takes
     longer.
     """
     # Largest number of bytes of one read-ahead request. The kernel truncates a request that exceeds

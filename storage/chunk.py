@@ -146,10 +146,10 @@ _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
 # A sample of the 8-byte words of each chunk is examined. If more than this share of the sampled
-# words are repeated, the blosc library encodes the chunk, because it searches for repetitions. For
-# any other chunk, the search would take time and make the result larger. The limit is so high that
-# this module also encodes a chunk of eight layers in which only the attention values of layer 0
-# repeat.
+# words are repeated, the blosc library encodes the chunk, because the library searches for
+# repetitions. For any other chunk, the search would take time and make the result larger. The limit
+# is so high that this module also encodes a chunk of eight layers in which only the attention
+# values of layer 0 repeat.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -212,7 +212,7 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Look at a sample of a plane, which contains one byte of every value.
+    """Examine a sample of a plane. The plane contains one byte of every value.
 
     Args:
         plane: uint8 [n_rows * width], at least 8 bytes.
@@ -244,7 +244,7 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane, which contains one byte of every value.
+    """Entropy-code a plane. The plane contains one byte of every value.
 
     If the encoded plane would not be smaller, the plane is returned unchanged.
     """
@@ -315,7 +315,7 @@ class EncodePool(AbstractContextManager["EncodePool"]):
         """
         for executor in (self._encoders, self._syncer):
             if executor is not None:
-                # A sync task closes its file, so it is never cancelled.
+                # Sync tasks are never cancelled, because they close their files.
                 executor.shutdown(wait=True, cancel_futures=executor is self._encoders)
 
     def _encode(self, chunks: Sequence[np.ndarray]) -> list[bytes]:

@@ -152,7 +152,7 @@ class ReadCache:
             data = content[: -_CRC.size]
             crc = content[-_CRC.size :]
             if len(data) == stop - start and _CRC.pack(crc32c(data)) == crc:
-                # Mark the cached block as recently used, so that it is evicted later.
+                # Mark the cached block as recently used, so that other blocks are evicted first.
                 os.utime(path)
                 return data
         return b""

@@ -146,7 +146,7 @@ class CodeColumns(NamedTuple):
     array: np.ndarray
     # int32. Number of different values that the digit can have.
     levels: np.ndarray
-    # float32. Distance between two quantised values of the component.
+    # float32. Distance between two neighbouring quantised values of the component.
     step: np.ndarray
     # float32. 1 for the high digit of a wide code, otherwise 0.
     is_high: np.ndarray
@@ -290,8 +290,8 @@ class GroupTransform:
         Args:
             parts: The keys and the values from position 0 on, or a hidden state. Each is float32
                 [n_tokens, width].
-            features: Features of the tokens, float32 [n_tokens, n_features]. Required if the fit
-                has regressions.
+            features: Features of the tokens, float32 [n_tokens, n_features]. Required if the values
+                are predicted from features.
 
         Returns:
             Name of an array in ``arrays`` -> its rows, uint8 [n_tokens, n_bytes].
@@ -336,8 +336,8 @@ class GroupTransform:
             n_layers: Number of layers of the group.
             layers: Layers to decode, counted from the first layer of the group. If the argument is
                 None, all layers are decoded.
-            features: Features of these tokens, float32 [n_tokens, n_features]. Required if the fit
-                has regressions.
+            features: Features of these tokens, float32 [n_tokens, n_features]. Required if the
+                values are predicted from features.
 
         Returns:
             The keys and the values, or a hidden state. Each is float32 [n_tokens, width]. If

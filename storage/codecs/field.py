@@ -162,9 +162,9 @@ class FieldCodec:
             )
 
 
-# Logical dtype -> size after lossless compression as a fraction of the raw size (an upper
-# estimate). For bfloat16, the measured fractions are 0.66 to 0.70 for KV, and up to 0.70 for hidden
-# states.
+# Maps a logical dtype to the size of its values after lossless compression, as a fraction of the
+# raw size. The fractions are upper estimates. For bfloat16, the measured fractions are 0.66 to 0.70
+# for KV, and up to 0.70 for hidden states.
 _STORED_FRACTION = {
     "bfloat16": 0.70,
     "float16": 0.90,

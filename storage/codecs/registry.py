@@ -120,8 +120,8 @@ class StoreCodec:
         offered: dict[str, Array] = {}
         used = set(chain.from_iterable(self.sources.values()))
         learned = self.learned
-        # The sources of a field are the fields from which it is predicted. They must be encoded
-        # first. `learned` lists them before the field.
+        # The sources of a field are the fields from which it is predicted. The sources must be
+        # encoded first, so `learned` lists them before the field.
         for name in dict.fromkeys([*learned, *self.fields]):
             if name not in values:
                 continue
@@ -152,7 +152,7 @@ class StoreCodec:
 
     @property
     def learned(self) -> dict[str, TransformCodec]:
-        """Field name -> codec, for the field codecs that learn from a sample of sequences.
+        """Maps field names to codecs, for all field codecs that learn from a sample of sequences.
 
         If a field is predicted from other fields, those fields come first. All codecs must have
         learned before ``describe`` and ``files`` are called.

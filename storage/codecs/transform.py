@@ -71,8 +71,8 @@ from .fit import fit_groups
 AUTO_GROUP_WIDTH = 4_096
 # Largest width of a basis. One basis is for the keys (or the values) of all layers of a group. With
 # a larger width, only a small share of the components could be stored, and the basis would be
-# learned from fewer tokens than it has dimensions. For 32 layers of width 1,024 at 1 bit per value,
-# two groups of 16 layers have a 30 % lower error than one group of 32 layers.
+# learned from fewer tokens than the basis has dimensions. For 32 layers of width 1,024 at 1 bit per
+# value, two groups of 16 layers have a 30 % lower error than one group of 32 layers.
 MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
@@ -269,8 +269,8 @@ class Rope:
         """
         if self.inv_freq.ndim == 2 or len(self.scaling) > 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
-        # All layers share the tables. Cache the tables. Otherwise, they would be computed and
-        # copied to the device again for each sequence.
+        # All layers share the tables. Cache the tables, because computing them and copying them to
+        # the device for each sequence takes time.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
         if (tables := self._kept.get(key)) is None or len(tables[0]) < stop:
             tables = self._kept[key] = self._compute(
@@ -893,5 +893,5 @@ class Observation(Sample):
 
 
 def side_by_side(arrays: list[Array]) -> Array:
-    """Concatenate arrays [n_tokens, n] along axis 1. All must be on the same device."""
+    """Concatenate arrays [n_tokens, n] along axis 1. All arrays must be on the same device."""
     return array_namespace(*arrays).concat(arrays, axis=1)

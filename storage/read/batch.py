@@ -428,8 +428,8 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
             outer = slice(number * chunk_layers, (number + 1) * chunk_layers)
             columns.append(_Column(number, slice(None), outer))
         return columns
-    # Index of a chunk along axis 1 -> pairs (index of a layer in the chunk, index along the layer
-    # axis of the caller's buffer).
+    # Maps the index of a chunk along axis 1 to one pair for each requested layer of the chunk:
+    # (index of the layer in the chunk, index along the layer axis of the caller's buffer).
     pairs_by_column: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)
@@ -495,8 +495,8 @@ def _fetch_ahead(reads: list[_Read]) -> None:
     """Fetch remote bytes, and ask the kernel to read local bytes ahead."""
     remote_reads: list[_Read] = []
     remote_ranges: list[tuple[RemoteFile, int, int]] = []
-    # Ignore a missing local file here. When the file is read later, an error with its name is
-    # raised.
+    # Ignore a missing local file here. When the file is read later, an error with the file's name
+    # is raised.
     with suppress(*MISSING):
         for read in reads:
             file = read.reader.file

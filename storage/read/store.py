@@ -508,7 +508,8 @@ def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
         try:
             return manifest, StoreCodec.open(manifest, store)
         except StoreDamaged:
-            # The basis is damaged only if store.json has not changed since it was read.
+            # If store.json has changed since it was read, the basis may be undamaged, so read both
+            # files again.
             if read_manifest(store) == manifest:
                 raise
 

@@ -551,7 +551,7 @@ def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[
         codec: the codec of store.json.
 
     Returns:
-        Field name -> number of parts.
+        Maps the name of each such field to the number of parts that already have the field.
     """
     n_parts: Counter[str] = Counter()
     known = {array.name for array in codec.arrays}

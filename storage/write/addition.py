@@ -126,7 +126,9 @@ def _unfinished(path: StorePath) -> StoreLocked:
 
 
 class StoreAddition:
-    """Adds fields to the committed parts of a store. Readers see them only after :meth:`finish`.
+    """Adds fields to the committed parts of a store.
+
+    Readers see the new fields only after :meth:`finish`.
 
     Args:
         writer: the store, opened for writing with its current manifest and plan.

@@ -263,7 +263,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._open_codec()
         if not manifest_commit.exists() or find_manifest_damage(self.path):
             # The commit is missing or damaged, so write it again. The files that it lists were
-            # compared with the current inputs above, so they are right.
+            # compared with the current inputs above, so these files are right.
             self._record_manifest()
 
     def _is_of_these_inputs(self, begins_anew: bool) -> bool:
