@@ -48,6 +48,19 @@ RENDER_ERRORS = (
 
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
+# A tool for test chats. Some templates for chats with tools refuse a chat without tools.
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "a",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "description": "a"}},
+            "required": ["key"],
+        },
+    },
+}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # moa-data puts this comment before a template that it renders with the fixed time. transformers
@@ -328,7 +341,9 @@ class ChatTemplate:
             TemplateError: the tokens cannot be found.
         """
         question = {"role": "user", "content": PLACEHOLDER}
-        text = self._try_render([question], add_generation_prompt=True)
+        text = ""
+        with suppress(*RENDER_ERRORS):
+            text = self.render([question], add_generation_prompt=True)
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
         # Cut off a space before the text, because a tokenizer includes the space in the token of
@@ -348,13 +363,14 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         is_shaped: bool = False,
     ) -> str:
-        """Render a test chat. The result is empty if the template refuses the chat."""
-        try:
-            return self.render(
-                messages, add_generation_prompt=add_generation_prompt, is_shaped=is_shaped
-            )
-        except RENDER_ERRORS:
-            return ""
+        """Render a test chat, with a tool if the template refuses it without tools.
+
+        The result is empty if the template refuses the chat in both cases.
+        """
+        for tools in (None, [_TOOL]):
+            with suppress(*RENDER_ERRORS):
+                return self.render(messages, tools, add_generation_prompt, is_shaped)
+        return ""
 
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or may not terminate."""

@@ -18,6 +18,7 @@ from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (
     CHATML_TEMPLATE,
     HARMONY_TEMPLATE,
+    HERMES_TEMPLATE,
     LLAMA3_TEMPLATE,
     MISTRAL_TEMPLATE,
     QWEN3_TEMPLATE,
@@ -39,6 +40,32 @@ CONTENTS = [
     "assistant",
     "user\n",
     "ends with a newline\n",
+]
+
+
+CALL = {"id": "abcdefghi", "type": "function",
+        "function": {"name": "now", "arguments": {"zone": "utc"}}}  # fmt: skip
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "The time?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "12:00", "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "It is noon."},
+    {"role": "user", "content": "Thanks."},
+    {"role": "assistant", "content": "You are welcome."},
+]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "description": "Tells the time.",
+            "parameters": {
+                "type": "object",
+                "properties": {"zone": {"type": "string", "description": "A time zone."}},
+                "required": ["zone"],
+            },
+        },
+    }
 ]
 
 
@@ -361,6 +388,24 @@ def test_a_template_for_tools_is_used_for_chats_with_tools_alone() -> None:
     # Both templates decide what a store's tokens are, so both are part of the source.
     other = build_tokenizer(CHATML_TEMPLATE, None, "<|im_end|>")
     assert template_source(tokenizer) != template_source(other)
+
+
+def test_ends_of_turns_are_trained_where_a_template_refuses_chats_without_tools() -> None:
+    """Hermes 2 Pro publishes such a template for chats with tools."""
+    tokenizer = build_tokenizer(None, None, "<|im_end|>")
+    tokenizer.chat_template = {
+        "default": CHATML_TEMPLATE,
+        "tool_use": "{% for tool in tools %}{% endfor %}" + HERMES_TEMPLATE,
+    }
+    template = ChatTemplate(tokenizer)
+    chat = tokenize_chat(template, CALLING, 4096, TOOLS)
+    called = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
+    assert marked_texts(tokenizer, chat) == [
+        f"{called}<|im_end|>", "It is noon.<|im_end|>", "You are welcome.<|im_end|>",
+    ]  # fmt: skip
+    # The tool of the test chats never reaches a prompt.
+    with raises_naming(TemplateError, "--self-prompted"):
+        template.for_tools(TOOLS).open_user_turn()
 
 
 def test_threads_that_share_a_template_render_what_one_thread_does() -> None:
