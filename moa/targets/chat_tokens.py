@@ -524,8 +524,8 @@ def _prefix_span(
     if not before:
         return None
     prompt = template.render(before, tools, add_generation_prompt=is_open)
-    if not template.has_generation_prompt and prompt == template.render(before, tools):
-        # Without a generation prompt, the header of the response would be counted as part of the
+    if not template.header and prompt == template.render(before, tools):
+        # Without a generation prompt, a header that is not known would be counted as part of the
         # response.
         return None
     up_to_response = messages[: index + 1]
@@ -547,7 +547,7 @@ def _prefix_span(
     start = len(prompt)
     # Some templates write no generation prompt after a response, but write its header in a chat.
     if not prompt.rstrip().endswith(template.header):
-        start = _skip_header(text, start, template.header)
+        start = _skip_header(template, text, start)
     if not is_open and start == len(prompt):
         return None
     if not (text.startswith(prompt) and text.startswith(turn) and end > start):
@@ -555,12 +555,16 @@ def _prefix_span(
     return start, end
 
 
-def _skip_header(text: str, start: int, header: str) -> int:
-    """Return the index after the header at ``start``, or ``start`` if the header is missing."""
-    rest = text[start:].lstrip()
-    if not rest.startswith(header):
+def _skip_header(template: ChatTemplate, text: str, start: int) -> int:
+    """Return the index after the header at ``start``, or ``start`` if the header is missing.
+
+    The end of the previous turn may stand before the header, because some templates close a turn
+    only if another turn follows.
+    """
+    rest = text[start:].lstrip().removeprefix(template.end_of_turn.lstrip()).lstrip()
+    if not rest.startswith(template.header):
         return start
-    after_header = rest.removeprefix(header).lstrip()
+    after_header = rest.removeprefix(template.header).lstrip()
     return len(text) - len(after_header)
 
 

@@ -341,18 +341,29 @@ def test_tokens_that_only_start_turns_are_not_trained_as_their_end(start: str, a
     assert marked_texts(tokenizer, chat) == ["one", "two"]
 
 
-def test_a_header_without_a_generation_prompt_is_not_trained() -> None:
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("'<|im_end|>\n'", "<|im_end|>"),
+        # Apriel closes a turn only if another turn follows.
+        ("('' if loop.last else '\n<|im_end|>\n\n')", ""),
+    ],
+)
+def test_a_header_without_a_generation_prompt_is_not_trained(end: str, last: str) -> None:
     """Some templates write no generation prompt after a response, but the header of the next one."""
-    conditional = CHATML_TEMPLATE.replace(
+    text = CHATML_TEMPLATE.replace("'<|im_end|>\n'", end).replace(
         "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'assistant'"
     )
-    assert conditional != CHATML_TEMPLATE
-    template = ChatTemplate(build_tokenizer(conditional, None, "<|im_end|>"))
+    template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
     messages = turns("q", "one", "q", "two")
     messages.insert(2, {"role": "assistant", "content": "more"})
     chat = tokenize_chat(template, messages, 100)
-    expected = ["one<|im_end|>", "more<|im_end|>", "two<|im_end|>"]
+    between = template.end_of_turn
+    expected = ["one" + between, "more" + between, "two" + last]
+    assert between.strip() == "<|im_end|>"
     assert marked_texts(template.tokenizer, chat) == expected
+    chat = tokenize_chat(template, messages[:3], 100)
+    assert marked_texts(template.tokenizer, chat) == ["one" + between, "more" + last]
 
 
 def test_a_first_response_whose_end_of_turn_is_unlike_the_last_one_is_rejected() -> None:
