@@ -7,8 +7,8 @@ tokenizer's offsets map these spans to tokens. There are two ways to locate a re
 1. By prefixes. The rendering of the chat before the response, with the generation prompt, must be a
    prefix of the rendering of the whole chat.
 2. By a placeholder, if the first way fails. The chat is rendered with the response replaced by a
-   placeholder. This rendering shows the text before and after the response. If this fails for a
-   response with tool calls, this response is located by prefixes without the generation prompt.
+   placeholder. This rendering shows the text before and after the response. A response with tool
+   calls is first located by prefixes without the generation prompt.
 
 A template's ``{% generation %}`` tags are not used, because in some templates they also enclose
 headers or questions. The end-of-turn token belongs to the response. The white space after this
@@ -23,6 +23,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ from .chat import (
     with_functions,
     without_keys,
 )
-from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
+from .template import ANSWER, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
@@ -460,12 +461,22 @@ def _response_spans(
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            span = _prefix_span(template, messages, tools, index, text)
-            if span is None and "tool_calls" in message:
-                span = _prefix_span(template, messages, tools, index, text, is_open=False)
+            span = None
+            ways = [(tools, True)]
+            if "tool_calls" in message:
+                # Mistral's templates write the tools before the last question, so an earlier part
+                # of the chat is rendered like a chat without tools.
+                ways += [(tools, False), (None, False)]
+            # A template may accept a whole chat, but refuse a part of it.
+            for shown_tools, is_open in ways:
+                with suppress(*RENDER_ERRORS):
+                    span = span or _prefix_span(
+                        template, messages, shown_tools, index, text, is_open
+                    )
             # A text that occurs twice in the chat may be located at the wrong place, so this way
             # is the last one.
-            span = span or _located_span(template, messages, tools, index, text, marked)
+            with suppress(*RENDER_ERRORS):
+                span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
             response = text[slice(*span)] if span else ""
@@ -518,7 +529,8 @@ def _prefix_span(
         text: the rendering of the chat.
         is_open: whether the first rendering has a generation prompt. If not, the header of the
             response must follow it in the text. This is for templates such as Gemma 4's, which
-            writes an empty thought into a generation prompt but not into a chat.
+            writes an empty thought into a generation prompt but not into a chat, and for templates
+            without a generation prompt.
     """
     before = messages[:index]
     if not before:
@@ -527,7 +539,12 @@ def _prefix_span(
     if not template.header and prompt == template.render(before, tools):
         # Without a generation prompt, a header that is not known would be counted as part of the
         # response.
-        return None
+        if is_open or template.has_generation_prompt:
+            return None
+        # A response without tool calls has the same header.
+        prompt = template.render([*before, ANSWER], tools).partition(PLACEHOLDER)[0]
+        if not text.startswith(prompt):
+            prompt = prompt.rstrip()
     up_to_response = messages[: index + 1]
     turn = text if up_to_response == messages else template.render(up_to_response, tools)
     # A response may end in white space itself, which belongs to the response.
@@ -538,6 +555,8 @@ def _prefix_span(
     end = len(turn)
     if template.text_after_last and turn.endswith(template.text_after_last):
         end += len(template.end_of_turn) - len(template.text_after_last)
+    elif template.text_after_last and not (is_open or template.header):
+        return None
     # In the Harmony format, the last response ends with <|return|>, but earlier responses end with
     # <|end|>. So compare again without the end-of-turn token.
     if not text.startswith(turn):
@@ -548,7 +567,7 @@ def _prefix_span(
     # Some templates write no generation prompt after a response, but write its header in a chat.
     if not prompt.rstrip().endswith(template.header):
         start = _skip_header(template, text, start)
-    if not is_open and start == len(prompt):
+    if not is_open and template.header and start == len(prompt):
         return None
     if not (text.startswith(prompt) and text.startswith(turn) and end > start):
         return None
@@ -584,11 +603,7 @@ def _located_span(
     piece of the messages that follow.
     """
     message = messages[index]
-    other = [
-        *messages[:index],
-        {"role": "assistant", "content": PLACEHOLDER},
-        *messages[index + 1 :],
-    ]
+    other = [*messages[:index], ANSWER, *messages[index + 1 :]]
     before, placeholder, after = template.render(other, tools).partition(PLACEHOLDER)
     end = len(text) - len(after)
     if (

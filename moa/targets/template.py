@@ -47,18 +47,14 @@ RENDER_ERRORS = (
 )  # fmt: skip
 
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
-_ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
+ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
 # A tool for test chats. Some templates for chats with tools refuse a chat without tools.
 _TOOL = {
     "type": "function",
     "function": {
         "name": "f",
         "description": "a",
-        "parameters": {
-            "type": "object",
-            "properties": {"key": {"type": "string", "description": "a"}},
-            "required": ["key"],
-        },
+        "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
@@ -162,7 +158,7 @@ class ChatTemplate:
         self.has_generation_prompt = bool(prompt) and plain != prompt
         # The text after the last response: an end-of-turn token, and in some templates a further
         # token that ends the whole text, such as Phi-3's <|endoftext|>.
-        after_last = self._text_after([user, _ANSWER])
+        after_last = self._text_after([user, ANSWER])
         self.text_after_last = after_last.rstrip()
         # The white space after the last response, if the template writes nothing else there.
         self.space_after_last = "" if self.text_after_last else after_last
@@ -213,7 +209,7 @@ class ChatTemplate:
         """
         user = _message("user")
         last = self.text_after_last
-        between = self._text_after([user, _ANSWER, user])
+        between = self._text_after([user, ANSWER, user])
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
@@ -253,7 +249,7 @@ class ChatTemplate:
             plain: rendering of a chat with one user message.
             prompt: the same with a generation prompt.
         """
-        chat = self._try_render([_message("user"), _ANSWER])
+        chat = self._try_render([_message("user"), ANSWER])
         if not (prompt.startswith(plain) and chat.startswith(plain)):
             return ""
         before_response = chat.removeprefix(plain).partition(PLACEHOLDER)[0]

@@ -16,6 +16,7 @@ from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (
+    ALTERNATING_TEMPLATE,
     CHATML_TEMPLATE,
     HARMONY_TEMPLATE,
     HERMES_TEMPLATE,
@@ -417,6 +418,35 @@ def test_ends_of_turns_are_trained_where_a_template_refuses_chats_without_tools(
     # The tool of the test chats never reaches a prompt.
     with raises_naming(TemplateError, "--self-prompted"):
         template.for_tools(TOOLS).open_user_turn()
+
+
+def test_calls_are_trained_without_a_generation_prompt() -> None:
+    """Mistral's templates refuse a chat in which an answer without calls replaces a call."""
+    tokenizer = build_tokenizer(ALTERNATING_TEMPLATE, eos="</s>")
+    template = ChatTemplate(tokenizer)
+    assert not template.has_generation_prompt
+    called = '[CALL]now[ARGS]{"zone": "utc"}</s>'
+    answered = [called, "It is noon.</s>"]
+    # The template writes the tools before the last question.
+    chat = tokenize_chat(template, CALLING, 4096, TOOLS)
+    assert marked_texts(tokenizer, chat) == [*answered, "You are welcome.</s>"]
+    chat = tokenize_chat(template, [*CALLING, *CALLING[:2]], 4096, TOOLS)
+    assert marked_texts(tokenizer, chat) == [*answered, "You are welcome.</s>", called]
+    again = [*CALLING[:3], *CALLING[1:4]]
+    assert marked_texts(tokenizer, tokenize_chat(template, again, 4096)) == [called, *answered]
+
+
+def test_a_template_may_refuse_the_beginning_of_a_chat() -> None:
+    """Qwen3.5's template refuses a chat without a question."""
+    refusing = (
+        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+        "{{ raise_exception('No question.') }}{% endif %}" + CHATML_TEMPLATE
+    )
+    template = ChatTemplate(build_tokenizer(refusing, None, "<|im_end|>"))
+    messages = [{"role": "system", "content": "Help."}, *turns("q", "one")]
+    messages.insert(1, {"role": "assistant", "content": "Hello."})
+    chat = tokenize_chat(template, messages, 100)
+    assert marked_texts(template.tokenizer, chat) == ["Hello.<|im_end|>", "one<|im_end|>"]
 
 
 def test_threads_that_share_a_template_render_what_one_thread_does() -> None:
