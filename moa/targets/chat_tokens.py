@@ -217,14 +217,8 @@ def tokenize_chat(
             detail = f"the chat template writes the {foreign} into a response, or fails without it"
             raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-        if is_cut and template.has_generation_prompt:
+        if is_cut:
             text, spans[-1] = _cut_response(template, messages, tools, text, spans, is_generated)
-        elif is_cut:
-            spans[-1] = (
-                _located_span(template, messages, tools, len(messages) - 1, text, marked)
-                or spans[-1]
-            )
-            text = text[: spans[-1][1]]
     except Rejection as rejection:
         return Rejection(rejection.reason, rejection.detail)
     except RENDER_ERRORS as error:
@@ -267,12 +261,16 @@ def _cut_response(
         )
     # The prompt may already contain the beginning of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
+    # Templates without a generation prompt may write white space before a response.
+    before = text[: spans[-1][0]]
+    if template.has_generation_prompt or before.rstrip() != prompt.rstrip():
+        before = prompt[:start]
     content = "".join(content_texts(messages[-1]))
     # Many templates strip white space around a content.
     for form in (content, content.lstrip(), content.rstrip(), content.strip()):
-        cut_text = prompt[:start] + form
+        cut_text = before + form
         if is_generated or text.startswith(cut_text):
-            return cut_text, (start, len(cut_text))
+            return cut_text, (len(before), len(cut_text))
     detail = (
         "the last response was cut off, and the template writes other text before it than in a "
         "prompt"

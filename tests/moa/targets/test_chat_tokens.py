@@ -508,6 +508,27 @@ def test_a_chat_that_ends_with_a_question_or_a_call_has_no_cut_answer() -> None:
     assert cut.tokens.tolist() == whole.tokens.tolist()
 
 
+@pytest.mark.parametrize("thought", ["", "<think></think>"])
+def test_a_cut_answer_does_not_follow_text_that_no_prompt_contains(thought: str) -> None:
+    """Command R7B writes a prompt after every chat, and a tag before each complete answer."""
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ ('<answer>' if m.role == 'assistant' else '') + m.content + '<|im_end|>' }}"
+        "{% endfor %}{{ '<|im_start|>assistant\n" + thought + "' }}"
+    )
+    template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
+    assert not template.has_generation_prompt
+    messages = turns("q", "one", "q", "two")
+    assert isinstance(tokenize_chat(template, messages, 200), TokenizedChat)
+    found = tokenize_chat(template, messages, 200, is_cut=True, is_generated=False)
+    rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "cut off")
+    # The target itself writes an answer directly after the prompt.
+    generated = tokenize_chat(template, messages[:2], 200, is_cut=True, is_generated=True)
+    assert isinstance(generated, TokenizedChat)
+    assert marked_texts(template.tokenizer, generated) == ["one"]
+    assert template.tokenizer.decode(generated.tokens).endswith(f"assistant\n{thought}one")
+
+
 @pytest.mark.parametrize("end", ["\n\n", " END\n"])
 def test_the_next_turn_is_not_part_of_an_end_without_control_tokens(end: str) -> None:
     template = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '" + end + "' }}"
