@@ -117,16 +117,22 @@ class ExtractPlan(WritePlan):
             *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
-        if not self.template.end_of_turn:
-            lines.append(
-                "end of turn  The chat template does not mark the end of an answer, so drafters do "
-                "not learn where an answer ends."
-            )
-        elif not self.template.text_after_last:
-            lines.append(
-                "end of turn  The chat template writes no end-of-turn token after the last answer "
-                "of a chat, so drafters learn the end of an answer only from earlier turns."
-            )
+        # Most tokenizers have one template for all chats. Its second name then replaces the first.
+        names = {
+            self.template.for_tools([]): "chat template for chats with tools",
+            self.template: "chat template",
+        }
+        for template, name in names.items():
+            if not template.end_of_turn:
+                lines.append(
+                    f"end of turn  The {name} does not mark the end of an answer, so drafters do "
+                    "not learn where an answer ends."
+                )
+            elif not template.text_after_last:
+                lines.append(
+                    f"end of turn  The {name} writes no end-of-turn token after the last answer "
+                    "of a chat, so drafters learn the end of an answer only from earlier turns."
+                )
         return lines
 
     def describe(self) -> str:

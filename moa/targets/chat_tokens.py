@@ -8,7 +8,8 @@ tokenizer's offsets map these spans to tokens. There are two ways to locate a re
    prefix of the rendering of the whole chat. If this fails for a response with tool calls, it is
    tried again without the generation prompt.
 2. By a placeholder, if the first way fails. The chat is rendered with the response replaced by a
-   placeholder. This rendering shows the text before and after the response.
+   placeholder. This rendering shows the text before and after the response. A response with tool
+   calls is first located by prefixes without the generation prompt.
 
 The end-of-turn token belongs to the response. The white space after this token does not. Some
 templates mark responses by ``{% generation %}`` tags. These tags are not used, because in some
@@ -23,6 +24,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
@@ -42,7 +44,7 @@ from .chat import (
     with_functions,
     without_keys,
 )
-from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
+from .template import ANSWER, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
@@ -222,14 +224,8 @@ def tokenize_chat(
             detail = f"the chat template writes the {foreign} into a response, or fails without it"
             raise Rejection(RejectReason.CONTENT_NOT_READ, detail)
         is_cut = is_cut and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-        if is_cut and template.has_generation_prompt:
+        if is_cut:
             text, spans[-1] = _cut_response(template, messages, tools, text, spans, is_generated)
-        elif is_cut:
-            spans[-1] = (
-                _located_span(template, messages, tools, len(messages) - 1, text, marked)
-                or spans[-1]
-            )
-            text = text[: spans[-1][1]]
     except Rejection as rejection:
         return Rejection(rejection.reason, rejection.detail)
     except RENDER_ERRORS as error:
@@ -272,12 +268,16 @@ def _cut_response(
         )
     # The prompt may already contain the first words of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
+    # Templates without a generation prompt may write white space before a response.
+    before = text[: spans[-1][0]]
+    if template.has_generation_prompt or before.rstrip() != prompt.rstrip():
+        before = prompt[:start]
     content = "".join(content_texts(messages[-1]))
     # Many templates strip white space around a content, so also try the stripped content.
     for form in (content, content.lstrip(), content.rstrip(), content.strip()):
-        cut_text = prompt[:start] + form
+        cut_text = before + form
         if is_generated or text.startswith(cut_text):
-            return cut_text, (start, len(cut_text))
+            return cut_text, (len(before), len(cut_text))
     detail = (
         "the last response was cut off, and the template writes other text before it than in a "
         "prompt"
@@ -470,12 +470,22 @@ def _response_spans(
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            span = _prefix_span(template, messages, tools, index, text)
-            if span is None and "tool_calls" in message:
-                span = _prefix_span(template, messages, tools, index, text, is_open=False)
-            # Try the placeholder last. If a text occurs twice in the chat, this way may choose the
-            # wrong occurrence.
-            span = span or _located_span(template, messages, tools, index, text, marked)
+            span = None
+            ways = [(tools, True)]
+            if "tool_calls" in message:
+                # Mistral's templates write the tools before the last question, so an earlier part
+                # of the chat is rendered like a chat without tools.
+                ways += [(tools, False), (None, False)]
+            # A template may accept a whole chat, but refuse a part of it.
+            for shown_tools, is_open in ways:
+                with suppress(*RENDER_ERRORS):
+                    span = span or _prefix_span(
+                        template, messages, shown_tools, index, text, is_open
+                    )
+            # A text that occurs twice in the chat may be located at the wrong place, so this way
+            # is the last one.
+            with suppress(*RENDER_ERRORS):
+                span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
             response = text[slice(*span)] if span else ""
@@ -528,18 +538,24 @@ def _prefix_span(
         tools: JSON schemas of the tools.
         index: index of the response.
         text: the rendering of the chat.
-        is_open: whether the first rendering ends with a generation prompt. If false, the header of
-            the response must follow this rendering in the text. This is for templates such as Gemma
-            4's, which writes an empty thought into a generation prompt, but not into a chat.
+        is_open: whether the first rendering has a generation prompt. If not, the header of the
+            response must follow it in the text. This is for templates such as Gemma 4's, which
+            writes an empty thought into a generation prompt but not into a chat, and for templates
+            without a generation prompt.
     """
     before = messages[:index]
     if not before:
         return None
     prompt = template.render(before, tools, add_generation_prompt=is_open)
-    if not template.has_generation_prompt and prompt == template.render(before, tools):
-        # If the template writes no generation prompt, the first rendering ends before the header of
-        # the response. The header would then be counted as part of the response.
-        return None
+    if not template.header and prompt == template.render(before, tools):
+        # Without a generation prompt, a header that is not known would be counted as part of the
+        # response.
+        if is_open or template.has_generation_prompt:
+            return None
+        # A response without tool calls has the same header.
+        prompt = template.render([*before, ANSWER], tools).partition(PLACEHOLDER)[0]
+        if not text.startswith(prompt):
+            prompt = prompt.rstrip()
     up_to_response = messages[: index + 1]
     turn = text if up_to_response == messages else template.render(up_to_response, tools)
     # If the template writes no text after the response, remove only the template's own white space.
@@ -551,6 +567,8 @@ def _prefix_span(
     end = len(turn)
     if template.text_after_last and turn.endswith(template.text_after_last):
         end += len(template.end_of_turn) - len(template.text_after_last)
+    elif template.text_after_last and not (is_open or template.header):
+        return None
     # In the Harmony format, the last response ends with <|return|>, but earlier responses end with
     # <|end|>. So compare again without the end-of-turn token.
     if not text.startswith(turn):
@@ -561,20 +579,24 @@ def _prefix_span(
     # After a response, some templates write no generation prompt. They still write the header of
     # the next response in a chat, so skip it.
     if not prompt.rstrip().endswith(template.header):
-        start = _skip_header(text, start, template.header)
-    if not is_open and start == len(prompt):
+        start = _skip_header(template, text, start)
+    if not is_open and template.header and start == len(prompt):
         return None
     if not (text.startswith(prompt) and text.startswith(turn) and end > start):
         return None
     return start, end
 
 
-def _skip_header(text: str, start: int, header: str) -> int:
-    """Return the index after the header at ``start``, or ``start`` if the header is missing."""
-    rest = text[start:].lstrip()
-    if not rest.startswith(header):
+def _skip_header(template: ChatTemplate, text: str, start: int) -> int:
+    """Return the index after the header at ``start``, or ``start`` if the header is missing.
+
+    The end of the previous turn may stand before the header, because some templates close a turn
+    only if another turn follows.
+    """
+    rest = text[start:].lstrip().removeprefix(template.end_of_turn.lstrip()).lstrip()
+    if not rest.startswith(template.header):
         return start
-    after_header = rest.removeprefix(header).lstrip()
+    after_header = rest.removeprefix(template.header).lstrip()
     return len(text) - len(after_header)
 
 
@@ -596,11 +618,7 @@ def _located_span(
     messages that follow.
     """
     message = messages[index]
-    other = [
-        *messages[:index],
-        {"role": "assistant", "content": PLACEHOLDER},
-        *messages[index + 1 :],
-    ]
+    other = [*messages[:index], ANSWER, *messages[index + 1 :]]
     before, placeholder, after = template.render(other, tools).partition(PLACEHOLDER)
     end = len(text) - len(after)
     if (

@@ -47,7 +47,16 @@ RENDER_ERRORS = (
 )  # fmt: skip
 
 PLACEHOLDER = "\ue0f0moa-response\ue0f1"
-_ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
+ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
+# A tool for test chats. Some templates for chats with tools refuse a chat without tools.
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "a",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # moa-data replaces the function that gives the time in a compiled template. transformers caches
@@ -148,10 +157,9 @@ class ChatTemplate:
         prompt = self._try_render([user], add_generation_prompt=True)
         # Whether the template writes a generation prompt after a user message.
         self.has_generation_prompt = bool(prompt) and plain != prompt
-        # The text that the template writes after the last response. Usually it is an end-of-turn
-        # token. Some templates also write a token that ends the whole chat, such as Phi-3's
-        # <|endoftext|>.
-        after_last = self._text_after([user, _ANSWER])
+        # The text after the last response: an end-of-turn token, and in some templates a further
+        # token that ends the whole text, such as Phi-3's <|endoftext|>.
+        after_last = self._text_after([user, ANSWER])
         self.text_after_last = after_last.rstrip()
         # The white space that the template writes after the last response. Empty if the template
         # also writes other text there.
@@ -202,7 +210,7 @@ class ChatTemplate:
         """
         user = _message("user")
         last = self.text_after_last
-        between = self._text_after([user, _ANSWER, user])
+        between = self._text_after([user, ANSWER, user])
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
@@ -244,7 +252,7 @@ class ChatTemplate:
             plain: rendering of a chat with one user message.
             prompt: rendering of the same chat with a generation prompt.
         """
-        chat = self._try_render([_message("user"), _ANSWER])
+        chat = self._try_render([_message("user"), ANSWER])
         if not (prompt.startswith(plain) and chat.startswith(plain)):
             return ""
         before_response = chat.removeprefix(plain).partition(PLACEHOLDER)[0]
@@ -332,7 +340,9 @@ class ChatTemplate:
             TemplateError: the tokens cannot be found.
         """
         question = {"role": "user", "content": PLACEHOLDER}
-        text = self._try_render([question], add_generation_prompt=True)
+        text = ""
+        with suppress(*RENDER_ERRORS):
+            text = self.render([question], add_generation_prompt=True)
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
         # Cut off a space before the user's text. If the text follows directly, a tokenizer puts the
@@ -352,13 +362,14 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         is_shaped: bool = False,
     ) -> str:
-        """Render a test chat. The result is empty if the template refuses the chat."""
-        try:
-            return self.render(
-                messages, add_generation_prompt=add_generation_prompt, is_shaped=is_shaped
-            )
-        except RENDER_ERRORS:
-            return ""
+        """Render a test chat, with a tool if the template refuses it without tools.
+
+        The result is empty if the template refuses the chat in both cases.
+        """
+        for tools in (None, [_TOOL]):
+            with suppress(*RENDER_ERRORS):
+                return self.render(messages, tools, add_generation_prompt, is_shaped)
+        return ""
 
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or may not terminate."""

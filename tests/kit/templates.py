@@ -316,6 +316,37 @@ MISTRAL3_TEMPLATE = r"""{{- bos_token }}
 """
 """The system message goes into the user's last turn, if the chat ends with a user's turn."""
 
+ALTERNATING_TEMPLATE = r"""{{- bos_token }}
+{%- set turns = namespace(n=0) %}
+{%- for m in messages if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+    {%- if (m.role == 'user') != (turns.n % 2 == 0) %}
+        {{- raise_exception('Questions and answers must alternate') }}
+    {%- endif %}
+    {%- set turns.n = turns.n + 1 %}
+{%- endfor %}
+{%- set questions = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if tools and m == questions[-1] %}{{- '[TOOLS]' + tools | tojson + '[/TOOLS]' }}{%- endif %}
+        {{- '[INST]' + m.content + '[/INST]' }}
+    {%- elif m.tool_calls %}
+        {%- for call in m.tool_calls %}
+            {{- '[CALL]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' + m.content + eos_token }}
+    {%- else %}
+        {{- '[RESULT]' + m.content + '[/RESULT]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+"""Like Mistral's newer templates: an answer has no header, and there is no generation prompt.
+
+Tools stand before the last question, and only messages that call tools may stand between a question
+and its answer.
+"""
+
 DEEPSEEK_TEMPLATE = r"""{{- bos_token }}
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}{%- endif %}

@@ -53,6 +53,7 @@ FORMS = {
     "tags": Form(CHAT_TEMPLATE, "<|eot_id|>"),
     "mistral": Form(templates.MISTRAL_TEMPLATE, "</s>", frozenset()),
     "mistral3": Form(templates.MISTRAL3_TEMPLATE, "</s>", frozenset({"tools"})),
+    "alternating": Form(templates.ALTERNATING_TEMPLATE, "</s>", ALL - {"system"}),
     "gemma": Form(templates.GEMMA_TEMPLATE, "<end_of_turn>", frozenset()),
     "gemma4": Form(templates.GEMMA4_TEMPLATE, "<turn|>", ALL - {"tools"}),
     "zephyr": Form(templates.ZEPHYR_TEMPLATE, "</s>"),
@@ -76,7 +77,7 @@ FORMS = {
 }
 # The forms that are left out here write turns, calls and tools like one of these.
 QUICK_FORMS = (
-    "llama3.1", "llama2", "mistral3", "gemma4", "zephyr", "qwen3", "harmony", "deepseek", "either",
+    "llama3.1", "llama2", "mistral3", "alternating", "gemma4", "zephyr", "qwen3", "harmony", "deepseek", "either",
     "parts", "phi4", "coder", "hermes", "command", "sorted",
 )  # fmt: skip
 

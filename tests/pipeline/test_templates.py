@@ -300,6 +300,20 @@ def test_a_plan_tells_which_ends_of_answers_are_learned(
         assert sentence in text
 
 
+def test_a_plan_names_the_template_that_does_not_mark_the_ends_of_answers(
+    config: ExtractConfig, model: Path
+) -> None:
+    """A tokenizer may have a second template, which is for chats with tools."""
+    text = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + end }}{% endfor %}"
+    (model / "chat_template.jinja").write_text("{% set end = eos_token %}" + text)
+    folder = model / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("{% set end = '' %}" + text)
+    lines = build_plan(config.replaced(model=str(model))).rows_read()
+    (line,) = [line for line in lines if line.startswith("end of turn")]
+    assert "for chats with tools does not mark the end" in line
+
+
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -16,8 +16,10 @@ from moa_data.tests.kit.chats import marked_texts, rejected
 from moa_data.tests.kit.errors import raises_naming
 from moa_data.tests.kit.models import build_tokenizer
 from moa_data.tests.kit.templates import (
+    ALTERNATING_TEMPLATE,
     CHATML_TEMPLATE,
     HARMONY_TEMPLATE,
+    HERMES_TEMPLATE,
     LLAMA3_TEMPLATE,
     MISTRAL_TEMPLATE,
     QWEN3_TEMPLATE,
@@ -39,6 +41,32 @@ CONTENTS = [
     "assistant",
     "user\n",
     "ends with a newline\n",
+]
+
+
+CALL = {"id": "abcdefghi", "type": "function",
+        "function": {"name": "now", "arguments": {"zone": "utc"}}}  # fmt: skip
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "The time?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "12:00", "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "It is noon."},
+    {"role": "user", "content": "Thanks."},
+    {"role": "assistant", "content": "You are welcome."},
+]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "description": "Tells the time.",
+            "parameters": {
+                "type": "object",
+                "properties": {"zone": {"type": "string", "description": "A time zone."}},
+                "required": ["zone"],
+            },
+        },
+    }
 ]
 
 
@@ -314,18 +342,29 @@ def test_tokens_that_only_start_turns_are_not_trained_as_their_end(start: str, a
     assert marked_texts(tokenizer, chat) == ["one", "two"]
 
 
-def test_a_header_without_a_generation_prompt_is_not_trained() -> None:
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("'<|im_end|>\n'", "<|im_end|>"),
+        # Apriel closes a turn only if another turn follows.
+        ("('' if loop.last else '\n<|im_end|>\n\n')", ""),
+    ],
+)
+def test_a_header_without_a_generation_prompt_is_not_trained(end: str, last: str) -> None:
     """Some templates write no generation prompt after a response, but the header of the next one."""
-    conditional = CHATML_TEMPLATE.replace(
+    text = CHATML_TEMPLATE.replace("'<|im_end|>\n'", end).replace(
         "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'assistant'"
     )
-    assert conditional != CHATML_TEMPLATE
-    template = ChatTemplate(build_tokenizer(conditional, None, "<|im_end|>"))
+    template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
     messages = turns("q", "one", "q", "two")
     messages.insert(2, {"role": "assistant", "content": "more"})
     chat = tokenize_chat(template, messages, 100)
-    expected = ["one<|im_end|>", "more<|im_end|>", "two<|im_end|>"]
+    between = template.end_of_turn
+    expected = ["one" + between, "more" + between, "two" + last]
+    assert between.strip() == "<|im_end|>"
     assert marked_texts(template.tokenizer, chat) == expected
+    chat = tokenize_chat(template, messages[:3], 100)
+    assert marked_texts(template.tokenizer, chat) == ["one" + between, "more" + last]
 
 
 def test_a_first_response_whose_end_of_turn_is_unlike_the_last_one_is_rejected() -> None:
@@ -361,6 +400,53 @@ def test_a_template_for_tools_is_used_for_chats_with_tools_alone() -> None:
     # Both templates decide what a store's tokens are, so both are part of the source.
     other = build_tokenizer(CHATML_TEMPLATE, None, "<|im_end|>")
     assert template_source(tokenizer) != template_source(other)
+
+
+def test_ends_of_turns_are_trained_where_a_template_refuses_chats_without_tools() -> None:
+    """Hermes 2 Pro publishes such a template for chats with tools."""
+    tokenizer = build_tokenizer(None, None, "<|im_end|>")
+    tokenizer.chat_template = {
+        "default": CHATML_TEMPLATE,
+        "tool_use": "{% for tool in tools %}{% endfor %}" + HERMES_TEMPLATE,
+    }
+    template = ChatTemplate(tokenizer)
+    chat = tokenize_chat(template, CALLING, 4096, TOOLS)
+    called = '<tool_call>\n{"name": "now", "arguments": {"zone": "utc"}}\n</tool_call>'
+    assert marked_texts(tokenizer, chat) == [
+        f"{called}<|im_end|>", "It is noon.<|im_end|>", "You are welcome.<|im_end|>",
+    ]  # fmt: skip
+    # The tool of the test chats never reaches a prompt.
+    with raises_naming(TemplateError, "--self-prompted"):
+        template.for_tools(TOOLS).open_user_turn()
+
+
+def test_calls_are_trained_without_a_generation_prompt() -> None:
+    """Mistral's templates refuse a chat in which an answer without calls replaces a call."""
+    tokenizer = build_tokenizer(ALTERNATING_TEMPLATE, eos="</s>")
+    template = ChatTemplate(tokenizer)
+    assert not template.has_generation_prompt
+    called = '[CALL]now[ARGS]{"zone": "utc"}</s>'
+    answered = [called, "It is noon.</s>"]
+    # The template writes the tools before the last question.
+    chat = tokenize_chat(template, CALLING, 4096, TOOLS)
+    assert marked_texts(tokenizer, chat) == [*answered, "You are welcome.</s>"]
+    chat = tokenize_chat(template, [*CALLING, *CALLING[:2]], 4096, TOOLS)
+    assert marked_texts(tokenizer, chat) == [*answered, "You are welcome.</s>", called]
+    again = [*CALLING[:3], *CALLING[1:4]]
+    assert marked_texts(tokenizer, tokenize_chat(template, again, 4096)) == [called, *answered]
+
+
+def test_a_template_may_refuse_the_beginning_of_a_chat() -> None:
+    """Qwen3.5's template refuses a chat without a question."""
+    refusing = (
+        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+        "{{ raise_exception('No question.') }}{% endif %}" + CHATML_TEMPLATE
+    )
+    template = ChatTemplate(build_tokenizer(refusing, None, "<|im_end|>"))
+    messages = [{"role": "system", "content": "Help."}, *turns("q", "one")]
+    messages.insert(1, {"role": "assistant", "content": "Hello."})
+    chat = tokenize_chat(template, messages, 100)
+    assert marked_texts(template.tokenizer, chat) == ["Hello.<|im_end|>", "one<|im_end|>"]
 
 
 def test_threads_that_share_a_template_render_what_one_thread_does() -> None:
@@ -420,6 +506,27 @@ def test_a_chat_that_ends_with_a_question_or_a_call_has_no_cut_answer() -> None:
     assert isinstance(whole, TokenizedChat)
     assert isinstance(cut, TokenizedChat)
     assert cut.tokens.tolist() == whole.tokens.tolist()
+
+
+@pytest.mark.parametrize("thought", ["", "<think></think>"])
+def test_a_cut_answer_does_not_follow_text_that_no_prompt_contains(thought: str) -> None:
+    """Command R7B writes a prompt after every chat, and a tag before each complete answer."""
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ ('<answer>' if m.role == 'assistant' else '') + m.content + '<|im_end|>' }}"
+        "{% endfor %}{{ '<|im_start|>assistant\n" + thought + "' }}"
+    )
+    template = ChatTemplate(build_tokenizer(text, None, "<|im_end|>"))
+    assert not template.has_generation_prompt
+    messages = turns("q", "one", "q", "two")
+    assert isinstance(tokenize_chat(template, messages, 200), TokenizedChat)
+    found = tokenize_chat(template, messages, 200, is_cut=True, is_generated=False)
+    rejected(found, RejectReason.TEMPLATE_REWRITES_RESPONSE, "cut off")
+    # The target itself writes an answer directly after the prompt.
+    generated = tokenize_chat(template, messages[:2], 200, is_cut=True, is_generated=True)
+    assert isinstance(generated, TokenizedChat)
+    assert marked_texts(template.tokenizer, generated) == ["one"]
+    assert template.tokenizer.decode(generated.tokens).endswith(f"assistant\n{thought}one")
 
 
 @pytest.mark.parametrize("end", ["\n\n", " END\n"])
