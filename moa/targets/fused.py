@@ -62,7 +62,10 @@ class _FusedLayer(nn.Module):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle a layer of the base class, because fused weights cannot be pickled."""
+        """Make copies and pickles of this layer as layers of the base class.
+
+        Fused weights cannot be pickled.
+        """
         state = vars(self).copy()
         state.pop("fused", None)
         return object.__new__, (type(self).__bases__[1],), state

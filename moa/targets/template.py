@@ -1,9 +1,9 @@
 """The chat template of a target: renders chats reproducibly and protects against forged turns.
 
 A chat template is a program that comes with the model. transformers runs the template in a sandbox.
-To make the rendering deterministic, the time that a template can read is fixed, and templates with
-random functions are refused. The running time of a template is not limited, because the user has
-chosen the model folder.
+The same chat must always give the same text. So the time that a template can read is fixed, and
+templates with random functions are refused. The running time of a template is not limited, because
+the user has chosen the model folder.
 
 Several threads may use the same ChatTemplate.
 """
@@ -33,8 +33,8 @@ from .chat import (
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-# The time that `strftime_now` returns. Some templates write today's date into the prompt, but the
-# same chat must always give the same tokens.
+# The time that `strftime_now` returns to templates. Some templates write today's date into the
+# prompt. With a fixed date, the same chat always gives the same tokens.
 TEMPLATE_TIME = datetime(2024, 7, 26)
 # Maximum number of characters of a chat, several times the size of the longest context window.
 MAX_CHAT_CHARS = 1 << 24
@@ -50,11 +50,11 @@ PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# moa-data replaces the function that gives the time in a compiled template. transformers caches
-# compiled templates by their text, and other code in this process may need the real time. So
-# moa-data puts this comment before each template. The text is then different, and other code gets a
-# compiled template of its own. Jinja drops the line break after the comment, so the template still
-# begins at the start of a line.
+# In the templates that it compiles, moa-data replaces the function that gives the time.
+# transformers caches compiled templates by their text, so other code in this process could get such
+# a template, although it needs the real time. So moa-data puts this comment before the text of its
+# templates, which makes their text different. Jinja drops the line break after the comment, so the
+# template still begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -65,17 +65,17 @@ _TAKEN = {
 
 
 class ControlTokens(NamedTuple):
-    """Patterns of control tokens: tokens with a meaning beyond their text, such as end of turn."""
+    """Patterns that match control tokens, such as the token that ends a turn."""
 
     # Matches the tokens that no text of a chat may contain.
     everywhere: re.Pattern[str]
-    # Matches the same tokens, and also tokens that templates write around tools, tool calls and
-    # results of tools. A text that a template writes between such tokens must not contain them.
+    # Matches the same tokens, and also the tokens that templates write around tools, tool calls and
+    # results of tools. Texts that are written between such tokens must not contain any match.
     framed: re.Pattern[str]
 
 
 def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
-    """Return the source of a tokenizer's chat template, for chats with or without tools.
+    """Return the source of the chat template that a tokenizer has for chats with or without tools.
 
     If there are several templates, the choice is the same as in transformers.
 
@@ -97,7 +97,7 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return the source of all templates that render chats, so that it can be hashed."""
+    """Return the sources of all templates that render chats, as one text that can be hashed."""
     sources = [template_text(tokenizer), template_text(tokenizer, uses_tools=True)]
     return "\0".join(dict.fromkeys(sources))
 
@@ -112,8 +112,8 @@ class ChatTemplate:
         tokenizer: a fast tokenizer with a chat template.
         arguments: values that are passed to the template in addition to the chat.
         where: name of the target in error messages.
-        uses_tools: whether this is the template for chats with tools. Some tokenizers have a second
-            template for these chats.
+        uses_tools: whether to use the template for chats with tools. Some tokenizers have a second
+            template for such chats.
 
     Raises:
         TemplateError: the template cannot be used.
@@ -129,10 +129,13 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
         self._asked_the_time = False
-        self._text_roles: set[str] = set()  # Roles whose contents may be texts.
-        self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
-        # Arguments of tool calls may be objects, or texts with JSON. `_shows_objects` is true if
-        # the template shows objects. `_shows_json` is true if it shows texts with JSON correctly.
+        # If a message has one of these roles, the template shows a content that is a text.
+        self._text_roles: set[str] = set()
+        # If a message has one of these roles, the template shows a content that is a list of parts.
+        self._parts_roles: set[str] = set()
+        # The arguments of a tool call may be an object, or a text with JSON. `_shows_objects` is
+        # true if the template shows arguments that are an object. `_shows_json` is true if the
+        # template correctly shows arguments that are a text with JSON.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -153,8 +156,8 @@ class ChatTemplate:
         # <|endoftext|>.
         after_last = self._text_after([user, _ANSWER])
         self.text_after_last = after_last.rstrip()
-        # The white space that the template writes after the last response. Empty if the template
-        # also writes other text there.
+        # The white space that the template writes after the last response. It is empty if the
+        # template writes other text after the response.
         self.space_after_last = "" if self.text_after_last else after_last
         self.end_of_turn = self._find_end_of_turn(plain)
         self.header = self._find_header(plain, prompt)
@@ -174,7 +177,7 @@ class ChatTemplate:
 
     @property
     def asked_the_time(self) -> bool:
-        """Whether any rendering so far has read the time, which is TEMPLATE_TIME."""
+        """Whether the template has read the fixed time in any rendering so far."""
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after(self, messages: list[Message]) -> str:
@@ -185,15 +188,17 @@ class ChatTemplate:
         return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
-        """Return the text that ends a response. There are three cases.
+        """Return the text that the template writes to end a response. There are three cases.
 
         1. The template writes a control token directly after the last response. This token ends the
-           response. A second control token may follow. It belongs to the end of the response only
-           if three conditions hold. The template also writes it between a response and the next
-           turn. It is not among the first tokens of a chat. No text follows it. Otherwise it ends
-           the whole chat, or begins the next turn.
+           response. A second control token may follow. The second token belongs to the end of the
+           response only if three conditions hold: the template also writes the second token between
+           a response and the next turn, the second token is not among the first tokens of a chat,
+           and no text follows the second token. Otherwise the second token ends the whole chat, or
+           begins the next turn.
         2. The template writes other text after the last response. This text ends the response if
-           the template also writes it after earlier responses. Otherwise the result is empty.
+           the template also writes this text after earlier responses. Otherwise the result is
+           empty.
         3. The template writes nothing after the last response. Then the first control token between
            a response and the next turn ends the response, unless this token starts turns.
 
@@ -206,10 +211,10 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # If a chat with one user message does not contain the token, the token ends responses.
-            # If the chat contains it, the token may start turns instead: then it is among the first
-            # tokens of the chat, or follows a default system text. A token that ends turns also
-            # ends the user's turn.
+            # The token may end turns or start turns. If a chat with one user message does not
+            # contain the token, the token ends responses. If such a chat contains the token, the
+            # token ends turns if two conditions hold: it comes directly after the user's message,
+            # and it is not among the first tokens of the chat.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)
@@ -236,9 +241,10 @@ class ChatTemplate:
         return text[:end]
 
     def _find_header(self, plain: str, prompt: str) -> str:
-        """Return the text before a response that is the same in prompts and in whole chats.
+        """Return the header of a response: the text that the template writes before a response.
 
-        The text begins after the end of the user's turn. White space around it is removed.
+        The header begins after the end of the user's turn. It has only the text that is the same in
+        prompts and in whole chats. White space around the header is removed.
 
         Args:
             plain: rendering of a chat with one user message.
@@ -253,9 +259,10 @@ class ChatTemplate:
         return header.strip().removeprefix(self.end_of_turn.strip()).strip()
 
     def _control_token_end(self, text: str, start: int) -> int:
-        """Return the index at which the control token at ``start`` ends.
+        """Return the index after the control token that begins at ``start``.
 
-        White space before the token is skipped. Without a control token, the result is 0.
+        White space between ``start`` and the token is skipped. If other text follows, the result is
+        0.
         """
         rest = text[start:].lstrip()
         token = self.control_tokens.everywhere.match(text, len(text) - len(rest))
@@ -274,15 +281,16 @@ class ChatTemplate:
             messages: the messages of the chat.
             tools: JSON schemas of the tools.
             add_generation_prompt: whether to add the header of the next response at the end.
-            is_shaped: whether the messages already have the form that the template can show. If
-                not, :meth:`shape` converts them.
+            is_shaped: whether the messages already have a form that the template can show. If
+                false, :meth:`shape` converts the messages.
 
         Raises:
             One of RENDER_ERRORS: the template refuses the chat or fails.
         """
         text = _OURS + self.text
-        # Replace the function that gives the time. This is repeated for each rendering, because
-        # transformers may have evicted the template from its cache and compiled it again.
+        # Replace the function that gives the time. Do this before each rendering, because
+        # transformers may have evicted the template from its cache. Then the template is compiled
+        # again, with the original function.
         _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
         rendered: str = self.tokenizer.apply_chat_template(
             list(messages) if is_shaped else self.shape(messages),
@@ -295,16 +303,16 @@ class ChatTemplate:
         return rendered
 
     def _fixed_time(self, form: str) -> str:
-        """Return the fixed time. In our templates, this replaces transformers' `strftime_now`."""
+        """Return the fixed time. Replaces transformers' `strftime_now` in moa-data's templates."""
         self._asked_the_time = True
         return TEMPLATE_TIME.strftime(form)
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert contents and arguments of tool calls to the form that the template can show."""
+        """Convert contents, and arguments of tool calls, to forms that the template can show."""
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Message) -> Message:
-        """Convert content and arguments of tool calls to the form that the template can show.
+        """Convert a message's content and tool-call arguments to forms that the template can show.
 
         Inference engines convert messages in the same way.
         """
@@ -386,8 +394,7 @@ class ChatTemplate:
                 f"the chat template does not end ({first_line(error)}). Correct the template."
             ) from error
         except RENDER_ERRORS:
-            # The template refuses this test chat, which is allowed. Each real chat is checked when
-            # it is rendered.
+            # A template may refuse this test chat. Each real chat is checked when it is rendered.
             pass
 
     def _find_forms(self) -> None:
@@ -402,9 +409,9 @@ class ChatTemplate:
         as_object = self._try_render([user, _call(arguments)], is_shaped=True)
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
-        # Inference engines turn arguments that are texts with JSON into objects. A template may
-        # write an object in another way than a text with the same JSON. Then it must get an object
-        # here, too.
+        # The arguments of a tool call may be a text with JSON. Inference engines turn such a text
+        # into an object. If the template writes the object in another way than the text, it must
+        # get the object here, too.
         differs = self._shows_objects and as_object != as_text
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
@@ -414,7 +421,7 @@ class ChatTemplate:
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows the text of this content.
 
-        A template that writes the content parts as JSON does not count.
+        If the template writes the content's parts as JSON, the text does not count as shown.
         """
         beginnings: dict[str, list[Message]] = {
             "assistant": [_message("user")],
@@ -435,10 +442,10 @@ class ChatTemplate:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The control tokens: all special tokens, and the added tokens that the template writes."""
+        """The control tokens: all special tokens, and each added token that the template writes."""
         # Answers and prompts often contain paired tags such as ``<think>`` and ``</think>``, which
-        # do not start a turn. So refuse such tags only in texts that the template itself puts
-        # between tags, such as the arguments of tool calls.
+        # do not start a turn. So refuse such tags only in texts that the template puts between
+        # tags, such as the arguments of tool calls.
         tokenizer = self.tokenizer
         added = {
             str(token.content): bool(token.special)
@@ -448,8 +455,9 @@ class ChatTemplate:
         for token, is_special in added.items():
             if is_special:
                 special.add(token)
-        # A template may assemble a token from pieces, such as '<|' + role + '|>'. So also search
-        # the renderings.
+        # A template may assemble a control token from pieces, such as '<|' + role + '|>'. Then the
+        # source of the template does not contain the token. So search for tokens in renderings,
+        # too.
         written = self.text
         turns = [_message(role) for role in ("system", "user", "assistant", "user")]
         for chat in (turns, turns[1:], turns[1:2]):
@@ -467,9 +475,9 @@ class ChatTemplate:
         """Reject a chat with control tokens, unpaired surrogates, or too many characters."""
         control = self.control_tokens
         n_chars = 0
-        # Each tuple has a name for error messages, a value, and a pattern that must not occur in
-        # the texts of this value. For example, a text inside a tool call must not contain the token
-        # that ends the tool call.
+        # Each tuple has three entries: a name for error messages, a value, and a pattern that must
+        # not match in any text of the value. For example, a text inside a tool call must not
+        # contain the token that ends the tool call.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
             for key, value in message.items():
@@ -503,7 +511,7 @@ class ChatTemplate:
                     ) from error
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
-        """Raise PromptUnusable if a text cannot be part of a prompt."""
+        """Raise PromptUnusable if a text of the messages or tools cannot be part of a prompt."""
         try:
             self.check_texts(messages, tools)
         except Rejection as rejection:
@@ -513,7 +521,7 @@ class ChatTemplate:
 
 
 def _common_start(text: str, other: str) -> str:
-    """Return the characters with which both texts begin."""
+    """Return the longest text with which both texts begin."""
     n_equal = 0
     for character, expected in zip(text, other, strict=False):
         if character != expected:
@@ -545,7 +553,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every text in messages or tools, including the keys of objects."""
+    """Yield every text in messages or tools, at every depth. Keys of objects are yielded, too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -564,9 +572,11 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse ``name=value`` texts, or the pieces of a JSON object that was split at its commas.
+    """Parse the arguments of a chat template, as the user gives them.
 
-    Values that are valid JSON are decoded, other values stay texts.
+    ``texts`` are ``name=value`` texts, or the pieces of one JSON object that was split at its
+    commas. In ``name=value``, a value that is valid JSON is decoded, and any other value stays a
+    text.
 
     Raises:
         OptionInvalid: a text is malformed, or names an argument that moa-data sets itself.
@@ -608,8 +618,9 @@ def choose_template_arguments(
 
     Args:
         given: ``name=value`` texts. If there are any, only these arguments are used.
-        drafters: name of each drafter -> the target that it has recorded. If ``given`` is empty,
-            the arguments are those with which the drafters' training chats were rendered.
+        drafters: name of each drafter -> the facts about its target that the drafter has recorded.
+            If ``given`` is empty, the result is the arguments with which the drafters' training
+            chats were rendered.
 
     Raises:
         OptionInvalid: the drafters were trained with different arguments, or a text is malformed.
