@@ -6,10 +6,10 @@ of characters. The tokenizer's offsets map these spans to tokens. There are two 
 response:
 
 1. By prefixes. The rendering of the chat before the response, with the generation prompt, must be a
-   prefix of the rendering of the whole chat. If this is not so, and the response has tool calls,
-   the same is tried with a rendering without the generation prompt.
-2. By a placeholder, if the first way fails. The chat is rendered with a placeholder in place of the
-   response. This rendering shows which text comes before and after the response.
+   prefix of the rendering of the whole chat. If this fails for a response with tool calls, it is
+   tried again without the generation prompt.
+2. By a placeholder, if the first way fails. The chat is rendered with the response replaced by a
+   placeholder. This rendering shows the text before and after the response.
 
 The end-of-turn token belongs to the response. White space after this token does not belong to the
 response. Some templates mark responses by ``{% generation %}`` tags. This module does not use these
@@ -189,7 +189,7 @@ def tokenize_chat(
     is_cut: bool = False,
     is_generated: bool = True,
 ) -> TokenizedChat | Rejection:
-    """Turn a chat into token ids and a response mask, both cut to ``max_length`` tokens.
+    """Turn a chat into token ids and a response mask, cut to ``max_length``.
 
     Args:
         template: the chat template with its tokenizer.
@@ -197,13 +197,11 @@ def tokenize_chat(
             added.
         max_length: maximum number of tokens. Further tokens are cut off.
         tools: JSON schemas of the tools.
-        is_cut: true if the last response was cut off before its end. Then the tokens end with this
-            response, without an end-of-turn token. If this response has tool calls, ``is_cut`` has
-            no effect.
-        is_generated: true if the target has written the last response, so that the response comes
-            after a generation prompt. If false, and the response was cut off, the text before the
-            response may be uncertain: some templates write another text before a response in a
-            whole chat than in a prompt. A chat with such an uncertain text is rejected.
+        is_cut: True if the last response was cut off before its end. If this response has no tool
+            calls, the text then ends with the response, without an end-of-turn token.
+        is_generated: True if the target has written the last response, after the generation prompt.
+            If false, the text before a cut response may be uncertain: some templates write other
+            text before a response in a prompt than in a whole chat. Such a chat is rejected.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -213,8 +211,8 @@ def tokenize_chat(
         template.check_texts(bare, tools)
         text = template.render(messages, tools)
         shown_keys = _find_shown_keys(template, messages, tools, text)
-        # Remove the keys that the template does not show, so that their texts are not checked. Such
-        # a text may be anything, such as the raw output of a model.
+        # Remove the keys that the template does not show. They may hold any text, such as the raw
+        # output of a model, so they are not checked.
         hidden_keys = names.difference(shown_keys)
         messages = [without_keys(message, hidden_keys) for message in messages]
         if shown_keys:
@@ -253,9 +251,8 @@ def _cut_response(
 ) -> tuple[str, Span]:
     """Return the text of a chat whose last response was cut off, and the span of this response.
 
-    The text is the rendering of the prompt, followed by the response. The rendering of the whole
-    chat cannot be used, because it has an end-of-turn token, and maybe more text, after the
-    response.
+    The text is made of the rendering of the prompt, and the response. The rendering of the whole
+    chat cannot be used: after the response, it has an end-of-turn token, and maybe more text.
 
     Args:
         template: the chat template.
@@ -267,8 +264,8 @@ def _cut_response(
     """
     prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
     _check_pieces(template, _MarkedChat(messages[:-1], tools), prompt)
-    # Reject the chat if the template writes earlier responses in a prompt in another way than in
-    # the whole chat.
+    # Reject the chat if the template writes earlier responses differently in a prompt than in the
+    # rendering of the whole chat.
     end = spans[-2][1] if len(spans) > 1 else 0
     if prompt[:end] != text[:end]:
         raise Rejection(
@@ -279,8 +276,7 @@ def _cut_response(
     # The prompt may already contain the first words of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
     content = "".join(content_texts(messages[-1]))
-    # Many templates strip the white space around a content, so try the content with and without
-    # this white space.
+    # Many templates strip white space around a content, so also try the stripped content.
     for form in (content, content.lstrip(), content.rstrip(), content.strip()):
         cut_text = prompt[:start] + form
         if is_generated or text.startswith(cut_text):
@@ -347,7 +343,7 @@ def _find_foreign_key(
 
     For example, the message that calls a tool may have a key with the result of the tool. To find
     such a key, keys are removed one by one. If a response changes or the template fails without the
-    key, this key is returned. The result is empty if there is no such key.
+    key, this key is returned. If such a key is not found, the result is empty.
     """
     for name in shown_keys:
         stripped = [
@@ -478,15 +474,15 @@ def _find(text: str, piece: _Piece, start: int) -> int:
 def _response_spans(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str, marked: _MarkedChat
 ) -> list[Span]:
-    """Return the character span of each response, including its tool calls, in the rendered text."""
+    """Find the character spans of the responses, with their tool calls, in the rendered text."""
     spans = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             span = _prefix_span(template, messages, tools, index, text)
             if span is None and "tool_calls" in message:
                 span = _prefix_span(template, messages, tools, index, text, is_open=False)
-            # Try the placeholder only if the other way fails. If a text occurs twice in the chat,
-            # the placeholder may lead to the wrong occurrence.
+            # Try the placeholder last. If a text occurs twice in the chat, this way may choose the
+            # wrong occurrence.
             span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
@@ -598,14 +594,14 @@ def _located_span(
     text: str,
     marked: _MarkedChat,
 ) -> Span | None:
-    """Locate a response by a rendering that has a placeholder in place of the response.
+    """Locate a response by a rendering in which a placeholder replaces it.
 
-    This rendering shows the text before and the text after the response, and the response is the
-    text between the two. The result is None if the span is uncertain.
+    The response is between the text before and the text after the placeholder. The result is None
+    if this is ambiguous.
 
-    If the response has tool calls, the message with the placeholder has none. Some templates then
-    leave out the results of the tools, and the span would include these results. So the text after
-    the placeholder must contain each piece of the messages after the response.
+    If the response has tool calls, the placeholder does not have them. Some templates then leave
+    out the results of the tools. So the text after the placeholder must contain each piece of the
+    messages that follow.
     """
     message = messages[index]
     other = [

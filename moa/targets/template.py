@@ -129,13 +129,10 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
         self._asked_the_time = False
-        # If a message has one of these roles, the template shows a content that is a text.
-        self._text_roles: set[str] = set()
-        # If a message has one of these roles, the template shows a content that is a list of parts.
-        self._parts_roles: set[str] = set()
-        # The arguments of a tool call may be an object, or a text with JSON. `_shows_objects` is
-        # true if the template shows arguments that are an object. `_shows_json` is true if the
-        # template correctly shows arguments that are a text with JSON.
+        self._text_roles: set[str] = set()  # Roles whose contents may be texts.
+        self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
+        # Arguments of tool calls may be objects, or texts with JSON. `_shows_objects` is true if
+        # the template shows objects. `_shows_json` is true if it shows texts with JSON correctly.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -156,8 +153,8 @@ class ChatTemplate:
         # <|endoftext|>.
         after_last = self._text_after([user, _ANSWER])
         self.text_after_last = after_last.rstrip()
-        # The white space that the template writes after the last response. It is empty if the
-        # template writes other text after the response.
+        # The white space that the template writes after the last response. Empty if the template
+        # also writes other text there.
         self.space_after_last = "" if self.text_after_last else after_last
         self.end_of_turn = self._find_end_of_turn(plain)
         self.header = self._find_header(plain, prompt)
@@ -188,17 +185,15 @@ class ChatTemplate:
         return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
-        """Return the text that the template writes to end a response. There are three cases.
+        """Return the text that ends a response. There are three cases.
 
         1. The template writes a control token directly after the last response. This token ends the
-           response. A second control token may follow. The second token belongs to the end of the
-           response only if three conditions hold: the template also writes the second token between
-           a response and the next turn, the second token is not among the first tokens of a chat,
-           and no text follows the second token. Otherwise the second token ends the whole chat, or
-           begins the next turn.
+           response. A second control token may follow. It belongs to the end of the response only
+           if three conditions hold. The template also writes it between a response and the next
+           turn. It is not among the first tokens of a chat. No text follows it. Otherwise it ends
+           the whole chat, or begins the next turn.
         2. The template writes other text after the last response. This text ends the response if
-           the template also writes this text after earlier responses. Otherwise the result is
-           empty.
+           the template also writes it after earlier responses. Otherwise the result is empty.
         3. The template writes nothing after the last response. Then the first control token between
            a response and the next turn ends the response, unless this token starts turns.
 
@@ -211,10 +206,10 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # The token may end turns or start turns. If a chat with one user message does not
-            # contain the token, the token ends responses. If such a chat contains the token, the
-            # token ends turns if two conditions hold: it comes directly after the user's message,
-            # and it is not among the first tokens of the chat.
+            # If a chat with one user message does not contain the token, the token ends responses.
+            # If the chat contains it, the token may start turns instead: then it is among the first
+            # tokens of the chat, or follows a default system text. A token that ends turns also
+            # ends the user's turn.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)
@@ -241,10 +236,9 @@ class ChatTemplate:
         return text[:end]
 
     def _find_header(self, plain: str, prompt: str) -> str:
-        """Return the header of a response: the text that the template writes before a response.
+        """Return the text before a response that is the same in prompts and in whole chats.
 
-        The header begins after the end of the user's turn. It has only the text that is the same in
-        prompts and in whole chats. White space around the header is removed.
+        The text begins after the end of the user's turn. White space around it is removed.
 
         Args:
             plain: rendering of a chat with one user message.
