@@ -54,7 +54,7 @@ _TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Parting:
-    """The first draft of a round that is another token in this package than in the engine."""
+    """The first draft of a round for which this package and the engine draft different tokens."""
 
     prompt: int  # index of the prompt
     n_tokens: int  # number of tokens of prompt and answer before the round
@@ -80,9 +80,8 @@ class Conformance:
     # all differences: with such a mistake, this package drafts the same tokens as the engine in all
     # rounds.
     causes: list[str] = field(default_factory=list)
-    # A wrong choice that explains some differences, and the number of rounds that still differ with
-    # this wrong choice. It is the one with the lowest number. None if a cause was found, or if all
-    # wrong choices leave as many differing rounds as the right drafter.
+    # The wrong choice with which the fewest rounds still differ, and the number of these rounds.
+    # None if a cause was found, or if wrong choices do not lower the number of rounds that differ.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:

@@ -31,7 +31,7 @@ from ..moa.targets.bundle import FrozenTarget
 
 @dataclass
 class Reading:
-    """A copy of a drafter, which wrong choices may change, and what this copy reads."""
+    """A copy of a drafter, and the target layers that it reads. Wrong choices change both."""
 
     drafter: Any
     frozen: FrozenTarget

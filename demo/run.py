@@ -114,7 +114,8 @@ def run_demo(
         "eval": _evaluate, "serve": _serve,
     }  # fmt: skip
     if config.model is not None:
-        find_model(config.model)  # If the model is missing, raise before anything is written.
+        # If the model is missing, raise an error before anything is written.
+        find_model(config.model)
         del phases["target"]
     finished = _open(config, folder)
     reused = tuple(finished)

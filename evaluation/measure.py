@@ -274,7 +274,7 @@ def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | Non
 
 @torch.inference_mode()
 def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 1.0) -> float:
-    """Compute the target's highest minus its second highest logit for the next token."""
+    """Compute the gap between the target's two highest logits for the token after ``tokens``."""
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
     highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
@@ -318,7 +318,7 @@ def _compare(
 class Continuation:
     """The tokens that the target or a drafter wrote after the cut of an answer."""
 
-    tokens: tuple[int, ...]  # These end at the first end-of-sequence token, which is included.
+    tokens: tuple[int, ...]  # tokens up to the first end-of-sequence token, which is included
     log_probs: tuple[float, ...]  # The target's log-probability of each token, in nats.
     # For each position after the cut, whether this continuation has the same token as the target's
     # continuation.

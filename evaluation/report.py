@@ -346,7 +346,10 @@ def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Fig
 def _figures_by_offset(
     prompt_ids: Sequence[str], values: Sequence[Sequence[float]], longest: int
 ) -> tuple[Figure, ...]:
-    """For each index below ``longest``, compute the mean of the rows' values at this index."""
+    """For each index below ``longest``, compute the mean of the rows' values at this index.
+
+    Rows that are too short to have a value at an index are left out there.
+    """
     figures: list[Figure] = []
     for index in range(longest):
         column = [row_values[index : index + 1] for row_values in values]

@@ -128,8 +128,8 @@ def file_sha256(path: Path) -> str:
 
     The result is cached, so an unchanged file is read only once.
     """
-    # The digest is cached in the user's cache folder. Its key is made of the file's path, size,
-    # times and inode. A change of the file always changes the key: the key includes the status
+    # The digest is cached in the user's cache folder. The cache key is made of the file's path,
+    # size, times and inode. A change of the file always changes this key: it includes the status
     # change time (ctime), and programs cannot set this time back.
     real = path.resolve()
     # In the cache of the Hugging Face Hub, a file is a link to a blob, and the name of the blob is
@@ -272,7 +272,7 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer of a text model. Without such a norm, an identity."""
+    """Return the norm after the last layer of a text model, or an identity if there is none."""
     norm: nn.Module | None = first_attribute(body, _FINAL_NORMS)
     return nn.Identity() if norm is None else norm
 

@@ -106,9 +106,9 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
     return torch.stack(packed, dim=-2)
 
 
-# Shape of a buffer -> buffers of released caches. The next cache of the same shape reuses such a
-# buffer, and its address stays the same. A CUDA graph works with fixed addresses only, so with new
-# buffers, each generation would have to record its graphs again.
+# Shape of a buffer -> the buffers of this shape that released caches have given back. The next
+# cache of the same shape takes one of them. CUDA graphs work only with fixed addresses. So if each
+# generation had a new buffer, it would have to record its graphs again.
 Buffers = dict[tuple[int, ...], list[Tensor]]
 
 
@@ -304,8 +304,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only the given rows, in this order, and move them to the start of the buffer."""
-        # Do not allocate a smaller buffer. A batch loses its rows one by one. The buffers for all
-        # these row counts together would take many times the memory of this buffer.
+        # Do not allocate a smaller buffer. A batch loses its rows one by one. If a buffer was
+        # allocated each time, all these buffers together would take many times the memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
         super()._set_buffer(fewer)
@@ -418,7 +418,7 @@ class ContextCache(KVBuffer):
         stop = start + len(packed)
         if self._kept:
             per_layer = packed.unflatten(1, (len(self._kept), -1, 2, head_dim))
-            keys_values = per_layer.permute(3, 1, 2, 0, 4)  # [2, N, H_kv, n, d]
+            keys_values = per_layer.permute(3, 1, 2, 0, 4)  # `keys_values` is [2, N, H_kv, n, d].
             self.reserve(stop, keys_values[0])
             self.buffer[:, :, 0, :, start:stop] = keys_values
         self.lengths = [stop]

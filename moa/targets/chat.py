@@ -118,14 +118,14 @@ _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
 _USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-# In lists of keys, these words are written before a key of a message and before a key of a tool
-# call.
+# `additional_keys` writes the first of these texts before keys of messages, and the second one
+# before keys of tool calls.
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
 NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
 """Keys of messages that the template must show: tools, and the model's plan for their use."""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
-"""Keys of messages under which the model's text is, besides its contents and tool calls."""
+"""Keys of messages that hold text which the model wrote, besides contents and tool calls."""
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
 CHAT_COLUMNS = {*_READ_COLUMNS, "instruction", "history"}
 """Names of columns that hold the messages, the tools, or another part of a chat."""
@@ -565,7 +565,7 @@ def _is_switch(value: Any) -> bool:
 
 
 def _find_channel(message: Mapping[Any, Any]) -> str:
-    """Return a key of a message that says that the message's content is not the answer.
+    """Return the key that marks a message's content as something other than the answer.
 
     In the Harmony format, the answer has the channel ``final``. Reasoning and tool calls have other
     channels. The result is empty if the message has no such key.
@@ -651,7 +651,7 @@ def without_keys(message: Message, names: Collection[str]) -> Message:
 
 
 def _additional(item: Mapping[Any, Any], known: Collection[str]) -> list[str]:
-    """List the keys of an item that have content and are not in ``known``."""
+    """List those keys of a row, message or tool call that have content and are not ``known``."""
     return [key for key, value in item.items() if key not in known and is_filled(value)]
 
 
@@ -682,7 +682,7 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
 
 
 def _meaning(word: str) -> bool | None:
-    """Return whether a value, given as a text, means true or false. None if it means neither."""
+    """Return whether a text means true or false. None if the text means neither."""
     try:
         return float(word) > 0  # NaN means false.
     except ValueError:

@@ -60,7 +60,7 @@ _PLACEHOLDER = re.compile(
 class TokenizedChat:
     """The tokens and the response mask of one chat."""
 
-    tokens: np.ndarray  # [n_tokens] int32
+    tokens: np.ndarray  # token ids, [n_tokens] int32
     # [n_tokens] uint8. It is 1 for tokens of the assistant, which include the end-of-turn token. It
     # is 0 for other tokens.
     response_mask: np.ndarray
@@ -100,7 +100,8 @@ class _MarkedChat:
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        # The match of _PLACEHOLDER in a placeholder -> the piece that this placeholder replaces.
+        # The keys are the texts that `_PLACEHOLDER` finds in a rendering. The value is the piece
+        # that is replaced by the placeholder with this text.
         self.pieces: dict[str, _Piece] = {}
         self.messages = [
             self._mark_message(index, message) for index, message in enumerate(messages)
@@ -132,9 +133,9 @@ class _MarkedChat:
             message: index of the message that contains the value. -1 if the value belongs to a
                 tool.
             kind: the ``kind`` of all pieces in the value, see :class:`_Piece`.
-            key: the key of the object that has this value. It decides whether the value is a piece.
-                Inside the arguments of a tool call, ``key`` is None, because there each key and
-                each value is a piece.
+            key: the key under which an object has this value. The key decides whether the value is
+                a piece. Inside the arguments of a tool call, ``key`` is None, because there each
+                key and each value is a piece.
         """
         if isinstance(value, (list, tuple)):
             return [self._mark(item, message, kind, key) for item in value]

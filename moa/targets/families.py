@@ -9,7 +9,7 @@ family. For families without an entry, default properties are assumed. Before a 
 |---|---|---|
 | hidden states | stores of hidden states, drafters without KV | causal LMs, LM head without bias |
 | keys and values | stores of KV, drafters that read it | :data:`FAMILIES` |
-| decoding | chains, trees, batches, serving | attention takes masks; each model is checked |
+| decoding | chains, trees, batches, serving | models whose attention takes masks; each is checked |
 """
 
 import contextlib
@@ -139,7 +139,10 @@ def model_loader(folder: Path) -> Any:
 
 
 def first_attribute(item: Any, names: Sequence[str]) -> Any:
-    """Return the value of the first of some attributes that exists and is not None, else None."""
+    """Return the value of the first of several attributes that is not None.
+
+    Attributes that do not exist are skipped. If all are None or do not exist, the result is None.
+    """
     for name in names:
         value = getattr(item, name, None)
         if value is not None:

@@ -189,7 +189,7 @@ def _reasons(value: Any) -> Iterator[str]:
 
 
 def _inner_responses(response: Mapping[Any, Any], answers: Sequence[int]) -> Iterator[_Response]:
-    """Yield the responses inside a row or response. Each has the indices of its answers."""
+    """Yield the API responses inside a row or response, with the indices of their answers."""
     for key, value in response.items():
         name = snake_case(key)
         if name not in (*_RESPONSE_KEYS, *_RESPONSES_KEYS):

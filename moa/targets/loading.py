@@ -302,7 +302,7 @@ def _find_cast_tensor(
     This is a tensor that is not floating-point, and that transformers renames or stacks while it
     loads the files. The dtypes of other tensors are compared with the model's dtypes by name. But
     this tensor has different names in the files and in the model, so this function searches the
-    files. If all tensors are floating-point, the result is empty.
+    files. If transformers would cast nothing, the result is empty.
     """
     skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
     # Old files of many models contain a tensor of position ids, which transformers ignores.
