@@ -286,7 +286,8 @@ def compare(
     def count(change: Choice, most: int) -> int:
         try:
             return len(list(islice(partings(change), most)))
-        # These errors mean that the wrong choice cannot be made with this kind of drafter.
+        # An error of one of these types means that the wrong choice cannot be made with this kind
+        # of drafter.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 

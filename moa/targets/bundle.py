@@ -129,8 +129,8 @@ def file_sha256(path: Path) -> str:
     The result is cached, so an unchanged file is read only once.
     """
     # The digest is cached in the user's cache folder. The cache key is made of the file's path,
-    # size, times and inode. A change of the file always changes this key: it includes the status
-    # change time (ctime), and programs cannot set this time back.
+    # size, times and inode. A change of the file always changes this key, because the key includes
+    # the status change time (ctime), and programs cannot set this time back.
     real = path.resolve()
     # In the cache of the Hugging Face Hub, a file is a link to a blob, and the name of the blob is
     # the sha256 of its content. So the file need not be hashed.

@@ -490,8 +490,8 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
     """Raise TargetError if transformers has no text model for the model type in a config."""
-    # Convert the model type to a text, because in a damaged config it may be a list, which is not
-    # hashable.
+    # In a damaged config, the model type may be a list, which is not hashable. So convert the model
+    # type to a text.
     model_type = str(values.get("model_type"))
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES

@@ -1,7 +1,7 @@
 """Families of targets. Makes configs and models of targets with transformers.
 
-Any causal LM of transformers can be a target if its LM head is a plain matrix. It gives hidden
-states, which are enough for most drafters. :data:`FAMILIES` lists further properties of each
+Any causal LM of transformers can be a target if its LM head is a plain matrix. Such a target gives
+hidden states, which are enough for most drafters. :data:`FAMILIES` lists further properties of each
 family. For families without an entry, default properties are assumed. Before a property is used,
 :mod:`.proof` checks it on the loaded model.
 
@@ -41,7 +41,7 @@ class Family:
     # Whether the config determines the KV shape of each layer, so that KV can be stored.
     keeps_kv: bool = True
     # Whether layers may have different kinds of attention, which the config lists in
-    # ``layer_types``. If false, all layers have the same attention. It has a sliding window if the
+    # ``layer_types``. If false, all layers have the same attention, with a sliding window if the
     # config states one.
     mixes_layers: bool = False
     # Whether RoPE rotates all keys as in drafters. There, the dimensions i and i + d / 2 of a head

@@ -97,9 +97,9 @@ def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
     Args:
         key: a key of a row, in any spelling such as ``finishReason``.
         value: the value of the key.
-        is_cut_known: whether a reason that means "cut off" counts as known. It must not if the last
-            message calls a tool: such a message keeps its end-of-turn token, so the reason has no
-            effect.
+        is_cut_known: whether a reason that means "cut off" counts as known. If the last message
+            calls a tool, pass false: this message keeps its end-of-turn token in any case, so the
+            reason has no effect.
     """
     name = snake_case(key)
     if name in _FINISH_KEYS:

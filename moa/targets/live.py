@@ -424,7 +424,7 @@ class Target:
         return self.make_cache(n_rows, **shared)
 
     def make_cache(self, n_rows: int = 1, **shared: Any) -> TargetCache:
-        """Make an empty cache. It is not checked that the target can be used for decoding."""
+        """Make an empty cache, without a check that the target can be used for decoding."""
         facts = self.facts
         if not facts.has_uniform_kv:
             shared |= {"shapes": facts.kv_shapes, "groups": facts.kv_groups}

@@ -116,8 +116,8 @@ def check_model_folder(folder: Path) -> None:
         TargetError: the folder is refused.
     """
     has_config = (folder / "config.json").is_file()
-    # Convert the model type to a text, because in a damaged config it may be a list, which is not
-    # hashable.
+    # In a damaged config, the model type may be a list, which is not hashable. So convert the model
+    # type to a text.
     is_native = has_config and str(read_config(folder).get("model_type")) in _NATIVE
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():

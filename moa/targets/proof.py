@@ -187,7 +187,7 @@ def _problem_of_calls(
         for end in ends:
             is_right = _agrees(call(text[start:end], ()), known[start:end]) and is_right
             start = end or 0
-    # The calls run code of transformers, which may raise any of these errors.
+    # The calls run code of transformers, which may raise errors of all these types.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         return first_line(error)[:200]
     if is_right:
