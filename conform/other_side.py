@@ -1,13 +1,14 @@
 """Records the drafts of another inference engine, round by round.
 
-This script runs in the engine's own Python, and imports nothing from this package::
+This script runs in the engine's own Python, and imports nothing from moa-data::
 
     python other_side.py JOB.json ROUNDS.json
 
-JOB.json has the engine, the folders of the target and of the drafter, prompts as token ids, and the
-lengths of chains and answers. ROUNDS.json has the ``tokens`` and the ``rounds`` of each answer. A
-round is a pair of a number and a list. The number counts the tokens of prompt and answer that were
-committed before the round. The list has the tokens that were drafted in the round.
+JOB.json has the engine, the folders of the target and of the drafter, the prompts as token ids, the
+number of drafts per round, and the maximum length of an answer. ROUNDS.json has the ``tokens`` and
+the ``rounds`` of each answer. A round is a pair of a number and a list. The number counts the
+tokens of the prompt and the answer that were committed before the round. The list has the tokens
+that were drafted in the round.
 """
 
 import json
@@ -28,7 +29,7 @@ def _load(kind: Any, folder: str, dtype: str, **options: Any) -> Any:
 
 
 def _transformers(job: dict[str, Any]) -> Answers:
-    """Decode with transformers' ``generate(assistant_model=...)`` and record its drafts."""
+    """Decode with transformers' ``generate(assistant_model=...)``, and record all drafts."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.generation import candidate_generator as made
@@ -69,7 +70,7 @@ def _transformers(job: dict[str, Any]) -> Answers:
 
 
 def _vllm(job: dict[str, Any]) -> Answers:
-    """Decode one prompt at a time with vLLM, and record the drafts that its scheduler receives."""
+    """Decode one prompt at a time with vLLM. Record the drafts that vLLM's scheduler receives."""
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -103,11 +104,13 @@ def _vllm(job: dict[str, Any]) -> Answers:
 
 
 def _speculators(job: dict[str, Any]) -> Answers:
-    """Run the drafter with speculators over the target's plain answers.
+    """Run the drafter with the library speculators on answers that the target decodes alone.
 
-    speculators has no decoding loop. So a round of drafts is recorded at each token of an answer.
-    For EAGLE-3, each draft is computed after the tokens of the answer, not after the earlier drafts
-    of the round. So a round ends at the first draft that differs from the answer.
+    speculators has no decoding loop. So the target decodes the answer without drafts, and one round
+    of drafts is recorded for each token of the answer. For EAGLE-3, speculators computes each draft
+    from the tokens of the answer, not from the earlier drafts of the round. This gives the right
+    draft only if all earlier drafts equal the answer. So a round ends at the first draft that
+    differs from the answer.
     """
     import torch
     from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -115,14 +118,15 @@ def _speculators(job: dict[str, Any]) -> Answers:
 
     target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
     config: Any = SpeculatorModelConfig.from_pretrained(job["drafter"], trust_remote_code=False)
-    # Use eager attention, because FlexAttention requires lengths that fit its blocks of 128 tokens.
+    # Use eager attention, because FlexAttention requires sequences that fill its blocks of 128
+    # tokens.
     config.transformer_layer_config._attn_implementation = "eager"
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
     answers: Answers = []
-    # The drafter may read the output of the last layer. This is the input of the final norm, so
-    # record it there. transformers does not return it: the last of its hidden_states is the output
-    # of the final norm.
+    # The drafter may read the output of the target's last layer. transformers does not return this
+    # output: the last entry of ``hidden_states`` is the output of the final norm. The input of the
+    # final norm is the output of the last layer, so a hook on the norm records its input.
     last = deque[Any](maxlen=1)
     target.base_model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     for prompt in job["prompts"]:
@@ -173,7 +177,7 @@ def _chains_of_blocks(
     from speculators.models.dflash import core
 
     anchors = torch.arange(token_ids.shape[1] - model.block_size)[first - 1 :]
-    if not len(anchors):  # The answer is shorter than a block.
+    if not len(anchors):  # The answer is shorter than one draft block.
         return []
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     states, logits, *_ = model._backbone_forward(
@@ -182,7 +186,8 @@ def _chains_of_blocks(
         max_anchors=len(anchors),
     )  # fmt: skip
     first_slot = 0 if model.config.sample_from_anchor else 1
-    # Logits [N, K, V] of N draft blocks with K drafts each, over V tokens of the draft vocabulary.
+    # `blocks` contains the logits [N, K, V] of N draft blocks with K drafts each. V is the size of
+    # the draft vocabulary.
     blocks = logits.unflatten(1, (-1, model.block_size))[0, :, first_slot:]
     head: Any = getattr(model, "markov_head", None)
     before = token_ids[0, anchors][:, None].repeat(1, model.block_size)

@@ -48,38 +48,40 @@ QUESTIONS = (
     "Translate 'good morning' into French.", "How does a bicycle stay upright?",
 )  # fmt: skip
 _TIES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""dtype -> largest difference of two logits, relative to the larger one, that counts as a tie."""
+"""dtype -> the largest relative difference at which two logits count as equal."""
 _TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first draft in a round for which the tokens of this package and of the engine differ."""
+    """The first draft of a round for which this package and the engine draft different tokens."""
 
     prompt: int  # index of the prompt
     n_tokens: int  # number of tokens of prompt and answer before the round
     draft: int  # index of the draft in the round, from 0
     here: int  # the token that this package drafts
     there: int  # the token that the other engine drafts
-    # Our logit of the token ``here`` minus our logit of the token ``there``. A small gap means that
-    # rounding may have decided between the two tokens.
+    # The logit of the token ``here`` minus the logit of the token ``there``, both computed by this
+    # package. A small gap means that rounding may have decided between the two tokens.
     gap: float
 
 
 @dataclass
 class Conformance:
-    """The result of comparing an engine's drafts with ours."""
+    """The result of comparing an engine's drafts with the drafts of this package."""
 
     n_rounds: int
     n_prompts: int
     partings: list[Parting]
-    # Indices of the prompts to which the engine's answer differs from our plain decoding.
+    # Indices of the prompts for which the engine's answer differs from the answer that this package
+    # decodes without drafts.
     other_answers: list[int]
-    # Names of the wrong choices (mistakes made on purpose) with which we draft the same tokens as
-    # the engine in all rounds.
+    # Names of the wrong choices (mistakes made on purpose in a copy of the drafter) that explain
+    # all differences: with such a mistake, this package drafts the same tokens as the engine in all
+    # rounds.
     causes: list[str] = field(default_factory=list)
-    # The wrong choice with which the fewest rounds differ, and the number of these rounds. None if
-    # a cause was found, or if no wrong choice lowers the number of rounds that differ.
+    # The wrong choice with which the fewest rounds still differ, and the number of these rounds.
+    # None if a cause was found, or if wrong choices do not lower the number of rounds that differ.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
@@ -127,7 +129,7 @@ def conform(
     dtype: str = "float32",
     progress: Progress = SILENT,
 ) -> Conformance:
-    """Compare an engine's drafts with ours, and find the cause of differences.
+    """Compare an engine's drafts with this package's drafts, and find the cause of differences.
 
     Args:
         drafter: folder of the drafter.
@@ -137,7 +139,8 @@ def conform(
         prompts: a file of chats. If it is None, :data:`QUESTIONS` are used.
         n_prompts: maximum number of prompts.
         max_new_tokens: maximum number of tokens of an answer.
-        n_drafts: number of drafts per round. DFlash ignores it and always drafts a whole block.
+        n_drafts: number of drafts per round. DFlash ignores this number and always drafts a whole
+            block.
         dtype: dtype of target and drafter, here and in the engine.
         progress: reports the number of wrong choices that were tried.
 
@@ -146,8 +149,8 @@ def conform(
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (loaded,) = load_drafters([drafter], target, target.model.dtype).values()
-    # Other programs draft tokens of the whole vocabulary, with the target's LM head. Do the same
-    # here.
+    # Other engines choose a draft among all tokens of the vocabulary, with the target's LM head. Do
+    # the same here.
     loaded.config = replace(loaded.config, draft_tokens=())
     if loaded.kind not in FORMATS[engine]:
         raise OptionInvalid(
@@ -195,7 +198,7 @@ def _encode_chats(target: Target, prompts: str | None, n_prompts: int) -> list[l
 
 
 def pieces_of(target: Target) -> dict[str, Any]:
-    """Return the parts of the target that a drafter's folder may contain, by name."""
+    """Return the target's config, embeddings and LM head, which a drafter's folder may contain."""
     model: Any = target.model
     return {
         "config": target.facts.config,
@@ -205,24 +208,24 @@ def pieces_of(target: Target) -> dict[str, Any]:
 
 
 def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str, Any]]:
-    """Run an engine in its own Python, and return its answers with their rounds.
+    """Run an engine in its own Python, and return the engine's answers with their draft rounds.
 
     Raises:
-        OptionInvalid: the engine failed. The message has the last line of its output.
+        OptionInvalid: the engine failed. The message has the last line of the engine's output.
     """
     job_file = folder / "job.json"
     written = folder / "rounds.json"
     log = folder / "log"
     job_file.write_text(json.dumps(job))
-    # Let vLLM run in one process, so that the script can read the drafts in its scheduler. vLLM's
-    # CPU build needs the VLLM_CPU variables.
+    # Let vLLM run in one process, so that the script can read the drafts in its scheduler. The
+    # variables whose names start with VLLM_CPU are needed by vLLM's build for CPUs.
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     } | os.environ
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-    # Remove PYTHONPATH, because its packages are for the Python of this process, not for the
-    # engine's.
+    # Remove PYTHONPATH. It leads to packages for the Python of this process, and the engine's
+    # Python must not import them.
     environment.pop("PYTHONPATH", None)
     with log.open("w") as sink:
         words = [python, other_side.__file__, str(job_file), str(written)]
@@ -252,13 +255,14 @@ def compare(
     max_new_tokens: int,
     progress: Progress = SILENT,
 ) -> Conformance:
-    """Compare an engine's draft rounds with ours, and look for the cause of differences.
+    """Repeat an engine's draft rounds, and look for the cause of differences.
 
     Args:
         drafter: the drafter.
         target: the target.
         prompts: the token ids of each prompt.
-        answers: for each prompt, the engine's tokens and rounds, from :func:`ask_engine`.
+        answers: for each prompt, the tokens and the draft rounds of the engine's answer, as
+            :func:`ask_engine` returns them.
         max_new_tokens: maximum number of tokens of an answer.
         progress: reports the number of wrong choices that were tried.
     """
@@ -282,7 +286,8 @@ def compare(
     def count(change: Choice, most: int) -> int:
         try:
             return len(list(islice(partings(change), most)))
-        # These errors mean that the wrong choice cannot be made with this kind of drafter.
+        # An error of one of these types means that the wrong choice cannot be made with this kind
+        # of drafter.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
@@ -293,7 +298,8 @@ def compare(
         return result
     trying = progress.of("wrong choices", "choice")
     for number, (name, change) in enumerate(CHOICES.items()):
-        # If one round still differs, the wrong choice is not the cause. So stop at the first one.
+        # If a single round still differs, the wrong choice is not the cause. So stop counting at
+        # the first differing round.
         if not count(change, 1):
             result.causes.append(name)
         trying(number + 1, len(CHOICES))
@@ -309,9 +315,9 @@ def compare(
 
 @torch.inference_mode()
 def _outputs(target: Target, text: list[int]) -> dict[int, Tensor]:
-    """Run the target over n tokens, and return the output [n, E] of each layer by its index.
+    """Run the target over n tokens. Returns a dict from layer index to output [n, E].
 
-    The embeddings have the index -1, and the output of the final norm has the index L.
+    The embeddings have the key -1, and the output of the final norm has the key L.
     """
     cache = target.new_cache()
     n_layers = target.facts.n_layers
@@ -334,19 +340,19 @@ def _partings(
     rounds: Sequence[tuple[int, list[int]]],
     states: Tensor,
 ) -> Iterator[Parting]:
-    """Repeat the rounds of an engine's answer, and yield the first draft in a round that differs.
+    """Repeat the rounds of an engine's answer. Yields the first differing draft of each round.
 
     In each round, this package drafts after the tokens that the engine had committed before this
-    round. If our logits for our draft and for the engine's draft are nearly equal, rounding may
-    have decided between the two tokens. Such a difference is not yielded.
+    round. If the drafts differ, but this package computes nearly equal logits for the two tokens,
+    rounding may have decided between them. Such a difference is not yielded.
 
     Args:
         reading: a copy of the drafter, maybe with a wrong choice.
         prompt: index of the prompt.
-        text: tokens of prompt and answer.
-        rounds: for each round, the number of tokens before it, and the engine's drafts.
-        states: [n, width], one row per token: the concatenated outputs of the target layers that
-            the copy of the drafter reads.
+        text: tokens of the prompt and of the engine's answer.
+        rounds: for each round, the number of tokens before the round, and the engine's drafts.
+        states: [n, width]. Row i contains the concatenated outputs, for token i, of the target
+            layers that the copy of the drafter reads.
 
     Yields:
         At most one difference of each round.

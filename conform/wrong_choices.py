@@ -1,11 +1,11 @@
-"""Known wrong ways to compute a drafter, such as a norm that is left out.
+"""Known mistakes in the computation of a drafter, such as a norm that is left out.
 
-If another program drafts other tokens than this package, one of these *wrong choices* may be the
-reason. A choice is a function that changes a :class:`Reading`, which contains a copy of a drafter.
-If the drafter lacks the module or setting that a choice changes, the function raises
-``AttributeError``, ``KeyError`` or ``IndexError``. The choice is then skipped. Mistakes in training
-(losses, weights of positions, teachers) are not listed, because they do not change how a given
-drafter drafts.
+If another program drafts other tokens than this package, that program may make one of these
+mistakes, called *wrong choices*. A choice is a function that changes a :class:`Reading`. A Reading
+contains a copy of a drafter. If the drafter lacks the module or setting that a choice changes, the
+function raises ``AttributeError``, ``KeyError`` or ``IndexError``. The choice is then skipped.
+Mistakes in training (losses, weights of positions, teachers) are not listed, because they do not
+change how a given drafter drafts.
 
 A block drafter drafts several tokens in one pass, one in each *slot* of its draft block. The
 *anchor* is the last committed token, which is the input of the first slot. The *context* is what
@@ -31,21 +31,21 @@ from ..moa.targets.bundle import FrozenTarget
 
 @dataclass
 class Reading:
-    """A copy of a drafter that wrong choices may change, and the target layers that it reads."""
+    """A copy of a drafter, and the target layers that it reads. Wrong choices change both."""
 
     drafter: Any
     frozen: FrozenTarget
-    n_layers: int  # L
-    # Target layers whose concatenated outputs the drafter reads. -1 stands for the embeddings, and
-    # L for the output of the final norm.
+    n_layers: int  # L, the number of the target's layers
+    # The drafter reads the concatenated outputs of these target layers. -1 stands for the
+    # embeddings, and L stands for the output of the final norm.
     layers: tuple[int, ...]
-    # Usually the drafter reads the target's outputs of all tokens before the last committed token.
-    # A wrong choice may let it read the outputs of this number of further tokens.
+    # The right drafter reads the target's outputs for all committed tokens except the last one.
+    # With a wrong choice, the drafter may read the outputs for this number of further tokens.
     ahead: int = 0
 
     @classmethod
     def of(cls, drafter: Drafter, frozen: FrozenTarget, n_layers: int) -> "Reading":
-        """Copy a drafter. Until a choice changes the copy, it drafts the same as the drafter."""
+        """Copy a drafter. The copy drafts the same tokens until a choice changes the copy."""
         return cls(
             copy.deepcopy(drafter),
             copy.copy(frozen),
@@ -62,9 +62,11 @@ Choice = Callable[[Reading], None]
 
 
 def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
-    """Return the wrong choice in which an attribute is replaced by ``change(owner, value)``.
+    """Return the wrong choice in which an attribute of a module is replaced.
 
-    ``part`` is the dotted path of the attribute, such as ``layers.0.input_layernorm``.
+    ``part`` is the dotted path of the attribute, such as ``layers.0.input_layernorm``. The new
+    value is ``change(owner, value)``, where ``owner`` is the module and ``value`` is the right
+    value.
     """
 
     def choice(r: Reading) -> None:
@@ -84,9 +86,10 @@ def _layers(pick: Callable[[int, int], int]) -> Choice:
 
 
 def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
-    """Return the wrong choice in which a setting of the drafter is ``pick(sizes, size)``.
+    """Return the wrong choice in which a setting of the drafter has another value.
 
-    ``sizes`` are all settings of the drafter. ``size`` is the right value of the setting ``name``.
+    ``name`` is the name of the setting. The new value is ``pick(sizes, size)``, where ``sizes`` are
+    all settings of the drafter, and ``size`` is the right value.
     """
     return _put(
         "config",
@@ -103,7 +106,7 @@ def _mask(name: str) -> Choice:
 
 
 def _without(pattern: str) -> Choice:
-    """Return the wrong choice in which norms are left out if ``pattern`` matches their names."""
+    """Return the wrong choice that leaves out all norms whose names match ``pattern``."""
 
     def choice(r: Reading) -> None:
         for name, module in list(r.drafter.named_modules()):
@@ -131,9 +134,9 @@ def _rotation(**parameters: Any) -> Choice:
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
-    """Return the wrong choice in which the slots of a draft block are at ``move(positions)``.
+    """Return the wrong choice in which the slots of a draft block have other positions.
 
-    ``positions`` [B, Q] are the right positions of the slots.
+    The wrong positions are ``move(positions)``, where ``positions`` [B, Q] are the right ones.
     """
     return _put(
         "run_layers",
@@ -144,9 +147,10 @@ def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
     """Return the wrong choice in which ``rule`` decides to which keys a slot attends.
 
-    Slot q of a draft block attends to key k if ``rule(q, k)`` is true. The rule gets the numbers of
-    all slots, q [Q, 1], and of all keys, k [S]. Slots, and the keys of slots, are numbered from 0.
-    The keys of the committed tokens before the block have negative numbers.
+    Slot q of a draft block attends to key k if ``rule(q, k)`` is true. The arguments of the rule
+    are the numbers of all slots, q [Q, 1], and the numbers of all keys, k [S]. A slot and its key
+    have the same number, and the first slot has the number 0. The committed tokens before the block
+    have keys with negative numbers.
     """
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
@@ -159,9 +163,10 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
 
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
-    """Return the wrong choice in which the method ``part`` gets changed committed tokens.
+    """Return the wrong choice in which a method of the drafter gets wrong committed tokens.
 
-    ``edit`` takes the committed tokens of a row, and returns the changed tokens.
+    ``part`` is the name of the method. ``edit`` takes the committed tokens of a row, and returns
+    the wrong tokens.
     """
     return _put(
         part,
@@ -188,7 +193,8 @@ def _context_normed_again(r: Reading) -> None:
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
     """Return the wrong choice in which ``make`` computes the keys of committed tokens.
 
-    It is called as ``make(attention, states, rotation)``, with states [B, n, E].
+    The call is ``make(attention, states, rotation)``. ``states`` [B, n, E] are the hidden states of
+    the committed tokens.
     """
 
     def choice(r: Reading) -> None:
@@ -207,7 +213,11 @@ def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:
 
 
 def _at_depth(pick: Callable[[int], int]) -> Choice:
-    """Return the wrong choice that computes a draft as if it was at the depth ``pick(depth)``."""
+    """Return the wrong choice that computes a draft as if the draft had another depth.
+
+    The depth of a draft is the number of drafts before it in the same chain. The wrong depth is
+    ``pick(depth)``.
+    """
     return _put(
         "draft_level",
         lambda own, plain: (
@@ -231,7 +241,7 @@ def _in_bfloat16(r: Reading) -> None:
 
 
 CHOICES: dict[str, Choice] = {
-    # Target states
+    # Choices about the target's states
     "the target's hidden states are taken before the final norm": _layers(
         lambda layer, n: layer - (layer == n)
     ),
@@ -243,7 +253,7 @@ CHOICES: dict[str, Choice] = {
     "the output of the target's last layer is taken after the final norm": _layers(
         lambda layer, n: layer + (layer == n - 1)
     ),
-    # Norms
+    # Choices about norms
     "the drafter's final norm is left out": _without("norm"),
     "the norm of the target's states (hidden_norm) is left out": _without(
         r"(midlayer\.)?hidden_norm"
@@ -267,7 +277,7 @@ CHOICES: dict[str, Choice] = {
     "the norms of queries and keys (q_norm, k_norm) are left out": _without(r".*\.[qk]_norm"),
     "k_norm is not applied to the keys of committed tokens": _keys(_unnormed),
     "each layer norms the states of committed tokens once more": _context_normed_again,
-    # Positions
+    # Choices about positions
     "the positions of the draft block are one too high": _slots_at(lambda at: at + 1),
     "the positions of the draft block are one too low": _slots_at(lambda at: at - 1),
     "all slots of a draft block have its first position": _slots_at(
@@ -285,7 +295,7 @@ CHOICES: dict[str, Choice] = {
     "RoPE has the base 10,000 and is not scaled": _rotation(
         rope_theta=10_000.0, rope_type="default"
     ),
-    # Attention
+    # Choices about attention
     "slots of a draft block attend only to themselves and to earlier slots": _slots_see(
         lambda q, k: k <= q
     ),
@@ -296,7 +306,7 @@ CHOICES: dict[str, Choice] = {
         lambda q, k: (k != -1) & (q == q)
     ),
     "a draft block reads the target's state of its own anchor": _sees_anchor,
-    # Slots
+    # Choices about the slots of draft blocks
     "the mask token is 0": _size("mask_token", lambda sizes, mask: 0),
     "the mask token is one too low": _size("mask_token", lambda sizes, mask: mask - 1),
     "the mask token is one too high": _size("mask_token", lambda sizes, mask: mask + 1),
@@ -319,7 +329,7 @@ CHOICES: dict[str, Choice] = {
     "drafts are read from slots that are off by one (sample_from_anchor)": _size(
         "sample_from_anchor", lambda sizes, is_anchor: not is_anchor
     ),
-    # Heads
+    # Choices about the Markov head and the LM head
     "the Markov head is left out": _put("markov_head", lambda own, head: head and None),
     "the Markov head reads the anchor for every draft": _put(
         "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: memory
@@ -343,7 +353,7 @@ CHOICES: dict[str, Choice] = {
         "draft_logits",
         lambda own, plain: lambda frozen, features: frozen.logits(own.normed(features)),
     ),
-    # Order and precision
+    # Choices about the order of inputs, and about precision
     "embedding and hidden state are concatenated in the wrong order": _put(
         "combine", lambda own, plain: lambda embeddings, hidden: plain(hidden, embeddings)
     ),
@@ -352,4 +362,4 @@ CHOICES: dict[str, Choice] = {
     ),
     "the engine computes in bfloat16": _in_bfloat16,
 }
-"""Description of a wrong choice -> the choice, in the order in which choices are tried."""
+"""Description of a wrong choice -> the choice. The choices are tried in this order."""

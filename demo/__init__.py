@@ -1,5 +1,5 @@
 """The demo: runs all stages in turn, from a generated corpus to a measured drafter.
 
-The demo needs neither a network nor an accelerator. It calls the same code for each stage as the
-commands of ``moa-data`` do.
+The demo needs neither a network nor an accelerator. For each stage, the demo calls the same code as
+the command of ``moa-data`` for this stage.
 """

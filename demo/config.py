@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ..config import Common, Config, Count, Positive, Seed
 
-MIN_VOCAB_SIZE = 262  # 256 bytes and 6 special tokens.
+MIN_VOCAB_SIZE = 262  # the 256 bytes and 6 special tokens
 MODEL_DEFAULTS: dict[str, Any] = {
     "activations": ("hidden:last",),
     "n_chats": 176,
@@ -21,7 +21,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "n_eval_prompts": 10,
     "draft_length": 3,
 }
-"""Defaults that apply if --model is given. They were chosen for a target of 135 M parameters."""
+"""Default settings for a demo with --model. They were chosen for a target of 135 M parameters."""
 _OF_TRAINED_TARGET = (
     "n_store_chats", "vocab_size", "hidden_size", "n_layers", "n_heads", "n_kv_heads",
     "target_steps", "target_batch_tokens", "target_matrix_learning_rate", "target_learning_rate",

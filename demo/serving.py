@@ -1,6 +1,6 @@
-"""Serve the demo's target and answer one prompt over a slow network, which is cut for a while.
+"""Serve the demo's target, and answer one prompt over a slow network that fails for a while.
 
-A picture shows how many tokens of the answer were shown and verified at which time.
+A figure shows over time how many tokens of the answer were shown and how many were verified.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ DELAY_S = 0.021  # One-way delay of the network in seconds, the mean delay of 4G
 # Minimum duration of a target call in milliseconds, as for an 8B target on a small GPU. Without it,
 # a call of the demo's own target takes only 1 or 2 ms.
 TARGET_MS = 25.0
-# The network is cut after the fraction CUT_AFTER of the answer, for CUT_S seconds.
+# When the fraction CUT_AFTER of the answer is shown, the network is cut for CUT_S seconds.
 CUT_AFTER, CUT_S = 0.35, 1.5
 
 
 class CutProxy:
     """A TCP proxy on 127.0.0.1 that delays bytes in both directions and can cut the connection.
 
-    The proxy listens at ``address`` and runs in its own thread. While it is cut, connections stay
-    open but silent, as on a network that loses all packets.
+    The proxy listens at ``address`` and runs in its own thread. While the connection is cut, it
+    stays open but transports no bytes, as on a network that loses all packets.
 
     Args:
         port: the port of 127.0.0.1 to which the proxy connects.
@@ -58,7 +58,7 @@ class CutProxy:
 
     def restore(self) -> None:
         """Forward bytes again, starting with the bytes that were held back."""
-        # Ignore RuntimeError. It means that the proxy and its event loop have ended meanwhile.
+        # Ignore RuntimeError. It means that the proxy has ended, and its event loop is closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._is_open.set)
 
@@ -82,7 +82,7 @@ class CutProxy:
 
     async def _serve(self, up: asyncio.StreamReader, down: asyncio.StreamWriter) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        # When the proxy ends, this task is cancelled. This is not an error.
+        # When the proxy ends, the task that runs this method is cancelled. This is not an error.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(
                 self._forward(up, writer), self._forward(reader, down), return_exceptions=True
@@ -101,15 +101,15 @@ class CutProxy:
 class Timeline:
     """Records the number of shown and verified tokens over time.
 
-    When ``n_tokens`` tokens are shown, it cuts the network for ``CUT_S`` seconds.
+    When ``n_tokens`` tokens are shown, the timeline cuts the network for ``CUT_S`` seconds.
     """
 
     def __init__(self, proxy: CutProxy, n_tokens: int) -> None:
         self._proxy = proxy
         self._n_tokens = n_tokens
         self._began_s = time.perf_counter()
-        # A tuple for each change: the seconds since the start, the number of tokens shown by then,
-        # and the number of tokens verified by then.
+        # One tuple for each event of the client: the seconds since the start, the number of tokens
+        # that were shown until then, and the number of tokens that were verified until then.
         self.points: list[tuple[float, int, int]] = [(0.0, 0, 0)]
         self.cut: list[float] = []  # Times in seconds at which the network was cut and restored.
         self.n_rolled_back = 0
@@ -175,7 +175,7 @@ def answer_through_a_cut(
 ) -> dict[str, Any]:
     """Serve the target in a separate process, and answer one prompt over a network that is cut.
 
-    The prompt is the one with the longest answer.
+    Of the given prompts, the one with the longest answer is used.
 
     Args:
         folder: the demo's folder.
@@ -194,7 +194,7 @@ def answer_through_a_cut(
         tokens = prompt_tokens(live.template, prompt)
         answer_alone = plain_generate(live, tokens, max_new_tokens=max_new_tokens)
         references.append(answer_alone.tokens)
-    # Choose the prompt with the longest answer, so that the answer takes longer than the cut.
+    # Choose the prompt with the longest answer, so that answering takes longer than the cut lasts.
     reference, messages = max(zip(references, prompts, strict=True), key=lambda pair: len(pair[0]))
     with (
         _served(folder, model) as port,
@@ -218,7 +218,7 @@ def answer_through_a_cut(
 
 @contextlib.contextmanager
 def _served(folder: Path, model: str) -> Iterator[int]:
-    """Run ``moa-data serve`` while the context is open, and yield the server's gRPC port."""
+    """Run ``moa-data serve`` until the ``with`` block ends. Yields the server's gRPC port."""
     command = [
         sys.executable, "-m", "moa_data", "serve", "--model", model,
         "--drafter", str(folder / "drafter"), "--port", "0", "--grpc-port", "0", "--device", "cpu",
@@ -233,7 +233,8 @@ def _served(folder: Path, model: str) -> Iterator[int]:
         ) as process,
     ):
         try:
-            # The server writes a line when it is ready. The line is empty if the server has ended.
+            # The server writes a line when it is ready. If the server has ended instead, the line
+            # is empty.
             line = process.stdout.readline() if process.stdout else ""
             if (match := re.search(r"gRPC \S+:(\d+)", line)) is None:
                 raise ServingError(

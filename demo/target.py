@@ -1,7 +1,8 @@
 """Train the demo's target, a tiny Llama with a byte-level BPE tokenizer.
 
-The target is saved as an ordinary Hugging Face folder. Its chat template is Llama-3's, with
-`{% generation %}` around the answers, so that the template itself provides the response masks.
+The target is saved as an ordinary Hugging Face folder. Its chat template is Llama-3's, with the
+tags `{% generation %}` around the answers. From these tags, transformers computes which tokens
+belong to answers.
 """
 
 import math
@@ -39,20 +40,21 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 MAX_POSITIONS = 512
-# Loss weight of prompt tokens. Answers copy words from prompts. The weight is above zero, so that
-# the embeddings of these words are trained.
+# Loss weight of the tokens of prompts. It is above zero for this reason: answers copy words from
+# prompts, so the embeddings of these words must be trained.
 PROMPT_WEIGHT = 0.1
 WARMUP_STEPS = 40
 
-# One chat: its token ids [T] int64, and loss weights [T] float32. Weight i belongs to the
-# prediction of token i + 1.
+# A chat is represented by its token ids [T] int64 and loss weights [T] float32. Weight i belongs to
+# the prediction of token i + 1.
 _Example = tuple[Tensor, Tensor]
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with Llama-3's special tokens and chat template."""
     tokenizer = Tokenizer(models.BPE())
-    # This is Llama-3's pattern, except that numbers are split into digits.
+    # This is Llama-3's pattern for splitting a text into words, except that numbers are split into
+    # digits.
     words = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -142,8 +144,7 @@ def train_target(
     model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
     model.save_pretrained(folder)
-    # Write the weight files again, because transformers has written them with permissions that make
-    # them unreadable for other users.
+    # transformers writes weight files that other users cannot read. So write these files again.
     for file in folder.glob("*.safetensors"):
         with replacing(file) as partial:
             write_tensors(partial, load_file(file))
@@ -152,7 +153,7 @@ def train_target(
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> list[_Example]:
-    """Tokenize chats, and set loss weights: 1 for answers, and `PROMPT_WEIGHT` for other tokens."""
+    """Tokenize chats. Tokens of answers have the loss weight 1, others have `PROMPT_WEIGHT`."""
     examples = []
     for row in rows:
         encoded: Any = tokenizer.apply_chat_template(
@@ -176,8 +177,7 @@ def _batches(
         padding, unless a single example is longer.
     """
     lengths = np.array([len(ids) for ids, _ in examples])
-    # Sort by length, plus a random number of up to 16 tokens, so that the batches differ between
-    # epochs.
+    # Sort by length plus a random number from 0 to 16. So the batches differ between epochs.
     order = np.argsort(lengths + rng.uniform(0, 16, len(lengths)))
     batches: list[np.ndarray] = []
     start = 0
@@ -227,8 +227,8 @@ def _fit(
         # needed. The loss weight is zero at the padding and at the last token of each chat.
         ids = pad_sequence(list(batch_ids), batch_first=True)
         weights = pad_sequence(list(batch_weights), batch_first=True)
-        # Logits [B, T, V] of B chats, with T tokens of the longest chat and V tokens of the
-        # vocabulary.
+        # The logits are [B, T, V]. B is the number of chats, T the number of tokens of the longest
+        # chat, and V the size of the vocabulary.
         logits = model(input_ids=ids, use_cache=False).logits
         losses = functional.cross_entropy(
             logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="none"

@@ -1,5 +1,5 @@
 """Compares decoding with drafters to plain decoding, and measures drafters without their target.
 
-Decoding itself is implemented in ``moa.decoding``. This package reads prompts, measures times,
-computes statistics and writes reports.
+Decoding itself is implemented in ``moa.decoding``. The package ``evaluation`` reads prompts,
+measures times, computes statistics and writes reports.
 """

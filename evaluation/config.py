@@ -36,7 +36,7 @@ class DecodingConfig(TargetSettings):
         return self.refusal_of(self.tree_shape)
 
     def tree_shape(self) -> "TreeShape | None":
-        """Parse ``tree``. Raise DrafterError if the sampling settings do not allow its shape."""
+        """Parse ``tree``. Raises DrafterError if the sampling settings do not allow this tree."""
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape
 
@@ -106,7 +106,7 @@ class EvalConfig(DecodingConfig):
 
     @property
     def needs_drafters(self) -> bool:
-        """Whether drafters are used by a method, or by the measurement of disconnections."""
+        """Whether a method or the measurement of disconnections uses drafters."""
         return bool(set(self.method) & set(DRAFTING)) or self.disconnection.disconnect > 0
 
     @override

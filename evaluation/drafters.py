@@ -13,10 +13,10 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
-# Differences in these settings are not reported, for the following reasons. Drafters of different
-# kinds are meant to be compared. The numbers of steps that were made are compared, so the
-# configured numbers of steps and epochs need not be. A preset only sets other settings, which are
-# compared themselves. ``micro_batch_size`` and ``compile`` change only rounding.
+# If two drafters were trained with different values of these settings, the report does not say so.
+# Drafters of different kinds are meant to be compared. The steps that were actually made are
+# compared, so the configured numbers of steps and epochs are not. A preset only sets other
+# settings, and these are compared. ``micro_batch_size`` and ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",
@@ -39,11 +39,12 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
         "n_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "drafts_all_tokens": drafter.config.draft_vocabulary in (0, drafter.config.vocab_size),
         "n_steps": None,
-        # Number of tokens that the drafter was trained on. If the run was resumed and recorded no
-        # total, this is the number since the run was last resumed.
+        # Number of tokens that the drafter was trained on. A resumed run may not have recorded this
+        # total. Then it is the number of tokens since the run was last resumed.
         "n_tokens": None,
-        "n_bytes_read": None,  # number of bytes read from the store for these tokens
-        "store": {},  # facts that identify the store: sequences, tokens, hashes, codec
+        "n_bytes_read": None,  # number of bytes that training read from the store for these tokens
+        # facts that identify the store: numbers of sequences and tokens, hashes, codec
+        "store": {},
         "settings": {},
     }
     run = _training_run(folder)
@@ -74,9 +75,8 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     if len(drafters) < 2:
         return []
     differences: list[str] = []
-    by_fact: dict[
-        str, dict[str, Any]
-    ] = {}  # Fact -> name of each drafter that recorded it -> value.
+    # Text of a fact -> {name of a drafter: value}, for all drafters that recorded the fact.
+    by_fact: dict[str, dict[str, Any]] = {}
     for name, facts in drafters.items():
         if not facts["settings"]:
             differences.append(
@@ -95,8 +95,8 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
 def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the facts about a training run that are compared with the facts about other runs.
 
-    Each fact is a pair of a text and the value. If the value differs between runs, the text begins
-    the line that reports this.
+    Each fact is a pair of a text and a value. If the value differs between training runs, the
+    report has a line that begins with the text.
     """
     recorded = {
         "the numbers of training steps differ": facts["n_steps"],
@@ -109,8 +109,8 @@ def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield fact, value
     for name, value in facts["settings"].items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
-            # Skip all other settings of the drafter itself. They apply only to one kind of drafter,
-            # so they may differ.
+            # The settings under ``drafter`` apply only to one kind of drafter, so they may differ.
+            # Skip all of them except ``forward_kl_weight``.
             if name == "drafter" and key != "forward_kl_weight":
                 continue
             key = name if key == "kind" else key
@@ -130,8 +130,8 @@ def _read(file: Path) -> dict[str, Any]:
         try:
             values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
         except yaml.YAMLError as error:
-            # Put the message into one line, because the position of the error is not in its first
-            # line.
+            # An error of YAML or JSON may have several lines, and its position is not in the first
+            # one. So put all lines of the message into one line.
             raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(values, dict):
         raise OptionInvalid(

@@ -1,15 +1,15 @@
 """Decodes the same prompts with every method in alternation, and compares tokens and times.
 
 The same code measures all methods. It counts generated token ids, and measures the time of a whole
-generation, including the prefill. If a method is compared with itself, the counts are equal, and
+generation, including the prefill. So if a method is compared with itself, the counts are equal, and
 the ratio of the speeds is 1 up to noise.
 
 This module also measures how well a drafter continues an answer if the connection to the target is
-lost (arXiv 2410.03804). This is simulated by *cutting* answers. The target writes an answer up to
-the cut. From there, a drafter writes a continuation: a chain of drafts that the target does not
-verify. The drafter has the target's activations of all tokens before the cut, except the last one.
-For the tokens after the cut, Mixture of Attentions and GLIDE have no target KV, and EAGLE uses its
-own features as input.
+lost (arXiv 2410.03804). To simulate the loss, an answer of the target is *cut*: only its first
+tokens are used. Then a drafter writes a continuation of these tokens: a chain of drafts that the
+target does not verify. The drafter has the target's activations of all tokens before the cut,
+except the last one. For the tokens after the cut, Mixture of Attentions and GLIDE have no target
+KV, and EAGLE uses its own features as input.
 
 Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
@@ -40,21 +40,21 @@ from ..moa.targets.live import Target
 from ..text import SILENT, Progress, first_line
 from .prompts import Prompt
 
-# A method is a function that takes the token ids and the seed of each prompt, and returns a
-# generation for each prompt.
+# A method is a function. It takes a list with the token ids of each prompt, and a list with the
+# seed of each prompt. It returns one generation for each prompt.
 Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
-# A scorer takes two texts, the messages of a prompt and the answer. It returns a number that is
-# higher for better answers.
+# A scorer is a function of two texts: the messages of a prompt, and the answer. It returns a
+# number. Better answers have higher numbers.
 Scorer = Callable[[str, str], float]
-# Name of the target among the writers of continuations. The other writers are the drafters.
+# Continuations are written by the target and by the drafters. The target has this name as a writer.
 TARGET = "target"
-# Number of cuts that are continued together. The results do not depend on this number.
+# Number of cut answers that are continued in one batch. The results do not depend on this number.
 _BATCH = 8
 
 
 @dataclass
 class MethodRun(DecodeStats):
-    """Counts and times of one method for the answer to one turn of a prompt.
+    """Counts and times of the answer of one method to one turn of a prompt.
 
     If the answer was generated several times, the counts and times are from the run with the median
     time.
@@ -63,10 +63,11 @@ class MethodRun(DecodeStats):
     # Index of the first generated token that differs from the baseline's answer. None if all tokens
     # are equal.
     first_divergence: int | None = None
-    # The difference between the target's two highest logits at the index ``first_divergence``,
-    # after the repetition penalty. None if all tokens are equal, or if tokens are sampled.
+    # The target's highest logit minus its second highest logit for the token at the index
+    # ``first_divergence``, after the repetition penalty. None if all tokens are equal, or if tokens
+    # are sampled.
     top2_gap: float | None = None
-    # Seconds that each repetition took.
+    # Seconds that each repetition of the generation took.
     repeats_s: tuple[float, ...] = ()
 
     @property
@@ -82,7 +83,7 @@ class MethodRun(DecodeStats):
 
 @dataclass(frozen=True)
 class PromptRow:
-    """The results of all methods for one turn of a prompt, and the order in which they ran."""
+    """The results of all methods for one turn of a prompt, and the order of these methods."""
 
     prompt_id: str
     category: str
@@ -94,22 +95,22 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SkippedTurn:
-    """A turn that was not answered.
+    """A turn of a prompt that was not answered.
 
-    Either the prompt leaves no position for an answer, or an earlier answer contains a control
-    token of the target. All turns after a skipped turn are skipped, too.
+    Either the messages take all positions of the target, so that no answer fits, or an earlier
+    answer contains a control token of the target. All turns after a skipped turn are skipped, too.
     """
 
     prompt_id: str
     turn: int
-    # Number of tokens of the prompt at the first skipped turn of the chat. 0 if the turn was
-    # skipped because of a control token.
+    # Number of tokens of the messages up to the first skipped turn of the chat. 0 if an answer
+    # contains a control token.
     n_prompt_tokens: int
 
 
 @dataclass
 class Measurement:
-    """All rows of a measurement, and the turns that were skipped."""
+    """The results of a measurement, one row per answered turn, and the turns that were skipped."""
 
     rows: list[PromptRow] = field(default_factory=list)
     skipped: list[SkippedTurn] = field(default_factory=list)
@@ -129,12 +130,13 @@ def measure(
 ) -> Measurement:
     """Decode every turn of every prompt with every method.
 
-    The methods take turns at being the first one that decodes a batch.
+    The method that decodes a batch first changes from batch to batch.
 
     Args:
         target: the target.
         methods: name -> method. The first method is the baseline. The tokens of the other methods
-            are compared with its tokens, and its answers become the history of later turns.
+            are compared with the baseline's tokens. The baseline's answers become the history of
+            later turns.
         prompts: the prompts.
         warmup: number of prompts that each method decodes before the measurement.
         batch_size: number of prompts that are decoded together.
@@ -163,8 +165,9 @@ def measure(
                     answered.append(chat)
             if not answered:
                 continue
-            # The first method that decodes a batch runs with cold caches and on an idle machine. So
-            # let each method be the first one equally often.
+            # The first method that decodes a batch has a disadvantage from cold caches, or an
+            # advantage from a machine that was idle before. So let each method be the first one
+            # equally often.
             shift = n_batches % len(methods)
             order = [*methods][shift:] + [*methods][:shift]
             result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
@@ -175,8 +178,9 @@ def measure(
 
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode the first turns of prompts. Leave out turns that leave no position for an answer."""
-    # Check the texts of all turns first, so that none is rejected in the middle of a measurement.
+    """Encode the first turn of each prompt. Leave out turns after which no answer would fit."""
+    # Check the texts of all turns first, so that no text is rejected in the middle of a
+    # measurement.
     for prompt in prompts:
         try:
             messages = list(chain.from_iterable(prompt.turns))
@@ -204,7 +208,7 @@ class _Chat:
     def begin_turn(self, target: Target, turn: int, skipped: list[SkippedTurn]) -> bool:
         """Add a turn to the history, and encode the history as the next prompt.
 
-        If the turn cannot be answered, it and all later turns are added to ``skipped``.
+        If the turn cannot be answered, this turn and all later turns are added to ``skipped``.
 
         Returns:
             Whether the chat has this turn and the turn can be answered.
@@ -270,7 +274,7 @@ def first_divergence(baseline: Sequence[int], other: Sequence[int]) -> int | Non
 
 @torch.inference_mode()
 def top2_gap(target: Target, tokens: Sequence[int], repetition_penalty: float = 1.0) -> float:
-    """Compute the difference of the target's two highest logits for the token after ``tokens``."""
+    """Compute the gap between the target's two highest logits for the token after ``tokens``."""
     hidden = target.forward(torch.tensor([list(tokens)], device=target.device), target.new_cache())
     highest = penalised(target.logits(hidden[0, -1]), tokens, repetition_penalty).topk(2).values
     return float(highest[0] - highest[1])
@@ -292,14 +296,15 @@ def _compare(
     repeats: list[Generation],
     sampling: SamplingConfig,
 ) -> MethodRun:
-    # Take the run with the median time. If the number of runs is even, take the lower of the two
-    # middle times, so that the result is an actual run. All runs have the same tokens.
+    # Take the repetition with the median time. All repetitions have the same tokens. If their
+    # number is even, take the one with the lower of the two middle times, because no repetition has
+    # exactly the median time.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
     if divergence is not None and sampling.temperature == 0:
-        # If the two highest logits are nearly equal, rounding has decided between two tokens. A
-        # larger gap means that the method is wrong.
+        # Rounding decides between two tokens only if their logits are nearly equal. So if the gap
+        # is larger, the method is wrong.
         gap = top2_gap(
             target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty
         )
@@ -311,12 +316,12 @@ def _compare(
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens that the target or a drafter wrote after a cut."""
+    """The tokens that the target or a drafter wrote after the cut of an answer."""
 
-    tokens: tuple[int, ...]  # Tokens up to and including the first end-of-sequence token.
+    tokens: tuple[int, ...]  # tokens up to the first end-of-sequence token, which is included
     log_probs: tuple[float, ...]  # The target's log-probability of each token, in nats.
-    # For each position, whether this continuation and the target's own continuation have the same
-    # token there.
+    # For each position after the cut, whether this continuation has the same token as the target's
+    # continuation.
     agrees: tuple[bool, ...]
     # The score of the answer with this continuation. None if answers are not scored.
     score: float | None = None
@@ -329,9 +334,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CutRow:
-    """A cut of an answer after its first ``n_written`` tokens, and the continuations after the cut.
+    """An answer that is cut after its first ``n_written`` tokens, with its continuations.
 
-    ``by_writer`` maps ``target`` and the name of each drafter to the continuation that it wrote.
+    ``by_writer`` maps a writer to the continuation that this writer wrote. A writer is ``target``
+    or the name of a drafter.
     """
 
     prompt_id: str
@@ -343,11 +349,11 @@ class CutRow:
 
 
 class _Cut(NamedTuple):
-    """A cut of an answer, with the tokens before the cut and the target's tokens after it.
+    """An answer of the target that is cut, with its tokens before and after the cut.
 
-    ``committed`` contains the tokens of the prompt, and of the answer up to the cut. The last of
-    these tokens has no target activations yet. ``reference`` contains the target's own
-    continuation. ``row`` collects the results.
+    ``committed`` contains the tokens of the prompt, and the tokens of the answer up to the cut. The
+    last of these tokens has no target activations yet. ``reference`` contains the tokens with which
+    the target itself continues. The results are written to ``row``.
     """
 
     row: CutRow
@@ -357,9 +363,9 @@ class _Cut(NamedTuple):
 
 
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
-    """Choose the numbers of tokens after which an answer is cut. They are evenly spaced.
+    """Choose the positions at which an answer is cut. The positions are evenly spaced.
 
-    A short answer has fewer than ``n_cuts`` cuts.
+    A short answer is cut at fewer than ``n_cuts`` positions.
     """
     points = set[int]()
     for number in range(1, n_cuts + 1):
@@ -386,15 +392,16 @@ def measure_disconnections(
     Args:
         target: the target.
         drafters: name -> drafter.
-        prompts: prompts whose first turns are answered. Prompts that leave no position for an
-            answer are skipped.
+        prompts: prompts whose first turns are answered. Prompts that are too long for an answer are
+            skipped.
         n_tokens: maximum number of tokens that are written after each cut. A continuation also ends
             at the target's maximum number of positions, and at an end-of-sequence token.
         n_cuts: maximum number of cuts per answer.
-        max_new_tokens: the cuts are within the first ``max_new_tokens`` tokens of an answer.
-        batch_size: number of cuts that are continued together.
+        max_new_tokens: an answer is cut only within its first ``max_new_tokens`` tokens.
+        batch_size: number of cut answers that are continued in one batch.
         scorer: scores the answers. If it is None, they are not scored.
-        progress: reports the number of finished answers, then the number of finished cuts.
+        progress: reports the number of finished answers, then the number of cuts with finished
+            continuations.
     """
     usable: list[tuple[Prompt, list[int]]] = []
     for prompt in prompts:
@@ -455,13 +462,14 @@ def _draft(
     """Draft a chain of tokens after each cut of an answer.
 
     A chain ends at an end-of-sequence token, at the target's maximum number of positions, or at the
-    drafter's maximum number of levels.
+    maximum number of tokens that the drafter can draft in a row.
     """
     proposer = DrafterProposer(target, drafter)
     proposer.begin(cache)
-    # After this prefill, the drafter's state is the same as after decoding in rounds up to the cut.
+    # A prefill suffices here: the drafter's state after it is the same as if the tokens up to the
+    # cut had been decoded in rounds.
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)
-    # Some drafters, such as block drafters, draft at most ``max_depth`` levels.
+    # Some drafters, such as block drafters, draft at most ``max_depth`` tokens in a row.
     depth = min(n_tokens, drafter.config.max_depth or n_tokens)
     committed: list[list[int]] = []
     room: list[int] = []
@@ -478,26 +486,27 @@ def _draft(
 def continuation_log_probs(
     target: Target, cache: TargetCache, cuts: Sequence[_Cut], continuations: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Compute the target's log-probability of each token of continuations, in nats.
+    """Compute the target's log-probability, in nats, of each token of some continuations.
 
-    Each token is conditioned on all tokens before it.
+    The log-probability of a token is conditioned on all tokens before this token.
 
     Args:
         target: the target.
-        cache: the target's KV of all tokens before each cut, except the last one. Its committed
-            tokens are not changed.
-        cuts: for each row, the cut before the continuation.
-        continuations: for each row, the tokens of the continuation.
+        cache: the target's KV of all tokens before each cut, except the last one. The committed
+            tokens of this cache stay the same.
+        cuts: one entry per row: the cut after which the continuation begins.
+        continuations: one entry per row: the tokens of the continuation.
     """
-    # The target need not process the last token of a continuation, because nothing after it is
-    # scored.
+    # The last token of a continuation need not be processed by the target, because no token after
+    # it is scored.
     fed: list[list[int]] = []
     for cut, tokens in zip(cuts, continuations, strict=True):
         fed.append([cut.committed[-1], *tokens[:-1]])
-    hidden = target.forward(padded(fed, target.device), cache)  # [B, n, E]
+    hidden = target.forward(padded(fed, target.device), cache)  # The hidden states are [B, n, E].
     log_probs = []
     for row, tokens in enumerate(continuations):
-        log_p = target.logits(hidden[row, : len(tokens)]).float().log_softmax(dim=-1)  # [n, V]
+        # The log-probabilities are [n, V].
+        log_p = target.logits(hidden[row, : len(tokens)]).float().log_softmax(dim=-1)
         chosen = torch.tensor(list(tokens), dtype=torch.int64, device=log_p.device)[:, None]
         log_probs.append(log_p.gather(1, chosen)[:, 0].tolist())
     return log_probs
@@ -511,7 +520,7 @@ def load_scorer(name: str) -> Scorer:
             scorer: Scorer = runpy.run_path(str(Path(where).expanduser()))[function]
         else:
             scorer = getattr(importlib.import_module(where), function)
-    except Exception as error:  # The user's module may raise anything.
+    except Exception as error:  # The user's module may raise any error.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
             f"--scorer {name} cannot be loaded ({reason}). Write it as module:function or "
@@ -529,7 +538,7 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         score = scorer(prompt, answer)
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
-    except Exception as error:  # The user's function may raise anything.
+    except Exception as error:  # The user's function may raise any error.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
             "the function that --scorer names failed for an answer to the prompt "

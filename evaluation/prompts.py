@@ -1,10 +1,10 @@
 """Reads prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
 
 A file of chats has one chat per line: ``{"messages": [{"role", "content"}]}``, or in ShareGPT's
-format ``{"conversations": [{"from", "value"}]}``. If the last message is the assistant's, the
-prompt is everything before it. Otherwise the prompt is the whole chat. Optional keys are
-``prompt_id`` (or ``id``; the default is the number of the row), ``category``, ``tools`` and
-``system``.
+format ``{"conversations": [{"from", "value"}]}``. If the last message is from the assistant, the
+prompt is everything before this message. Otherwise the prompt is the whole chat. Optional keys are
+``prompt_id`` or ``id``, ``category``, ``tools`` and ``system``. A prompt without an id has the
+number of its row as the id.
 
 A file of Spec-Bench has one question per line:
 ``{"question_id", "category", "turns": ["...", ...]}``. The target answers each turn, and its answer
@@ -54,8 +54,8 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
     Args:
         path: the file.
         n_prompts: number of prompts to use. From a file of chats, the first ones are used. From
-            Spec-Bench, one question of each category is used in turn. If it is None, all prompts
-            are used.
+            Spec-Bench, one question of each category is used in turn. If ``n_prompts`` is None, all
+            prompts are used.
 
     Raises:
         DatasetError: the file cannot be read, has no prompts, or has a row that is not a prompt.
@@ -109,8 +109,8 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
     messages = tuple(chat.messages)
     turns: tuple[tuple[Message, ...], ...] = tuple((message,) for message in messages)
     if not chat.asks_each:
-        # If the last message is the assistant's, leave it out. Otherwise the chat already is a
-        # prompt.
+        # If the last message is from the assistant, leave this message out. Otherwise the chat
+        # already is a prompt.
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
         raise DatasetError(
@@ -136,7 +136,8 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     in_turn: list[Prompt] = []
-    # If a category has fewer prompts than others, ``zip_longest`` fills it up with None.
+    # If a category has fewer prompts than another one, ``zip_longest`` adds None for the missing
+    # prompts.
     for candidate in chain.from_iterable(zip_longest(*by_category.values())):
         if candidate is not None:
             in_turn.append(candidate)

@@ -2,8 +2,8 @@
 
 The acceptance length is the number of tokens committed per target call, including the bonus token,
 without the prefill. A *row* is the answers of all methods to one turn of a prompt. Confidence
-intervals are bootstrapped: whole prompts are resampled, not single rows, because the answers to the
-turns of one prompt are not independent.
+intervals are bootstrapped. The answers to the turns of one prompt are not independent, so the
+bootstrap resamples whole prompts, not single rows.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from .drafters import training_differences
 from .measure import CutRow, Measurement, PromptRow
 
 KIND = "moa-data evaluation report"
-# First line of the Markdown file next to the report.
+# The Markdown file of a report begins with this line.
 TITLE = "# Speculative decoding against plain decoding"
 SCHEMA_VERSION = 3
-# A test file of this size in bytes is written before the measurement, to find out early whether the
+# Before the measurement, a test file of this size in bytes is written, to find out early whether a
 # report can be written. A report with its figures has about this size.
 _PROBE_BYTES = 256 << 10
 _N_RESAMPLES = 2000
@@ -84,7 +84,7 @@ class MethodSummary:
     verify_s: float
     tokens_per_s: float
     acceptance_length: float | None  # None if the method made no target call after the prefill.
-    # None if the method made target calls for fewer than two prompts.
+    # None if fewer than two prompts have target calls after the prefill.
     acceptance_length_interval: Interval
     accepted_drafts: tuple[int, ...]
     accepted_by_position: tuple[float, ...]
@@ -95,7 +95,7 @@ class MethodSummary:
 
     @property
     def call_ms(self) -> float:
-        """Milliseconds per target call, including the drafting and without the prefill.
+        """Milliseconds per target call. The time includes drafting, but not the prefill.
 
         The result is 0 if the method made no target call after the prefill.
         """
@@ -108,7 +108,7 @@ class MethodSummary:
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over ``n`` values and its 95 % interval.
+    """The mean of ``n`` values, and the 95 % confidence interval of this mean.
 
     The mean is None if there are no values. The interval is None if the values come from fewer than
     two prompts.
@@ -121,9 +121,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class WriterSummary:
-    """The results of one writer, the target or a drafter, over its continuations of cut answers.
+    """The results of one writer. A writer is the target or a drafter that continues cut answers.
 
-    ``common_prefix`` is the number of tokens before the first difference from the target's own
+    ``common_prefix`` is the mean number of tokens before the first difference from the target's own
     continuation.
     """
 
@@ -139,19 +139,20 @@ class WriterSummary:
 
 @dataclass(frozen=True)
 class Disconnection:
-    """The results of cutting answers, and letting the target and each drafter continue them."""
+    """The results of all writers that continued cut answers: the target and each drafter."""
 
     n_cuts: int
     n_cut_prompts: int
-    # Number of prompts without a cut answer. Either the prompt leaves no position for an answer, or
-    # the answer has a single token.
+    # Number of prompts without a cut answer. Either the prompt is too long for an answer, or the
+    # answer has a single token.
     n_skipped: int
-    writers: list[WriterSummary]  # The target comes first. Empty if no answer was cut.
+    # The first summary is the target's. The list is empty if no answer was cut.
+    writers: list[WriterSummary]
     rows: list[CutRow]
 
     @classmethod
     def of(cls, rows: Sequence[CutRow], n_prompts: int) -> "Disconnection":
-        """Summarize the continuations of cut answers to ``n_prompts`` prompts."""
+        """Summarize the continuations of cut answers. ``n_prompts`` prompts were answered."""
         n_cut_prompts = len({row.prompt_id for row in rows})
         writers: list[WriterSummary] = []
         if rows:
@@ -168,21 +169,22 @@ class EvaluationReport:
     config: dict[str, Any]
     environment: dict[str, Any]
     provenance: dict[str, Any]
-    prompts: dict[str, Any]  # The file of prompts, its kind, and numbers of prompts and answers.
+    # The path and the format of the file of prompts, and the numbers of prompts and answers.
+    prompts: dict[str, Any]
     # Name of each ``auto`` method -> a description of how often it drafted.
     auto: dict[str, str] = field(default_factory=dict)
-    # Name of each drafter -> facts about it, from ``drafter_facts``.
+    # Name of each drafter -> facts about this drafter, from ``drafter_facts``.
     drafters: dict[str, dict[str, Any]] = field(default_factory=dict)
     disconnection: Disconnection | None = None
 
     @cached_property
     def methods(self) -> list[MethodSummary]:
-        """One summary per method, the baseline first."""
+        """One summary per method. The first one is the baseline's."""
         return summarize(self.measurement.rows)
 
     @cached_property
     def categories(self) -> dict[str, list[MethodSummary]]:
-        """Category -> one summary per method over the rows of the category."""
+        """Category of prompts -> one summary per method, computed from the rows of the category."""
         rows_by_category = defaultdict[str, list[PromptRow]](list)
         for row in self.measurement.rows:
             rows_by_category[row.category].append(row)
@@ -195,7 +197,7 @@ class EvaluationReport:
 
     @cached_property
     def pairs(self) -> list[dict[str, Any]]:
-        """Each drafter compared with the first one, see :func:`drafter_pairs`."""
+        """Comparisons of each drafter with the first drafter, from :func:`drafter_pairs`."""
         return drafter_pairs(self.measurement.rows, list(self.drafters))
 
     def method(self, name: str) -> MethodSummary:
@@ -269,10 +271,11 @@ def _summarize_method(name: str, baseline: str, rows: Sequence[PromptRow]) -> Me
 def _paired_figures(
     rows: Sequence[PromptRow], method: str, other: str, figure: str
 ) -> list[tuple[float, ...]]:
-    """Return four numbers for each row, as :func:`ratio_with_interval` takes them.
+    """Return the four numbers of each row that :func:`ratio_with_interval` needs.
 
-    They are the numerator and denominator of a figure for ``method``, then for ``other``. The
-    figure is ``calls`` or ``speed``, a property of :class:`MethodRun`.
+    The first two are the numerator and the denominator of a figure for ``method``. The last two are
+    those of the same figure for ``other``. The figure is ``calls`` or ``speed``, a property of
+    :class:`MethodRun`.
     """
     paired: list[tuple[float, ...]] = []
     for row in rows:
@@ -283,9 +286,9 @@ def _paired_figures(
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
     """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
-    The ratios are computed separately for each method, such as ``chain``, with which both drafters
-    were measured. The ratio of acceptance lengths covers only turns for which both drafters made
-    target calls. Without such turns, it is None.
+    Drafters are compared separately in each method, such as ``chain``, with which both were
+    measured. The ratio of acceptance lengths covers only turns for which both drafters made target
+    calls. Without such turns, it is None.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
@@ -304,7 +307,7 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
 
 
 def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
-    """Summarize the continuations of one writer."""
+    """Summarize the continuations of one writer, the target or a drafter."""
     prompt_ids = [row.prompt_id for row in rows]
     lengths: list[int] = []
     prefixes: list[tuple[int]] = []
@@ -332,7 +335,7 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
 
 
 def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Figure:
-    """Compute the mean over all values of all rows. Each row has a sequence of values."""
+    """Compute the mean of all values in all rows. A row is a sequence of values."""
     sums: list[tuple[float, int]] = []
     for row_values in values:
         sums.append((sum(row_values), len(row_values)))
@@ -343,7 +346,10 @@ def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Fig
 def _figures_by_offset(
     prompt_ids: Sequence[str], values: Sequence[Sequence[float]], longest: int
 ) -> tuple[Figure, ...]:
-    """Compute one mean for each index below ``longest``, over the rows that have a value there."""
+    """For each index below ``longest``, compute the mean of the rows' values at this index.
+
+    Rows that are too short to have a value at an index are left out there.
+    """
     figures: list[Figure] = []
     for index in range(longest):
         column = [row_values[index : index + 1] for row_values in values]
@@ -356,18 +362,18 @@ def ratio_with_interval(
 ) -> tuple[float | None, Interval]:
     """Divide the sum of the numerators of all rows by the sum of their denominators.
 
-    If the rows also have numerators and denominators of a baseline, the ratio is divided by the
-    ratio of the baseline.
+    If the rows also have numerators and denominators of a baseline, the result is divided by the
+    same ratio of the baseline.
 
     Args:
         prompt_ids: for each row, the id of its prompt.
-        values: two or four numbers for each row: a numerator and a denominator, then optionally the
-            baseline's numerator and denominator for the same prompt. Rows in which a denominator is
-            0 are left out, for example answers without target calls.
+        values: two or four numbers for each row. The first two are a numerator and a denominator.
+            The optional last two are the baseline's numerator and denominator for the same turn. A
+            row is left out if one of its denominators is 0, as in an answer without target calls.
 
     Returns:
-        The ratio and its interval. Both are None if no row is left. The interval is None if the
-        rows come from fewer than two prompts.
+        The ratio and its confidence interval. Both are None if all rows are left out. The interval
+        is None if the rows come from fewer than two prompts.
     """
     if not values:
         return None, None
@@ -376,9 +382,9 @@ def ratio_with_interval(
     if not used.any():
         return None, None
     _, prompt_index = np.unique(np.array(prompt_ids)[used], return_inverse=True)
-    # Sum the rows of each prompt. The bootstrap resamples whole prompts, because the rows of one
+    # Add up the rows of each prompt. The bootstrap resamples whole prompts, because the rows of one
     # prompt (its turns or cuts) are not independent.
-    sums = np.zeros((prompt_index.max() + 1, table.shape[1]))  # [n_prompts, 2 or 4]
+    sums = np.zeros((prompt_index.max() + 1, table.shape[1]))  # The sums are [n_prompts, 2 or 4].
     np.add.at(sums, prompt_index, table[used])
 
     def ratio(drawn: np.ndarray) -> np.ndarray:
@@ -399,9 +405,10 @@ def ratio_with_interval(
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """Compute the share of target calls that accepted the first draft, the second draft, and so on.
+    """For each index of a draft, compute the share of target calls that accepted this draft.
 
-    The argument is the number of tokens that each target call committed.
+    The first share is for the first draft of a round. ``committed_per_call`` has the number of
+    tokens that each target call committed.
     """
     if not committed_per_call:
         return ()
@@ -416,7 +423,7 @@ def check_output(path: str | Path) -> Path:
     An existing file is accepted only if it is a report.
 
     Raises:
-        OptionInvalid: the file cannot be written, or another file would be replaced.
+        OptionInvalid: the file cannot be written, or it would replace a file that is not a report.
     """
     path = Path(path).expanduser()
     if path.suffix != ".json":
@@ -460,8 +467,9 @@ def _is_report(path: Path) -> bool:
 
 def write_report(report: EvaluationReport, markdown: str, path: Path) -> None:
     """Write the report as JSON, and as Markdown next to it. Each file is written atomically."""
-    # Write the Markdown first, so that the report is complete once the JSON exists. Serialize the
-    # JSON before writing both files. If that fails, the files of an earlier report are unchanged.
+    # Write the Markdown first, so that the report is complete once the JSON exists. But serialize
+    # the JSON before both files are written. If serializing fails, the files of an earlier report
+    # are unchanged.
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
     write_atomic(path.with_suffix(".md"), printable(markdown).encode())
     write_atomic(path, text.encode())

@@ -1,4 +1,4 @@
-"""Implements ``moa-data eval``, from loading to the written report, and ``generate`` for Python."""
+"""Implements ``moa-data eval``, and the Python function ``generate``."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -35,13 +35,15 @@ def evaluate(
     """Measure decoding methods against plain decoding of the same prompts.
 
     Returns:
-        The report, which is also written: JSON to ``config.out``, Markdown and figures next to it.
+        The report. It is also written as JSON to ``config.out``. The Markdown and the figures are
+        written next to this file.
 
     Raises:
         OptionInvalid: settings or prompts cannot be used, or ``config.out`` would replace a file
             that is not a report.
         ReportUnwritten: the measurement is complete, but the report cannot be written.
-        DrafterError: target or drafter cannot be loaded, or do not belong together.
+        DrafterError: the target or a drafter cannot be loaded, or the drafter was trained for
+            another target.
     """
     # Import this module here, because it imports matplotlib, which `generate` does not need.
     from .views import markdown_report, write_figures
@@ -116,8 +118,9 @@ def build_methods(
     """Build the decoding methods of an evaluation.
 
     Returns:
-        Two dicts. The first maps the name of each method to the method, with the baseline first.
-        The second maps the name of each ``auto`` method to its policy.
+        Two dicts. The first one maps names to methods, and its first method is the baseline. The
+        second one maps the name of each ``auto`` method to the policy that decides when this method
+        drafts.
     """
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
@@ -186,27 +189,29 @@ def generate(
 ) -> Generation:
     """Answer a prompt with speculative decoding. Greedy answers equal those of plain decoding.
 
-    Target and drafter are prepared for decoding, so their weights must not change between calls.
+    Target and drafter are prepared for decoding, so their weights must not change after the first
+    call.
 
     Args:
         target: the target.
         drafter: the result of ``load_drafter``.
         prompt: the user's message, a chat (messages with ``role`` and ``content``), or token ids.
         max_new_tokens: maximum number of tokens of the answer.
-        tree: shape of the drafts, or a text such as ``6x8x62``. If it is None, chains are drafted,
-            and drafting pauses while drafts cost more time than they save (``auto``).
+        tree: shape of the draft tree, or a text such as ``6x8x62``. If ``tree`` is None, the method
+            ``auto`` is used: chains are drafted, and drafting pauses while it costs more time than
+            it saves.
         sampling: sampling settings; greedy by default.
         seed: seed of the sampling.
-        on_tokens: called after each target call. It gets the new tokens, and for each new token
-            whether it was a draft.
+        on_tokens: a function that is called after each target call. Its arguments are the new
+            tokens, and for each new token whether this token was a draft.
 
     Returns:
         The answer with ``text``, ``tokens`` and ``stats``.
 
     Raises:
         TemplateError: the target's chat template rejects the prompt.
-        DrafterError: the drafter is not a Drafter, or the prompt is empty, too long or has tokens
-            outside the target's vocabulary.
+        DrafterError: the drafter is not a Drafter. Or the prompt is empty, is too long, or has
+            tokens outside the target's vocabulary.
     """
     if not isinstance(drafter, Drafter):
         raise DrafterError(
@@ -239,7 +244,7 @@ def generate(
 def _messages_or_tokens(
     prompt: Sequence[Mapping[str, Any]] | Sequence[int],
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return a list of messages and a list of token ids, one of which is empty.
+    """Return a list of messages and a list of token ids. One of the two lists is empty.
 
     Raises:
         TypeError, ValueError: the prompt is neither a chat nor token ids.

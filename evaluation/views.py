@@ -12,14 +12,15 @@ from .report import Figure as Mean
 
 _MAX_DIVERGENCES = 10
 _SHOWN_OFFSETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-_WIDTH, _DPI = 6.8, 125  # Width in inches, and dots per inch. The product is 850 pixels.
+_WIDTH, _DPI = 6.8, 125  # width of figures in inches, and dots per inch; the product is 850 pixels
 
 
 def markdown_report(report: EvaluationReport) -> str:
     """Write the report as Markdown.
 
-    It contains the settings, and tables of methods, drafters, costs of rounds and categories. If
-    answers were cut, a section shows how the drafters continued them without the target.
+    The Markdown has the settings, and tables of methods, drafters, costs of rounds and categories.
+    If answers were cut, a section shows how the drafters continued these answers without the
+    target.
     """
     config = report.config
     environment = report.environment
@@ -243,7 +244,7 @@ def _category_table(report: EvaluationReport) -> list[str]:
 
 
 def _divergence_lines(report: EvaluationReport) -> list[str]:
-    """List where greedy answers differ from the baseline's. Empty if tokens are sampled."""
+    """List where answers differ from the baseline's. The list is empty if tokens are sampled."""
     if report.config["temperature"]:
         return []
     divergences: list[str] = []
@@ -272,9 +273,9 @@ def _divergence_lines(report: EvaluationReport) -> list[str]:
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
     """Write three tables about the continuations of cut answers.
 
-    The first table has one line per writer, which is the target or a drafter. The second table
-    shows the agreement with the target for each number of tokens since the cut. The third table
-    shows the log-probability in the same way.
+    A writer is the target or a drafter. The first table has one line per writer. The second table
+    shows how often each writer agrees with the target, as a function of the number of tokens since
+    the cut. The third table shows the log-probability as a function of this number.
     """
     lines = [
         "",
@@ -349,7 +350,7 @@ def write_figures(report: EvaluationReport, path: Path) -> None:
 
 
 def speed_figure(report: EvaluationReport, path: Path) -> None:
-    """Draw a bar for each method: its tokens/s divided by the baseline's.
+    """Draw one bar per method. Its length is tokens/s divided by the baseline's tokens/s.
 
     Each bar is labelled with the method's acceptance length.
     """
@@ -359,7 +360,7 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     axes = figure.subplots()
     for y, summary in enumerate(reversed(summaries)):
         color = _color_number(summary.method, drafters)
-        # matplotlib expects the distances from the value to both bounds.
+        # matplotlib expects the distance from the value to the lower bound, and to the upper bound.
         bounds = summary.ratio_interval
         arms = bounds and [
             [max(0.0, summary.ratio - bounds[0])],
@@ -403,9 +404,9 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
         lows: list[float] = []
         highs: list[float] = []
         for agreement in summary.agreement_by_offset:
-            # An offset is a number of tokens since the cut. Leave out offsets that only a single
-            # continuation reaches. Larger offsets are reached by fewer continuations. So the
-            # offsets that are left out, or have no interval, come after all others.
+            # An offset is a number of tokens since the cut. Leave out offsets that only one
+            # continuation reaches. Fewer continuations reach larger offsets, so all offsets that
+            # are left out come last. The same holds for offsets without an interval.
             if agreement.n > 1:
                 means.append(agreement.mean or 0.0)
                 if agreement.interval is not None:

@@ -1,4 +1,5 @@
-"""The target: frozen weights for training, a live model for extraction and decoding, a KV cache.
+"""The target: its frozen weights, its live model, its chat template and its KV cache.
 
-Nothing in this package depends on drafters.
+Training uses the frozen weights. Extraction and decoding use the live model. Nothing in this
+package depends on drafters.
 """

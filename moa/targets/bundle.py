@@ -3,8 +3,8 @@
 A bundle is the folder ``target/`` of a store. It has config.json, generation_config.json, tokenizer
 files, and frozen.safetensors. The file frozen.safetensors contains the tensors
 ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` in the target's
-dtype. The number i is the layer's index in the target. This module also computes the hashes that
-identify a target.
+dtype. The number i is the index of a decoder layer in the target. This module also computes the
+hashes that identify a target.
 
 Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N decoder layers
 in the bundle.
@@ -43,9 +43,9 @@ _ADVICE = (
     "STORE --model MODEL`."
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# If a file changes twice within one tick of the file system's clock, the second change does not
-# change its time stamp. So the digest of a file is cached only if the last change was at least this
-# many seconds ago.
+# A file system's clock advances in ticks. If a file changes twice within one tick, the second
+# change leaves the time stamp of the file as it is, so a cached digest would be wrong. So the
+# digest of a file is cached only if the last change was at least this many seconds ago.
 _SETTLED_S = 2.0
 
 
@@ -84,8 +84,8 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has no weights in *.safetensors files. Save the model in the safetensors "
             "format."
         )
-    # A consolidated.safetensors next to other files holds the same weights in another layout, so
-    # skip it.
+    # A file consolidated.safetensors next to other weight files contains the same weights in
+    # another layout, so skip it.
     return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
@@ -99,14 +99,14 @@ def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, st
     Returns:
         A dict with ``weights_sha256``, the hash of the names and bytes of all weight files, and
         ``config_sha256``, the hash of config.json. If the folder was made from a GGUF file, the
-        dict has only ``weights_sha256``, the hash of the GGUF file.
+        dict has only the key ``weights_sha256``, and its value is the hash of the GGUF file.
     """
     folder = Path(folder)
     # Raise TargetError if the folder is not a target.
     load_facts(folder)
     if folder.parent == cache_folder("gguf"):
-        # Use the hash of the GGUF file, because releases of transformers may convert it to
-        # different files.
+        # Use the hash of the GGUF file. Different releases of transformers may convert a GGUF file
+        # to different weight files, whose hashes would differ.
         return {"weights_sha256": folder.name}
     weights = weight_files(folder)
     digest = hashlib.sha256()
@@ -128,12 +128,12 @@ def file_sha256(path: Path) -> str:
 
     The result is cached, so an unchanged file is read only once.
     """
-    # The digest is cached in the user's cache folder. Its key is made of the file's path, size,
-    # times and inode. Every change of a file changes this key, because it changes the status change
-    # time (ctime), which no program can set back.
+    # The digest is cached in the user's cache folder. The cache key is made of the file's path,
+    # size, times and inode. A change of the file always changes this key, because the key includes
+    # the status change time (ctime), and programs cannot set this time back.
     real = path.resolve()
-    # In the cache of the Hugging Face Hub, a file is a link to a blob whose name is its sha256. So
-    # it need not be hashed.
+    # In the cache of the Hugging Face Hub, a file is a link to a blob, and the name of the blob is
+    # the sha256 of its content. So the file need not be hashed.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -156,7 +156,8 @@ def file_sha256(path: Path) -> str:
         after = os.fstat(stream.fileno())
     is_unchanged = (after.st_size, after.st_mtime_ns, after.st_ctime_ns) == state[1:4]
     if is_unchanged and time.time() - max(after.st_mtime, after.st_ctime) > _SETTLED_S:
-        # If the digest cannot be saved, it is computed again next time.
+        # The digest may not be saved, for example on a full disk. Then the file is hashed again
+        # next time.
         with contextlib.suppress(OSError):
             digest_file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(digest_file, digest.encode())
@@ -164,7 +165,7 @@ def file_sha256(path: Path) -> str:
 
 
 def cache_folder(name: str) -> Path:
-    """Return a folder of the user's cache, which may not exist yet.
+    """Return the path of a folder in the user's cache. The folder may not exist yet.
 
     The folder ``sha256`` holds digests of files. The folder ``gguf`` holds model folders, each
     named after the digest of its GGUF file.
@@ -186,8 +187,8 @@ def save_target_bundle(
         model: the loaded target.
         tokenizer: the tokenizer of the target.
         path: the new folder.
-        n_layers_kept: the number of decoder layers to save, counted from the last layer.
-        dtype: the dtype of the written weights. By default the model's dtype.
+        n_layers_kept: the number of decoder layers to save. The last layers are saved.
+        dtype: the dtype of the written weights. If it is None, it is the model's dtype.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -218,7 +219,7 @@ def held_layers(path: str | Path) -> int:
 
 
 def frozen_tensors(facts: TargetFacts, n_layers: int) -> dict[str, Tensor]:
-    """Create the tensors that a bundle with the last N layers must contain, on the meta device."""
+    """Create, on the meta device, the tensors that a bundle with the last N layers must have."""
     n_total = facts.n_layers
     with torch.device("meta"):
         norm = torch.empty(facts.hidden_size)
@@ -232,7 +233,7 @@ def frozen_tensors(facts: TargetFacts, n_layers: int) -> dict[str, Tensor]:
 
 
 def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, Tensor]:
-    """Return a live target's weights under the names of a bundle. The weights are not copied.
+    """Return a live target's weights, named as in a bundle. The weights are not copied.
 
     Raises:
         TargetError: drafters do not support the target's embeddings or LM head.
@@ -245,7 +246,7 @@ def frozen_weights(model: PreTrainedModel, n_layers_kept: int = 0) -> dict[str, 
         "lm_head.weight": scaled_head(model),
     }
     size = facts.vocab_size, facts.hidden_size
-    # Refuse models such as OPT-350m, whose embeddings have another width than the hidden states.
+    # Refuse models such as OPT-350m. Their embeddings have another width than their hidden states.
     if not weights["embed_tokens.weight"].shape == weights["lm_head.weight"].shape == size:
         raise TargetError(
             f"drafters need a target with embeddings and an LM head of {size[0]:,} tokens by "
@@ -271,13 +272,16 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer of a text model, or an identity if it has none."""
+    """Return the norm after the last layer of a text model, or an identity if there is none."""
     norm: nn.Module | None = first_attribute(body, _FINAL_NORMS)
     return nn.Identity() if norm is None else norm
 
 
 def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:
-    """Return the factors [E] of the norm after the last layer, or ones if the model has no norm."""
+    """Return the elementwise factors [E] of the norm after the last layer.
+
+    If the model has no such norm, the factors are 1.
+    """
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
@@ -301,9 +305,9 @@ def scaled_head(model: PreTrainedModel) -> Tensor:
 
 
 class FrozenTarget(nn.Module):
-    """Embeddings, final norm, LM head and the last N decoder layers of a target.
+    """The frozen weights: a target's embeddings, final norm, LM head and last N decoder layers.
 
-    They are not trained.
+    Training a drafter does not change these weights.
     """
 
     def __init__(self, facts: TargetFacts, weights: dict[str, Tensor], n_layers: int) -> None:
@@ -311,11 +315,11 @@ class FrozenTarget(nn.Module):
         self.facts = facts
         self.n_layers = n_layers
         first = facts.n_layers - n_layers
-        # The attention window, in tokens, of each of the last N decoder layers. None for layers
-        # with full attention.
+        # The attention windows, in tokens, of the last N decoder layers. A layer with full
+        # attention has None in place of a window.
         self.windows = facts.layer_windows[first:]
         dtype = weights["lm_head.weight"].dtype
-        # The dtype of the results of `embed` and `logits`. If it is None, the results have the
+        # `embed` and `logits` return results of this dtype. If it is None, the results have the
         # dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
         self.embed_tokens = nn.Embedding.from_pretrained(
@@ -327,7 +331,8 @@ class FrozenTarget(nn.Module):
         self.logit_cap = facts.logit_cap
         self.rotary = Rotary(facts.head_dim, facts.rope_parameters, facts.max_position_embeddings)
         with torch.device("meta"):
-            # The last N layers in order. ``layers[0]`` is the target's layer ``L - N``.
+            # The last N layers, in the order of the target. So ``layers[0]`` is the target's layer
+            # ``L - N``.
             self.layers = nn.ModuleList(DecoderBlock(facts.layer_sizes()) for _ in range(n_layers))
         for offset, layer in enumerate(self.layers):
             prefix = f"layers.{first + offset}."
@@ -350,13 +355,13 @@ class FrozenTarget(nn.Module):
 
         Args:
             path: the folder of the bundle.
-            n_layers: the number of decoder layers to load, counted from the last layer.
+            n_layers: the number of decoder layers to load. The last layers are loaded.
             dtype: the dtype of the loaded weights. If it is None, they keep their stored dtype.
-            sizes: the target's sizes (:attr:`.TargetFacts.sizes`) as the store with this bundle has
-                recorded them. None if the bundle is not part of a store.
+            sizes: the target's sizes (:attr:`.TargetFacts.sizes`) from the manifest of the store
+                that contains this bundle. None if the bundle is not part of a store.
 
         Raises:
-            TargetError: the bundle is incomplete, damaged, or belongs to another target.
+            TargetError: the bundle is incomplete or damaged, or it belongs to another target.
         """
         path = Path(path)
         if not (path / FROZEN_FILE).is_file():
@@ -406,7 +411,7 @@ class FrozenTarget(nn.Module):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers as a list whose type is known to type checkers."""
+        """The decoder layers as a list. Type checkers know the type of its items."""
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
@@ -417,25 +422,27 @@ class FrozenTarget(nn.Module):
 
         Args:
             dtype: the dtype to compute in.
-            casts_itself: true under autocast. The linear layers are then not cast.
+            casts_itself: whether PyTorch casts the weights of linear layers itself, as under
+                autocast. Then this method does not cast them.
         """
         self.compute_dtype = dtype
         for module in (self.norm, *self.layers.modules()):
-            # Under autocast, PyTorch itself casts the matrices of the decoder layers.
+            # Under autocast, PyTorch itself casts the weights of linear layers.
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
     def prepare(self) -> None:
         """Pack the weights of the LM head, so that drafting is faster on a CPU.
 
-        The weights must not change afterwards. See :func:`..nn.packed.pack`.
+        The weights of the LM head must not change afterwards. See :func:`..nn.packed.pack`.
         """
         pack(self.lm_head, is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
-        """Return a linear layer with the rows of the LM head that belong to tokens [n].
+        """Return a linear layer that computes only the logits of the given tokens [n].
 
-        If the weights of the LM head are packed, the new layer's weights are packed, too.
+        Its weights are the rows of the LM head that belong to these tokens. If the LM head is
+        packed, the weights of the new layer are packed, too.
         """
         return rows_of(self.lm_head_weight, tokens, isinstance(self.lm_head, PackedLinear))
 
@@ -445,7 +452,7 @@ class FrozenTarget(nn.Module):
         return embedded if self.compute_dtype is None else embedded.to(self.compute_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head to features [..., E] after the final norm: logits [..., V]."""
+        """Compute logits [..., V] from features [..., E], to which the final norm was applied."""
         weight = self.lm_head_weight
         is_alike = hidden.dtype == weight.dtype
         logits = self.lm_head(hidden) if is_alike else logits_of(hidden, weight)

@@ -1,9 +1,9 @@
 """Parses rows of a dataset into chats (messages and tools), or rejects rows with a reason.
 
 This module looks at every key of a row, of a message and of a content part, so that no text is
-dropped silently. It keeps the value as a piece of the chat, rejects the row, or lists the key among
-those that do not affect the tokens. The module chat_tokens.py then checks that the chat template
-shows each piece.
+dropped silently. There are three cases: the value of the key becomes a piece of the chat, or the
+row is rejected, or the key is listed as one that does not affect the tokens. The module
+chat_tokens.py then checks that the chat template shows each piece.
 """
 
 import re
@@ -25,8 +25,8 @@ from .row_values import (
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
-# A function that parses an item of a list. The second argument of the function is the name of the
-# item in error messages, such as "message 3".
+# A function that parses an item of a list. Its first argument is the item. Its second argument is
+# the name of the item in error messages, such as "message 3".
 _Parse = Callable[[Any, str], _T]
 
 ROLES = {
@@ -34,7 +34,7 @@ ROLES = {
     "user": "user", "human": "user", "prompter": "user",
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }  # fmt: skip
-# Roles of messages whose text may be empty. Many tools return nothing.
+# Messages with these roles may have an empty text. For example, many tools return nothing.
 _MAY_BE_EMPTY = ("system", "developer", "tool")
 _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
@@ -42,8 +42,8 @@ _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 # Keys that belong to a chat, but that moa-data does not read. They hold earlier turns, template
 # arguments, documents, media, results and schemas of tools, or annotations of an answer such as its
-# reasoning. A row with such content is rejected, because few templates render these keys, and no
-# template declares which of them it renders.
+# reasoning. Only few templates render such keys, and templates do not declare which keys they
+# render. So a row is rejected if such a key has content.
 _UNREAD = re.compile(
     rf"history|{_TEMPLATE_ARGUMENTS}|documents|attachments?"
     r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
@@ -54,9 +54,9 @@ _UNREAD = re.compile(
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
 )
-# More keys that belong to a chat, but that moa-data does not read. They count only directly in a
-# row, a message or a tool call. Objects inside a row or message, such as `metadata`, use the same
-# names for other things.
+# More keys that belong to a chat, but that moa-data does not read. These keys count only if they
+# are directly in a row, a message or a tool call. In objects inside a row or message, such as
+# `metadata`, the same names have other meanings.
 _UNREAD_DIRECTLY = re.compile(
     r"observations?"
     r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
@@ -71,13 +71,13 @@ _SWITCHES = {
     "minimal", "low", "medium", "high", "xhigh", "max", "summarized", "detailed", "concise",
 }  # fmt: skip
 # In requests to Anthropic, OpenAI and OpenRouter, an object with these keys switches thinking on or
-# off, or limits it. A key such as ``reasoning`` is ignored if its value is such an object.
+# off, or limits its length. A key such as ``reasoning`` is ignored if its value is such an object.
 _THINKING_SETTINGS = {
     "type", "budget_tokens", "display", "effort", "enabled", "exclude", "max_tokens", "summary",
 }  # fmt: skip
-# Keys that say whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner and
-# others. If a key matches `_TRAIN_MARK`, the value true means that the message is trained on. If a
-# key matches `_SKIP_MARK`, the value true means that the message is left out.
+# Keys that say whether to train on a message, as OpenAI, axolotl, ms-swift, xtuner and others name
+# them. If a key matches `_TRAIN_MARK`, the value true means that a model is trained on the message.
+# If a key matches `_SKIP_MARK`, the value true means that the message is left out of training.
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised?|loss|weights?)(?:_.+)?"
     r"|.+_masks?|lossmask|requires_grad",
@@ -89,7 +89,7 @@ _SKIP_MARK = re.compile(
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
 )
 # Columns that say whether to train on a whole row. This pattern matches fewer names than the
-# patterns for messages, because many columns with other purposes have similar names.
+# patterns for keys of messages, because many columns with such names have other purposes.
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trained|trainable|loss|masked)"
     r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)|assistant_masks?|train(?:able|_on)?_turns"
@@ -97,13 +97,15 @@ _ROW_MARK = re.compile(
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
 )
 # In datasets for KTO and LLaMA-Factory, the value false in these columns marks an answer that a
-# model should not write. The number 0 does not count as false, because it may also name a class.
+# model should not write. The number 0 in such a column does not count as false, because it may be
+# the number of a class.
 _DESIRABLE_COLUMNS = ("label", "kto_tag")
-# Columns that hold the last answer if the messages end before this answer.
+# Some datasets end the messages before the last answer, and hold this answer in one of these
+# columns.
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
 # Values of the keys that say whether to train on a message -> whether the value means true. Numbers
-# are not listed: numbers above 0 mean true, and other numbers mean false. In NeMo's chats the value
-# of `mask` is a role.
+# are not listed: a number above 0 means true, and any other number means false. In NeMo's chats,
+# the key `mask` has a role as its value, so the role assistant is listed.
 _MEANINGS = {
     "false": False, "no": False, "n": False, "off": False,
     "true": True, "yes": True, "y": True, "on": True, "assistant": True,
@@ -111,23 +113,24 @@ _MEANINGS = {
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
-# Keys of messages that most templates show, so :func:`additional_keys` does not list them. It does
-# list the key ``name``, the name of a speaker, because few templates show it.
+# Keys of messages that most templates show, so :func:`additional_keys` does not list these keys.
+# The key ``name``, the name of a speaker, is not one of them, because few templates show it.
 _USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-# `names_beside_chat` writes these words before the keys of messages and of tool calls.
+# `additional_keys` writes the first of these texts before keys of messages, and the second one
+# before keys of tool calls.
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
 NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
-"""Keys of messages that the template must show: tools, and what the model plans to do with them."""
+"""Keys of messages that the template must show: tools, and the model's plan for their use."""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
-"""Keys of messages that hold text of the model, besides content and tool calls."""
+"""Keys of messages that hold text which the model wrote, besides contents and tool calls."""
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
 CHAT_COLUMNS = {*_READ_COLUMNS, "instruction", "history"}
-"""Names of columns that hold a part of a chat."""
-# Keys whose values are the chat itself. A name such as "weight" inside these values does not say
-# whether to train on a message.
+"""Names of columns that hold the messages, the tools, or another part of a chat."""
+# Keys whose values are the chat itself. Inside these values, a name such as "weight" is part of the
+# chat, and does not say whether to train on a message.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
     *_TOOL_COLUMNS,
@@ -179,9 +182,10 @@ class RejectReason(StrEnum):
 class Rejection(Exception):
     """A rejected row. The reason is counted, and the detail is shown with an example.
 
-    The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
-    :func:`.chat_tokens.tokenize_chat` catch it, and return a copy. The reason is memory: an error
-    that was raised keeps the variables of the functions that it passed through, such as the chat.
+    The functions that check a row raise a Rejection. :func:`parse_chat`, :func:`parse_prompt` and
+    :func:`.chat_tokens.tokenize_chat` catch it, and return a copy. They do not return the error
+    itself, because an error that was raised keeps the local variables of the functions that it
+    passed through, such as the whole chat, in memory.
     """
 
     reason: RejectReason
@@ -199,15 +203,16 @@ class Chat:
     """
 
     messages: list[Message]
-    # JSON schemas of the tools that the assistant may call. None if the row names no tools; some
-    # templates distinguish this from an empty list.
+    # JSON schemas of the tools that the assistant may call. None if the row names no tools. This is
+    # not the same as an empty list, because some templates render the two differently.
     tools: list[dict[str, Any]] | None = None
-    # Whether each message is a question that is answered before the next one is asked.
+    # Whether each message is a separate question. Then each question is answered before the next
+    # one is asked.
     asks_each: bool = False
 
 
 def parse_chat(row: Any) -> Chat | Rejection:
-    """Parse the chat of one row as training data. It must contain a message of the assistant.
+    """Parse the chat of one row as training data. The assistant must have at least one message.
 
     Unknown keys of a message are kept, because the chat template may show them. A content that is a
     list of parts stays a list.
@@ -215,8 +220,8 @@ def parse_chat(row: Any) -> Chat | Rejection:
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}],
             ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be
-            lists, or lists encoded as JSON. A row that could not be read is a Rejection, which is
-            returned.
+            lists, or lists encoded as JSON. If the row could not be read, this argument is a
+            Rejection, which is returned.
     """
     try:
         chat = _parse(row)
@@ -227,7 +232,7 @@ def parse_chat(row: Any) -> Chat | Rejection:
 
 
 def _check_trainable(row: Mapping[Any, Any], chat: Chat) -> None:
-    """Reject a chat without an answer, or with an answer that is not to be trained on."""
+    """Reject a chat without an answer, or with an answer that is marked as not to be trained on."""
     roles = [message["role"] for message in chat.messages]
     if "assistant" not in roles:
         raise Rejection(
@@ -264,8 +269,9 @@ def parse_prompt(row: Any) -> Chat | Rejection:
     """Parse the chat of one row as a prompt.
 
     A row of Spec-Bench, ``{"turns": ["...", ...]}``, gives one user message for each question. A
-    prompt does not need a message of the assistant. Contents become texts. Messages lose all other
-    keys except name, tool_call_id and tool_calls, because a prompt may be sent to a server.
+    prompt does not need a message of the assistant. A content that is a list of parts becomes one
+    text. Because a prompt may be sent to a server, a message keeps only the keys role, content,
+    name, tool_call_id and tool_calls.
     """
     try:
         if isinstance(row, Mapping) and "turns" in row and not any(_values(row, _MESSAGE_COLUMNS)):
@@ -350,9 +356,10 @@ def _parse(row: Any) -> Chat:
 
 
 def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the values that a row, message or tool call has under alternative names of one key.
+    """Return the values that an item has under several names of the same key.
 
-    Empty values are left out. If all values are empty, only the first value is returned.
+    The item is a row, a message or a tool call. Empty values are left out. If all values are empty,
+    only the first value is returned.
     """
     values: list[Any] = []
     for name in names:
@@ -362,14 +369,14 @@ def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 
 
 def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
-    """Return the entries of an item, except those under the given keys."""
+    """Return a copy of a row, a message or a tool call without the given keys."""
     return {key: value for key, value in item.items() if key not in keys}
 
 
 def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the lists that a row has under alternative names of one column.
+    """Return the lists that a row has under several names of the same column.
 
-    Null, empty texts and empty objects are left out.
+    Values that are null, an empty text or an empty object are left out.
     """
     lists = map(unpacked, _values(row, names))
     return [items for items in lists if items not in (None, "", {})]
@@ -378,9 +385,9 @@ def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 def _parse_lists(
     lists: Sequence[Any], columns: Sequence[str], parse: _Parse[_T], malformed: RejectReason
 ) -> list[_T] | None:
-    """Parse the lists that a row has under several names of one column.
+    """Parse the lists that a row has under several names of the same column.
 
-    The lists must be equal, and one of them is returned. None if there are no lists.
+    The lists must be equal, and one of them is returned. The result is None if there are no lists.
     """
     item_name = columns[0].removesuffix("s")
     parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
@@ -401,7 +408,10 @@ def _parse_list(items: Any, parse: _Parse[_T], item_name: str, malformed: Reject
 
 
 def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
-    """Add the text of the system column as the first message, unless a system message has it."""
+    """Add the text of the system column as the first message of the chat.
+
+    If the chat already has a system message with this text, the chat stays the same.
+    """
     column_texts: list[str] = []
     for name in _SYSTEM_COLUMNS:
         value = row.get(name)
@@ -429,7 +439,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
 
 
 def _parse_message(item: Any, where: str) -> Message:
-    """Parse a message of a row into a message of a chat, which keeps all other keys."""
+    """Parse a message of a row. The parsed message keeps all keys that are not read here."""
     if not isinstance(item, Mapping):
         raise Rejection(
             RejectReason.MALFORMED_MESSAGES,
@@ -505,7 +515,10 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a row or message at every depth, except inside the chat."""
+    """Yield the keys and values of a row or message, also from nested objects and lists.
+
+    Values that are the chat itself, such as contents, are not searched.
+    """
     pending: list[Any] = [item]
     while pending:
         value = pending.pop()
@@ -519,7 +532,7 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _find_unread(item: Mapping[Any, Any]) -> str:
-    """Return the first key of a row or message whose content moa-data does not read.
+    """Return the first key of a row or message that has content which moa-data does not read.
 
     The result is empty if moa-data reads all keys.
     """
@@ -531,8 +544,8 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
             if not pattern.fullmatch(name):
                 continue
             if name == _TEMPLATE_ARGUMENTS:
-                # Ignore only empty template arguments. Any value may change what the template
-                # writes.
+                # Ignore the template arguments only if they are empty, because any value may change
+                # what the template writes.
                 is_ignored = not any(words_in(value))
             else:
                 is_ignored = not is_filled(value) or _is_switch(value)
@@ -552,10 +565,10 @@ def _is_switch(value: Any) -> bool:
 
 
 def _find_channel(message: Mapping[Any, Any]) -> str:
-    """Return the key that says that a message's content is not the answer. Empty if none does.
+    """Return the key that marks a message's content as something other than the answer.
 
     In the Harmony format, the answer has the channel ``final``. Reasoning and tool calls have other
-    channels.
+    channels. The result is empty if the message has no such key.
     """
     if message.get("channel") not in (None, "", "final"):
         return f"channel {message['channel']!r:.40}"
@@ -563,10 +576,10 @@ def _find_channel(message: Mapping[Any, Any]) -> str:
 
 
 def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collection[str] = ()) -> str:
-    """Return the first key that has content and is one of ``names``, in any spelling.
+    """Return the first key of a row or message that has content and is one of ``names``.
 
-    For example, ``systemPrompt`` is another spelling of ``system_prompt``. The result is empty if
-    the item has none of these keys.
+    The key may be spelled in another way: ``systemPrompt`` counts as ``system_prompt``. The result
+    is empty if the item has none of these keys.
 
     Args:
         item: the row or message.
@@ -586,9 +599,10 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
 
     Args:
         row: the row, as given to :func:`parse_chat`.
-        shown_keys: those names of :func:`additional_keys` that the chat template shows.
-        ends_in_call: whether the last message calls a tool. If it does, its end-of-turn token is
-            kept even if a column says that the answer was cut off. So this column is listed.
+        shown_keys: the keys that the chat template shows, as :func:`additional_keys` names them.
+        ends_in_call: whether the last message calls a tool. Such a message keeps its end-of-turn
+            token even if a column says that the answer was cut off. So this column does not affect
+            the tokens, and is listed.
     """
     names: list[str] = []
     for column in _additional(row, _READ_COLUMNS):
@@ -601,7 +615,7 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
 
 
 def additional_keys(message: Mapping[Any, Any]) -> list[str]:
-    """List the keys of a message and of its tool calls that only some templates show.
+    """List those keys of a message, and of its tool calls, that only some templates show.
 
     Keys without content are left out. Each name in the list says whether the key belongs to the
     message or to a tool call.
@@ -637,22 +651,22 @@ def without_keys(message: Message, names: Collection[str]) -> Message:
 
 
 def _additional(item: Mapping[Any, Any], known: Collection[str]) -> list[str]:
-    """List the keys of an item that have content and are not in ``known``."""
+    """List those keys of a row, message or tool call that have content and are not ``known``."""
     return [key for key, value in item.items() if key not in known and is_filled(value)]
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
-    """Return the key, with its value, that excludes a message or row from training.
+    """Return a text with the key, and its value, that excludes a message or row from training.
 
-    The result is empty if no key does so.
+    The result is empty if the message or row is not excluded.
     """
     for key in _DESIRABLE_COLUMNS:
         if is_row and str(item.get(key)).strip().lower() == "false":
             return f"{key} {item[key]!r:.40}"
     for key, value in _fields(item):
         name = snake_case(key)
-        # Skip a column "loss" with a float. This is the loss of some model on the row, and does not
-        # say whether to train on the row.
+        # A column "loss" with a float does not say whether to train on the row. It has the loss of
+        # some model on the row, so skip the column.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
         if is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
@@ -668,7 +682,7 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
 
 
 def _meaning(word: str) -> bool | None:
-    """Return whether a value, given as a text, means true or false. None if it means neither."""
+    """Return whether a text means true or false. None if the text means neither."""
     try:
         return float(word) > 0  # NaN means false.
     except ValueError:
@@ -676,7 +690,7 @@ def _meaning(word: str) -> bool | None:
 
 
 def _parse_tool(item: Any, where: str) -> dict[str, Any]:
-    """Parse the JSON schema of a tool: an object, or an object encoded as JSON."""
+    """Parse the JSON schema of a tool. The schema is an object, or an object encoded as JSON."""
     tool = unpacked(item)
     if not isinstance(tool, Mapping) or not tool_name(tool) or not is_json(tool):
         raise Rejection(
@@ -687,7 +701,7 @@ def _parse_tool(item: Any, where: str) -> dict[str, Any]:
 
 
 def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
-    """Parse the tool calls of a message, or its single call in OpenAI's earlier format."""
+    """Parse the tool calls of a message. In OpenAI's earlier format, a message has one call."""
     calls = unpacked(item.get("tool_calls")) or []
     old_call = unpacked(item.get("function_call"))
     # Some libraries write an object of null values instead of null.
@@ -711,14 +725,16 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     is_call = isinstance(known, Mapping) and tool_name(function) and is_json(known)
     others = _values(function, _OTHER_ARGUMENTS)
     if function is not call and isinstance(call, Mapping):
-        # Templates read only the inner function, so arguments outside the function would be lost.
+        # A tool call has an inner function, and templates read only this function. So arguments
+        # outside the function would be lost.
         others += _values(call, ("arguments", *_OTHER_ARGUMENTS))
     if not is_call or any(others):
         raise Rejection(
             RejectReason.MALFORMED_TOOL_CALLS,
             f"{where} has the type {type(call).__name__} {_keys(function or call)}",
         )
-    # The tool call may be the function itself, without an object around it.
+    # Some datasets write the function itself as the tool call, without an object around the
+    # function.
     outer = _without(call, ("function", "name", "arguments"))
     inner = {} if function is call else function
     return json_values(outer) | {
@@ -728,9 +744,9 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def tool_name(value: Mapping[str, Any]) -> str:
-    """Return the name of a tool or of a tool call. Empty if it has no name.
+    """Return the name of a tool or of a tool call. The result is empty if the name is missing.
 
-    The name is in the object itself, or in its object `function`.
+    The name is directly in the tool or call, or in the object `function` inside.
     """
     function = value.get("function", value)
     name = function.get("name") if isinstance(function, Mapping) else None

@@ -1,8 +1,9 @@
 """Turns chats into token ids and response masks.
 
-A chat is rendered once and encoded once, because encoding its messages separately would move token
-borders. The assistant's responses are located in the rendered text as spans of characters. The
-tokenizer's offsets map these spans to tokens. There are two ways to locate a response:
+The whole chat is rendered and encoded at once, because a text is split into other tokens if its
+messages are encoded one by one. The assistant's responses are located in the rendered text as spans
+of characters. The tokenizer's offsets map these spans to tokens. There are two ways to locate a
+response:
 
 1. By prefixes. The rendering of the chat before the response, with the generation prompt, must be a
    prefix of the rendering of the whole chat. If this fails for a response with tool calls, it is
@@ -11,9 +12,9 @@ tokenizer's offsets map these spans to tokens. There are two ways to locate a re
    placeholder. This rendering shows the text before and after the response. A response with tool
    calls is first located by prefixes without the generation prompt.
 
-The end-of-turn token belongs to the response. The white space after this token does not. Some
-templates mark responses by ``{% generation %}`` tags. These tags are not used, because in some
-templates they also enclose headers or questions.
+The end-of-turn token belongs to the response. White space after this token does not belong to the
+response. Some templates mark responses by ``{% generation %}`` tags. This module does not use these
+tags, because in some templates they also enclose headers or questions.
 
 The tokens are the same as from ``apply_chat_template`` of transformers. Before the tokens are used,
 :func:`_check_pieces` checks that the rendering shows each piece of the chat exactly once.
@@ -49,8 +50,9 @@ from .template import ANSWER, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# Matches the placeholder of a number, such as 7300001. Of the placeholder of a text, such as
-# moaPiece7300001end, it matches 7300001end. All matches start with 73, so the search is fast.
+# Finds placeholders in a rendering. It matches the whole placeholder of a number, such as 7300001.
+# It matches only the end of the placeholder of a text: in moaPiece7300001end, it matches
+# 7300001end. So all matches start with 73, and the search is fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )
@@ -60,34 +62,35 @@ _PLACEHOLDER = re.compile(
 class TokenizedChat:
     """The tokens and the response mask of one chat."""
 
-    tokens: np.ndarray  # int32 [n_tokens]
-    # uint8 [n_tokens], 1 for tokens of the assistant, including the end-of-turn token, otherwise 0.
+    tokens: np.ndarray  # token ids, [n_tokens] int32
+    # [n_tokens] uint8. It is 1 for tokens of the assistant, which include the end-of-turn token. It
+    # is 0 for other tokens.
     response_mask: np.ndarray
     # Whether tokens beyond max_length were cut off.
     truncated: bool
     # Columns of the row, and keys of its messages, that do not affect the tokens.
     beside: tuple[str, ...] = ()
-    # The keys of messages, named as in :func:`.chat.additional_keys`, that the template shows in
-    # every message that has them.
+    # Keys of messages, named as in :func:`.chat.additional_keys`. If a message has one of these
+    # keys, the template shows it.
     shown_keys: tuple[str, ...] = ()
 
 
 class _Piece(NamedTuple):
     """A text, number or key of a chat. The rendering must show each piece."""
 
-    # Index of the message with this piece. -1 if the piece belongs to a tool.
+    # Index of the message to which this piece belongs. -1 if the piece belongs to a tool.
     message: int
-    # Where the piece comes from, for error messages: the role of its message, "a tool call", "a
-    # tool call's name", or "tool" with the name of the tool.
+    # The origin of the piece, for error messages: the role of its message, "a tool call", "a tool
+    # call's name", or "tool" followed by the name of the tool.
     kind: str
-    # All spellings that a template may use for this piece. They have no white space at the ends,
-    # because templates may strip it.
+    # All forms in which a template may write this piece. They have no white space at their ends,
+    # because templates may strip such white space.
     forms: Collection[str]
     is_number: bool
 
 
 class _MarkedChat:
-    """A chat with a placeholder for each of its pieces.
+    """A chat in which each piece is replaced by a placeholder.
 
     The pieces of a chat are:
 
@@ -99,8 +102,8 @@ class _MarkedChat:
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        # The part of a placeholder that _PLACEHOLDER matches -> the piece that this placeholder
-        # replaces.
+        # The keys are the texts that `_PLACEHOLDER` finds in a rendering. The value is the piece
+        # that is replaced by the placeholder with this text.
         self.pieces: dict[str, _Piece] = {}
         self.messages = [
             self._mark_message(index, message) for index, message in enumerate(messages)
@@ -129,11 +132,12 @@ class _MarkedChat:
 
         Args:
             value: a JSON value.
-            message: index of the value's message. -1 if the value belongs to a tool.
-            kind: kind of the pieces in this value.
-            key: the key under which the value stands. It decides whether the value is a piece.
-                Inside the arguments of a tool call it is None, because there each key and each
-                value is a piece.
+            message: index of the message that contains the value. -1 if the value belongs to a
+                tool.
+            kind: the ``kind`` of all pieces in the value, see :class:`_Piece`.
+            key: the key under which an object has this value. The key decides whether the value is
+                a piece. Inside the arguments of a tool call, ``key`` is None, because there each
+                key and each value is a piece.
         """
         if isinstance(value, (list, tuple)):
             return [self._mark(item, message, kind, key) for item in value]
@@ -142,8 +146,8 @@ class _MarkedChat:
             for name, item in value.items():
                 inner = None if key is None else name
                 if key in (None, "properties"):
-                    # Append the placeholder to the name. A template that sorts the names then
-                    # produces the same order as without placeholders.
+                    # Append the placeholder to the name of a parameter or argument. A template that
+                    # sorts the names then produces the same order as without placeholders.
                     name = f"{name}\t{self._add(name, message, kind)}"
                     inner = key and ""
                 marked[name] = self._mark(item, message, kind, inner)
@@ -163,8 +167,8 @@ class _MarkedChat:
         if not text:
             return value
         forms = {text}
-        # Templates must show a response unchanged. They may show other pieces as JSON or as Python
-        # literals.
+        # A template must show the text of a response unchanged. A template may show any other piece
+        # as JSON or as a Python literal.
         if kind != "assistant":
             forms |= {
                 str(value).strip(),
@@ -288,7 +292,7 @@ def _cut_response(
 def _find_shown_keys(
     template: ChatTemplate, messages: list[Message], tools: Tools, text: str
 ) -> dict[str, bool]:
-    """Find the keys of :func:`.chat.additional_keys` that the chat template shows.
+    """Find which of the keys in :func:`.chat.additional_keys` the chat template shows.
 
     A key is shown if the rendering of the chat changes when the key is removed.
 
@@ -299,7 +303,8 @@ def _find_shown_keys(
         text: the rendering of the chat.
 
     Returns:
-        Name of each shown key -> whether the template shows it in every message that has it.
+        Name of each shown key -> whether the template shows the key in every message that has the
+        key.
     """
     keys_of_messages = [additional_keys(message) for message in messages]
     names = dict.fromkeys(itertools.chain.from_iterable(keys_of_messages))
@@ -309,14 +314,15 @@ def _find_shown_keys(
         try:
             return template.render([*messages[:first], *stripped, *messages[end:]], tools) != text
         except RENDER_ERRORS:
-            return True  # The template needs the key.
+            return True  # The template fails without the keys, so it needs one of them.
 
     shown_keys: dict[str, bool] = {}
     # Usually the template shows none of the keys. So first remove all keys at once. If the
     # rendering does not change, no key is shown.
     if not names or not is_shown(names):
         return shown_keys
-    # Keys that are not shown stay removed, because a template may show one key in place of another.
+    # Once a key is found not to be shown, it stays removed while the next keys are tried. Otherwise
+    # a template could show this key in place of a removed one.
     removed: list[str] = []
     for name in names:
         removed.append(name)
@@ -334,11 +340,11 @@ def _find_foreign_key(
     shown_keys: Collection[str],
     responses: list[str],
 ) -> str:
-    """Return a key that changes a response, although the model has not written the key's text.
+    """Return a key whose text is part of a response, although the model has not written this text.
 
-    For example, the message that calls a tool may have a key with the result of the tool. A key
-    counts if a response changes, or the template fails, when the key is removed. The result is
-    empty if no key counts.
+    For example, the message that calls a tool may have a key with the result of the tool. To find
+    such a key, keys are removed one by one. If a response changes or the template fails without the
+    key, this key is returned. If such a key is not found, the result is empty.
     """
     for name in shown_keys:
         stripped = [
@@ -369,9 +375,9 @@ def prompt_tokens(
         is_open: whether to add the generation prompt, which starts the assistant's response.
 
     Raises:
-        TemplateError: the template refuses the chat, or does not show one of its pieces. Earlier
-            responses may be missing or changed, because some templates omit the reasoning of
-            earlier responses.
+        TemplateError: the template refuses the chat, or does not show one of its pieces. Pieces of
+            earlier responses are an exception: they may be missing or changed, because some
+            templates omit the reasoning of earlier responses.
         PromptUnusable: a text contains control tokens, or cannot be encoded.
     """
     template = template.for_tools(tools)
@@ -400,17 +406,18 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
     """Reject a chat if its rendering does not show a piece, or shows a piece more than once.
 
     The chat is rendered once more with placeholders. This shows how often and in which order the
-    template writes the pieces. Then each piece is searched for in the rendering ``text``, after the
-    previous piece.
+    template writes the pieces. Then the pieces are searched for in this order in the rendering
+    ``text``. Each piece must come after the previous piece.
 
-    Pieces of tools may be anywhere, any number of times, because some templates describe a tool
-    both in words and by its schema. If both a response and a piece of another kind are missing, the
-    piece of the other kind is reported.
+    Pieces of tools may be anywhere in ``text``, and more than once, because some templates describe
+    a tool both in words and by its schema. If both a response and a piece of another kind are
+    missing, the rejection names the piece of the other kind.
     """
     try:
         shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
     except RENDER_ERRORS:
-        # The template refuses the placeholders. Expect the pieces in the order of the chat.
+        # The template refuses the chat with placeholders, so the order of the pieces is unknown.
+        # Expect them in the order of the chat.
         shown = list(marked.pieces)
     counts = Counter(shown)
     order = {placeholder: position for position, placeholder in enumerate(counts)}
@@ -424,16 +431,18 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         if piece.message < 0:
             n_shown = min(n_shown, 1)
             piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
-        # Some templates repeat the name of a tool call next to the result of the tool. So count the
-        # name only up to the message with the tool call.
+        # Some templates repeat the name of a tool call next to the result of the tool. So count how
+        # often the template writes the name up to the message with the tool call, and ignore later
+        # messages.
         elif piece.kind == _CALL_NAME and n_shown > 1:
             n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(
                 placeholder
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        # In a chat, tool results follow the response that calls the tools. Gemma 4's template
-        # writes them before this response. Such a response counts as rewritten, too.
+        # In a chat, the results of tools come after the response that calls the tools. Gemma 4's
+        # template writes the results before this response. Then the response counts as rewritten,
+        # too.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = where
         elif is_hidden:
@@ -449,7 +458,7 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
 
 
 def _find(text: str, piece: _Piece, start: int) -> int:
-    """Find a piece in a rendering. Return the index of its end, or -1 if the piece is missing."""
+    """Find a piece in a rendering. Returns the index after the piece, or -1 if it is missing."""
     if piece.is_number:
         for number in _NUMBER.finditer(text, start):
             if number.group() in piece.forms:
@@ -503,10 +512,10 @@ def _response_spans(
 
 
 def _with_opening(text: str, span: Span, pieces: list[_Piece]) -> Span:
-    """Extend the span of a response to the beginning of its first piece.
+    """Extend the span of a response so that it begins with the response's first piece.
 
-    Some generation prompts already end with the first words of the response, such as ``<think>``.
-    Then these words are before the span.
+    Some generation prompts already end with the first words of the response, such as ``<think>``. A
+    span that begins after the generation prompt lacks these words.
     """
     start, end = span
     if not pieces or _find(text[start:end], pieces[0], 0) >= 0:
@@ -638,7 +647,7 @@ def _located_span(
 
 
 def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
-    """Extend a span to include the end-of-turn token, without the white space after the token."""
+    """Extend a span to the end of the end-of-turn token. White space after it is not included."""
     start, end = span
     eot = template.end_of_turn
     if not eot:
@@ -659,9 +668,10 @@ def _encode(
     shown_keys: tuple[str, ...],
 ) -> TokenizedChat | Rejection:
     """Encode a rendered chat, and mark the tokens that belong to the spans."""
-    # The offsets of byte-level tokenizers may be empty, or exclude white space. So assume that each
-    # token begins where the previous token ends. A token may begin before a span and end in it. It
-    # belongs to the response only if its characters before the span are white space.
+    # The offsets of byte-level tokenizers may be empty, or leave out white space. So assume that
+    # each token begins at the end of the previous token. If a token begins before a span and ends
+    # in the span, it belongs to the response only if its characters before the span are white
+    # space.
     encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)

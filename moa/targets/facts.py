@@ -1,7 +1,7 @@
-"""Facts about a target that follow from its transformers config: sizes, KV shapes, windows, scales.
+"""Facts about a target that follow from its config: sizes, KV shapes, windows, scales.
 
-:func:`load_facts` computes the facts from the config.json of a folder, which it validates.
-:meth:`TargetFacts.of_model` computes them from a loaded model.
+:func:`load_facts` reads and checks the config.json of a model folder, and computes the facts from
+it. :meth:`TargetFacts.of_model` computes the facts from a loaded model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,41 +28,42 @@ from .families import (
 )
 from .model_files import FLOATS, check_model_folder, quantised_by, read_config
 
-# Upper limits of the sizes in a config.json. They are far above the sizes of the largest models.
+# Upper limits of the sizes in a config.json. The limits are far above the sizes of the largest
+# models.
 _LARGEST = {
     "num_hidden_layers": 1 << 10, "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 12, "hidden_size": 1 << 18, "intermediate_size": 1 << 20,
     "vocab_size": 1 << 22, "max_position_embeddings": 1 << 26, "sliding_window": 1 << 26,
 }  # fmt: skip
-# Names of the soft cap of the logits in configs. RecurrentGemma uses the second name, xLSTM the
-# third.
+# The soft cap of the logits has one of these names in a config. RecurrentGemma uses the second
+# name, xLSTM the third.
 _CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Maximum number of positions of a target whose config states no maximum.
 _MANY_POSITIONS = 1 << 20
 
 
 class KVShape(NamedTuple):
-    """The shape of the keys and values that a layer caches for one token."""
+    """The shape of the keys and values that one layer caches for one token."""
 
     n_heads: int
-    # Width of a key of one head.
+    # Width of a key in one head.
     key_width: int
-    # Width of a value of one head.
+    # Width of a value in one head.
     value_width: int
 
     @property
     def width(self) -> int:
-        """Number of elements per token: the keys and values of all heads together."""
+        """Number of elements of the keys and values of all heads together, per token."""
         return self.n_heads * (self.key_width + self.value_width)
 
 
 class KVGroup(NamedTuple):
     """Layers whose keys and values have the same shape. A store keeps their KV in one field."""
 
-    # Name of the field. It is "kv" if the group contains all layers of the target. Otherwise it
-    # contains the kind of attention, as in "kv/full_attention".
+    # Name of the field in a store. The name is "kv" if the group contains all layers of the target.
+    # Otherwise the name also has the kind of attention, as in "kv/full_attention".
     field: str
-    layers: tuple[int, ...]  # Layer indices of the target, ascending.
+    layers: tuple[int, ...]  # Indices of these layers in the target, ascending.
     shape: KVShape
 
 
@@ -70,8 +71,9 @@ class KVGroup(NamedTuple):
 class TargetFacts:
     """Facts about a target, computed once from the transformers config of its text model.
 
-    If layers differ, the number and size of heads are those of the first layer. If no layer has
-    attention, drafters get heads with about 64 dimensions.
+    If layers have different heads, ``n_heads``, ``n_kv_heads`` and ``head_dim`` are those of the
+    first layer. If no layer has attention, these facts describe heads with about 64 dimensions,
+    which drafters use.
     """
 
     config: Any = field(repr=False)
@@ -80,30 +82,32 @@ class TargetFacts:
     n_heads: int  # number of query heads
     n_kv_heads: int
     head_dim: int
-    hidden_size: int  # E
-    vocab_size: int  # V
-    # Maximum length of a sequence. RoPE of the type longrope rotates all keys differently if a
-    # sequence exceeds a certain length, so keys that were cached before would be wrong. In this
-    # case, the maximum is that length.
+    hidden_size: int  # width E of the hidden states
+    vocab_size: int  # size V of the vocabulary
+    # Maximum length of a sequence. With RoPE of the type longrope, the maximum is the original
+    # length in the config. If a sequence exceeds this length, longrope rotates all keys in another
+    # way, so keys that were cached before would be wrong.
     max_position_embeddings: int
-    # Width of the dense MLPs. If layers have different widths, this is the largest. If the config
-    # states no width, this is four times the hidden size.
+    # Width of the dense MLPs. If layers have different widths, it is the largest width. If the
+    # config states no width, it is four times the hidden size.
     mlp_width: int
     norm_eps: float  # epsilon of the norms
     # RoPE parameters for drafters of this target; see :func:`rope_parameters`.
     rope_parameters: dict[str, Any]
     logit_scale: float  # factor that the target applies to the outputs of its LM head
-    # Soft cap of the logits, which is applied by a tanh. None if the target has no cap.
+    # Soft cap of the logits: a tanh keeps the logits between -cap and cap. None if the target has
+    # no cap.
     logit_cap: float | None
-    # Kind of attention of each layer, under transformers' name, such as "sliding_attention".
+    # Kind of attention of each layer. The kinds have transformers' names, such as
+    # "sliding_attention".
     layer_kinds: tuple[str, ...]
     # Attention window of each layer: the number of tokens to which a token attends, including
-    # itself. None for layers with full attention.
+    # itself. The window of a layer with full attention is None.
     layer_windows: tuple[int | None, ...]
-    # KV shape of each layer. None for a layer that has a recurrent state instead of KV.
+    # KV shape of each layer. If a layer has a recurrent state instead of KV, the shape is None.
     kv_shapes: tuple[KVShape | None, ...]
-    # The layers that have a KV cache of their own, grouped by kind of attention and by KV shape.
-    # The groups are in the order of their first layers.
+    # The layers that have a KV cache of their own, in groups. The layers of a group have the same
+    # kind of attention and the same KV shape. The groups are in the order of their first layers.
     kv_groups: tuple[KVGroup, ...]
 
     @classmethod
@@ -144,14 +148,14 @@ class TargetFacts:
 
     @property
     def model_type(self) -> str:
-        """Model type of the text model, the name of its family."""
+        """Model type of the text model, such as ``llama``. It is the name of the family."""
         return str(self.config.model_type)
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of the target as stores record them.
+        """Sizes of the target that a store records.
 
-        They include ``kv_width`` only if stores keep the KV in several fields.
+        ``kv_width`` is one of them only if stores keep the KV in several fields.
         """
         sizes: dict[str, Any] = {
             "n_layers": self.n_layers,
@@ -174,19 +178,19 @@ class TargetFacts:
 
     @property
     def splits_kv(self) -> bool:
-        """Whether stores keep the KV in several fields, because layers differ in its shape."""
+        """Whether stores keep the KV in several fields, since layers have different KV shapes."""
         return self.family.keeps_kv and bool(self.kv_groups) and not self.has_uniform_kv
 
     @property
     def kv_width(self) -> int:
-        """Number of elements per token in the keys and values of the widest layer."""
+        """Number of elements of the widest layer's keys and values, per token."""
         if self.splits_kv:
             return max(group.shape.width for group in self.kv_groups)
         return 2 * self.n_kv_heads * self.head_dim
 
     @property
     def cache_width(self) -> int:
-        """Number of elements per token in the keys and values that all layers cache together."""
+        """Number of elements of all keys and values that all layers cache together, per token."""
         return sum(len(group.layers) * group.shape.width for group in self.kv_groups)
 
     @property
@@ -196,7 +200,7 @@ class TargetFacts:
 
     @property
     def rotates_as_llama(self) -> bool:
-        """Whether all layers have keys of the same shape, rotated by RoPE as in drafters."""
+        """Whether all layers have keys of the same shape, and RoPE rotates these as in drafters."""
         rope = dict(getattr(self.config, "rope_parameters", None) or {})
         is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
         is_supported = rope.get("rope_type", "default") in ROPE_TYPES
@@ -204,18 +208,18 @@ class TargetFacts:
 
     @property
     def attention(self) -> str:
-        """Name of the attention implementation in transformers that supports the target fully."""
+        """Name of transformers' attention implementation that supports the target fully."""
         model_class: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self.config), None)
-        # Older model classes support only eager attention.
+        # Older model classes of transformers support only eager attention.
         is_plain = model_class is not None and not model_class._supports_sdpa
         return "eager" if is_plain else self.family.attention
 
     @property
     def attention_sizes(self) -> dict[str, int]:
-        """The largest number of KV heads, and the largest head dim, in the attention of any layer.
+        """The largest number of KV heads and the largest head dim among all layers.
 
-        Layers with multi-head latent attention cache a latent, and expand it to keys and values.
-        For these layers, the sizes are those of the expanded keys and values.
+        Layers with multi-head latent attention cache a latent, and compute keys and values from the
+        latent. For such layers, the sizes are those of the computed keys and values.
         """
         config = self.config
         if getattr(config, "kv_lora_rank", None) is not None:
@@ -229,7 +233,7 @@ class TargetFacts:
 
     @cached_property
     def n_weights(self) -> int:
-        """Number of weights of the text model. Tied matrices count once.
+        """Number of weights of the text model. Two tied matrices count as one.
 
         For families with Llama's layers, biases and norms are not counted.
         """
@@ -246,7 +250,7 @@ class TargetFacts:
         return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
 
     def check_kv(self) -> None:
-        """Raise TargetError if keys and values of the target cannot be stored."""
+        """Raise TargetError if a store cannot contain the target's keys and values."""
         if not self.family.keeps_kv:
             raise TargetError(
                 f"moa-data does not know what the layers of {self.model_type} cache, so it cannot "
@@ -267,10 +271,10 @@ class TargetFacts:
             )
 
     def layer_sizes(self) -> DecoderBlockSizes:
-        """Return the sizes with which drafters can rebuild the target's decoder layers.
+        """Return the sizes of the target's decoder layers. Drafters build such layers with them.
 
         Raises:
-            TargetError: drafters cannot run these layers on their own features.
+            TargetError: drafters cannot run the target's layers on features of a drafter.
         """
         config = self.config
         if not self.family.has_llama_layers:
@@ -299,15 +303,16 @@ class TargetFacts:
 
 
 def _layer_configs(config: Any) -> Any:
-    """Return one config for each layer. If the layers do not differ, return a single config."""
+    """Return a list of configs: one for each layer, or a single one if the layers do not differ."""
     return getattr(config, "per_layer_config", None) or [config]
 
 
 def _n_positions(config: Any) -> int:
     n_positions: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    # Once a sequence exceeds the original length, RoPE of the type longrope rotates all keys
-    # differently. The keys that are already cached would be wrong, so this length is the limit.
+    # If a sequence exceeds the original length, RoPE of the type longrope rotates all keys in
+    # another way. The keys that are already cached would then be wrong, so sequences may not exceed
+    # this length.
     if rope.get("rope_type") == "longrope":
         n_positions = int(rope.get("original_max_position_embeddings") or n_positions)
     return n_positions
@@ -327,10 +332,11 @@ def _norm_eps(config: Any) -> float:
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """Return RoPE parameters for drafters of a target: ``rope_theta``, ``rope_type`` and others.
+    """Return the RoPE parameters that drafters of a target use, such as ``rope_theta``.
 
-    They are the parameters of the target's layers with full attention. If drafters do not support
-    this type of rotation, they use the default rotation with the target's ``rope_theta``.
+    These are the parameters of the target's layers with full attention. If drafters do not support
+    the rotation of these layers, the result is the default rotation with the target's
+    ``rope_theta``.
     """
     by_kind = getattr(config, "rope_parameters", None) or {}
     parameters: dict[str, Any] = {}
@@ -348,7 +354,7 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 def logit_scale(config: Any) -> float:
     """Return the factor that a target applies to the outputs of its LM head."""
-    # Granite divides the logits by this value.
+    # Granite divides its logits by ``logits_scaling``.
     divisor = getattr(config, "logits_scaling", None)
     return float(1 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0)
 
@@ -379,8 +385,8 @@ def _kv_shapes(config: Any, layer_kinds: Sequence[str]) -> tuple[KVShape | None,
             or (n_heads := getattr(layer_config, "num_attention_heads", None)) is None
         ):
             shapes.append(None)
-        # Multi-head latent attention caches a latent (compressed keys and values), and one rotated
-        # key for all heads.
+        # For each token, multi-head latent attention caches a latent (compressed keys and values),
+        # and one rotated key that all heads share.
         elif (rank := getattr(layer_config, "kv_lora_rank", None)) is not None:
             shapes.append(KVShape(1, rank, layer_config.qk_rope_head_dim))
         else:
@@ -409,8 +415,8 @@ def _kv_groups(
             layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
     groups: list[KVGroup] = []
     for (kind, shape), layers in layers_of.items():
-        # Groups of the same kind of attention differ in shape. Number them, so that their names
-        # differ, too.
+        # Several groups may have the same kind of attention, but different KV shapes. Number these
+        # groups, so that their names differ.
         n_before = sum(entry.field.startswith(f"kv/{kind}") for entry in groups)
         name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
         groups.append(KVGroup(name, tuple(layers), shape))
@@ -418,11 +424,11 @@ def _kv_groups(
 
 
 def load_facts(folder: Path, with_weights: bool = True) -> TargetFacts:
-    """Read the facts about the text model of a folder, and check the sizes in its config.json.
+    """Compute the facts about the text model of a folder, and check its config.json.
 
     Args:
         folder: the model folder.
-        with_weights: whether the weights will be used. If true, quantised weights raise
+        with_weights: whether the caller will use the weights. If true, quantised weights raise
             TargetError.
     """
     values = read_config(folder)
@@ -438,8 +444,8 @@ def parse_facts(
     Args:
         values: the content of config.json.
         source: name of the config file in error messages.
-        folder: the folder that holds the config file. None if the values come from elsewhere.
-        with_weights: whether the weights will be used. If true, quantised weights raise
+        folder: the folder that holds the config file. None if the values are not from a file.
+        with_weights: whether the caller will use the weights. If true, quantised weights raise
             TargetError.
 
     Raises:
@@ -449,8 +455,8 @@ def parse_facts(
     if with_weights and (problem := quantisation_problem(values, folder)):
         raise TargetError(f"{source}: {problem}.")
     text_config = values.get("text_config")
-    # Check counts such as the number of layers first. transformers allocates lists of these
-    # lengths, so a huge number would take all memory.
+    # Check counts such as the number of layers before transformers reads the values. transformers
+    # allocates lists with these numbers of items, so a huge number would take all memory.
     _check_counts(text_config if isinstance(text_config, dict) else values, source)
     with parsing(f"cannot read {source}", TargetError):
         config = transformers_config(values, folder)
@@ -474,7 +480,7 @@ def parse_facts(
 
 
 def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Return why weights cannot be used if they are quantised. Empty if they are not quantised."""
+    """Return the reason why quantised weights cannot be used. Empty if they are not quantised."""
     method = quantised_by(values, folder)
     return method and (
         f"the weights are quantised by {method!r}. Give the folder of the weights before "
@@ -483,9 +489,9 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
-    """Raise TargetError if transformers has no model class with a text model for the model type."""
-    # Convert the model type to a text, because in a damaged config it may be a list, which is not
-    # hashable.
+    """Raise TargetError if transformers has no text model for the model type in a config."""
+    # In a damaged config, the model type may be a list, which is not hashable. So convert the model
+    # type to a text.
     model_type = str(values.get("model_type"))
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -517,9 +523,9 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 
 
 def _check_config(config: Any, source: object) -> None:
-    """Raise TargetError if sizes are missing or not plausible.
+    """Raise TargetError if sizes in a config are missing or not plausible.
 
-    Sizes that transformers has filled in by default are checked, too.
+    If the config.json lacks a size, transformers fills in a default. Such sizes are checked, too.
     """
     needed = ("hidden_size", "num_hidden_layers", "vocab_size")
     if lacking := [name for name in needed if getattr(config, name, None) is None]:
@@ -532,7 +538,7 @@ def _check_config(config: Any, source: object) -> None:
 
 
 def _check_facts(facts: TargetFacts, source: object) -> None:
-    """Raise TargetError if facts contradict each other, or are not plausible."""
+    """Raise TargetError if facts about a target contradict each other, or are not plausible."""
     config = facts.config
     keeps_kv = facts.family.keeps_kv
     known_kinds = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -1,15 +1,15 @@
-"""Families of targets, and their configs and models as transformers makes them.
+"""Families of targets. Makes configs and models of targets with transformers.
 
-Any causal LM of transformers gives hidden states if its LM head is a plain matrix. Hidden states
-are enough for most drafters. :data:`FAMILIES` lists further properties of each family. For families
-without an entry, default properties are assumed. Before any of these properties is used, it is
-checked on the loaded model (:mod:`.proof`).
+Any causal LM of transformers can be a target if its LM head is a plain matrix. Such a target gives
+hidden states, which are enough for most drafters. :data:`FAMILIES` lists further properties of each
+family. For families without an entry, default properties are assumed. Before a property is used,
+:mod:`.proof` checks it on the loaded model.
 
 | the target must support | needed for | supported by |
 |---|---|---|
 | hidden states | stores of hidden states, drafters without KV | causal LMs, LM head without bias |
 | keys and values | stores of KV, drafters that read it | :data:`FAMILIES` |
-| decoding | chains, trees, batches, serving | attention takes masks; each model is checked |
+| decoding | chains, trees, batches, serving | models whose attention takes masks; each is checked |
 """
 
 import contextlib
@@ -38,23 +38,24 @@ from .model_files import read_config
 class Family:
     """Properties of a model type that its config does not state."""
 
-    # Whether the KV shape of each layer is known from the config, so that KV can be stored.
+    # Whether the config determines the KV shape of each layer, so that KV can be stored.
     keeps_kv: bool = True
-    # Whether layers may have different kinds of attention. The config lists them in
-    # ``layer_types``. If false, all layers have the sliding window of the config.
+    # Whether layers may have different kinds of attention, which the config lists in
+    # ``layer_types``. If false, all layers have the same attention, with a sliding window if the
+    # config states one.
     mixes_layers: bool = False
-    # Whether RoPE rotates all keys as in drafters: dimension i of a head is rotated together with
-    # dimension i + d / 2, where d is the head dim.
+    # Whether RoPE rotates all keys as in drafters. There, the dimensions i and i + d / 2 of a head
+    # are rotated together, and d is the head dim.
     rotates_halves: bool = True
-    # Whether all layers with keys rotate them. Some families leave out RoPE in some layers.
+    # Whether each layer that has keys rotates these by RoPE. Some families leave out RoPE in some
+    # layers.
     rotates_all: bool = True
     # Whether some layers carry a recurrent state instead of KV.
     carries_state: bool = False
-    # Whether the layers of this family compute the same as ``layers.DecoderBlock``, our
-    # implementation of Llama's decoder layer.
+    # Whether the layers of this family compute the same as the class ``layers.DecoderBlock``. This
+    # class is moa-data's implementation of Llama's decoder layer.
     has_llama_layers: bool = False
-    # Name of the attention implementation in transformers that supports all features of this
-    # family.
+    # Name of transformers' attention implementation that supports all features of this family.
     attention: str = "sdpa"
     # The constant that norms add to their weights. Gemma's norms compute ``x * (1 + weight)``.
     norm_offset: float = 0.0
@@ -92,16 +93,16 @@ FAMILIES: dict[str, Family] = {
 }
 """Model type of the text model -> the properties of its family."""
 
-# Assumed properties of model types that have no entry in FAMILIES.
+# The properties that are assumed for a model type without an entry in FAMILIES.
 OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
 
 
 def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
     """Make the transformers config from the values of a config.json.
 
-    If the folder is given, transformers usually reads the file itself. But transformers does not
-    understand the dtypes ``torch.bfloat16`` and ``auto``. If the file has such a dtype, the config
-    is made from ``values``.
+    If the folder is given, transformers usually reads the config.json itself. But transformers does
+    not understand the dtypes ``torch.bfloat16`` and ``auto``. If the config.json has one of these,
+    the config is made from ``values``, after the dtype is replaced.
 
     Args:
         values: the content of config.json.
@@ -110,14 +111,15 @@ def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -
     plain = _with_plain_dtypes(values)
     if folder is not None and plain == values:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # transformers writes special floats such as infinity as objects, so decode these objects.
+    # In a config.json, transformers writes special floats such as infinity as objects. Decode these
+    # objects.
     return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(plain))
 
 
 def _with_plain_dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``torch.bfloat16`` by ``bfloat16``, and ``auto`` by None.
+    """In the dtypes of a config, replace ``torch.bfloat16`` by ``bfloat16``, and ``auto`` by None.
 
-    AutoConfig reads neither ``torch.bfloat16`` nor ``auto``.
+    transformers reads neither ``torch.bfloat16`` nor ``auto``.
     """
     plain = dict(values)
     for key in ("dtype", "torch_dtype"):
@@ -129,7 +131,7 @@ def _with_plain_dtypes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_loader(folder: Path) -> Any:
-    """Return transformers' auto class for a target: for text, or for images and text."""
+    """Return transformers' auto class that loads a target: for text, or for images and text."""
     is_text = (
         read_config(folder).get("model_type") in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
@@ -137,7 +139,10 @@ def model_loader(folder: Path) -> Any:
 
 
 def first_attribute(item: Any, names: Sequence[str]) -> Any:
-    """Return the first attribute of an item that is not None. None if all are missing or None."""
+    """Return the value of the first of several attributes that is not None.
+
+    Attributes that do not exist are skipped. If all are None or do not exist, the result is None.
+    """
     for name in names:
         value = getattr(item, name, None)
         if value is not None:
@@ -146,7 +151,7 @@ def first_attribute(item: Any, names: Sequence[str]) -> Any:
 
 
 def empty_model(config: Any) -> Any:
-    """Make a causal LM on the meta device from a text model's config.
+    """Make a causal LM on the meta device from the config of a text model.
 
     Raises TargetError on failure.
     """
@@ -156,11 +161,12 @@ def empty_model(config: Any) -> Any:
 
 
 def text_model(model: Any) -> Any:
-    """Return the text model inside a causal LM. It computes hidden states, and has no LM head."""
+    """Return the text model in a causal LM. A text model computes hidden states, not logits."""
     decoder = model.get_decoder()
     is_found = decoder is not model and hasattr(decoder, "config")
-    # In Llama 4 ``get_decoder`` returns the model itself, and in models whose LM head is named
-    # "decoder" it returns the LM head. Use ``model.model`` in these cases.
+    # In two cases, ``get_decoder`` does not return the text model: in Llama 4 it returns the causal
+    # LM, and in models whose LM head is named "decoder" it returns the LM head. In these cases, use
+    # ``model.model``.
     return decoder if is_found else model.model
 
 
@@ -178,9 +184,10 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 @contextlib.contextmanager
 def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of decoder layers, before any final norm.
+    """Collect the outputs of decoder layers. They do not include a final norm.
 
-    The yielded dict maps the index of a layer to its output [B, T, E] in the last forward pass.
+    Yields a dict from the index of a layer to the output [B, T, E] of this layer in the last
+    forward pass.
     """
     outputs: dict[int, Tensor] = {}
     width = text_model(model).config.hidden_size

@@ -5,21 +5,21 @@ from typing import Any
 
 from .row_values import snake_case, unpacked, words_in
 
-# Keys that say why an answer ended, in the APIs of OpenAI, Anthropic, Google, Ollama, OpenRouter
-# and llama.cpp.
+# In responses of OpenAI, Anthropic, Google, Ollama, OpenRouter and llama.cpp, these keys say why an
+# answer ended.
 _FINISH_KEYS = (
     "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
     "native_finish_reason", "incomplete_details", "finish_details", "completion_reason",
 )  # fmt: skip
-# If the value of a key such as ``finish_reason`` is an object, the object has the reason under one
-# of these keys.
+# A key such as ``finish_reason`` may have an object as its value. Then the object has the reason
+# under one of these keys.
 _REASON_KEYS = ("type", "reason")
-# Values of ``finish_reason`` and similar keys if the answer is complete.
+# If ``finish_reason``, or a similar key, has one of these values, the answer is complete.
 _END_REASONS = {
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls", "tool_call",
     "function_call", "word", "complete", "completed",
 }  # fmt: skip
-# Values of ``finish_reason`` and similar keys if the answer was cut off.
+# If ``finish_reason``, or a similar key, has one of these values, the answer was cut off.
 _CUT_REASONS = {
     "length", "limit", "max_tokens", "max_output_tokens", "max_new_tokens", "max_tokens_reached",
     "max_length", "max_len", "model_length", "token_limit", "error_limit", "truncated",
@@ -33,24 +33,24 @@ _CUT_REASONS = {
 _NO_REASON = {"", "none", "null", "nan"}
 # Some APIs write the name of an enum before the reason, as in FINISH_REASON_STOP.
 _REASON_PREFIXES = ("finish_reason_", "reason_")
-# If one of the following keys has the value true, an answer was cut off. Keys in `_FLAGS` count
-# only directly in a row or message, because objects inside a row use the same names for other
-# things.
+# A key in `_LIMIT_FLAGS` or `_FLAGS` with the value true means that an answer was cut off. Keys in
+# `_FLAGS` count only if they are directly in a row or message. In objects inside a row, the same
+# names have other meanings.
 _LIMIT_FLAGS = ("stopped_limit",)
 _FLAGS = ("truncated", "is_truncated")
 _TRUE = {"true", "1", "1.0", "yes"}
 _FALSE = {"false", "0", "0.0", "no"}
-# Keys under which rows and messages keep the response of an API, or facts about it. Several objects
-# under one of these keys are alternatives. The row does not say which alternative the chat
-# contains, so they are ignored.
+# Under these keys, rows and messages keep the response of an API, or facts about this response. If
+# there are several objects under one key, they are alternatives. The row does not say which
+# alternative the chat contains, so all of them are ignored.
 _RESPONSE_KEYS = (
     "response_metadata", "generation_info", "generation_metadata", "meta_info", "meta", "metadata",
     "llm_output", "raw", "raw_response", "response", "choices", "candidates", "details",
     "generations",
 )  # fmt: skip
-# Under these keys there may be a list with one response for each answer.
+# Under these keys, a row may have a list with one response of an API for each answer.
 _RESPONSES_KEYS = ("responses", "raw_responses")
-# A text under one of these keys may be the answer itself, so it is not decoded as JSON.
+# Under these keys, a text may be the answer itself, so such a text is not decoded as JSON.
 _ANSWER_KEYS = ("response", "responses")
 
 # A response of an API, and the indices of the answers to which it belongs.
@@ -60,17 +60,18 @@ _Response = tuple[Mapping[Any, Any], Sequence[int]]
 def find_cuts(item: Mapping[Any, Any], n_answers: int = 1) -> list[str]:
     """Find the answers of a row or message that were cut off.
 
-    A key such as ``finish_reason`` says whether an answer was cut off. The keys of the item itself
-    are read first. If they say nothing about an answer, the API responses inside the item are read.
-    If two keys of the same depth disagree about an answer, it counts as cut off.
+    A key such as ``finish_reason`` says whether an answer was cut off. Keys that are directly in
+    the item are read first. If these keys say nothing about an answer, the responses of APIs inside
+    the item are read. If two keys at the same depth disagree about an answer, the answer counts as
+    cut off.
 
     Args:
         item: the row or message.
-        n_answers: how many answers it has, at least 1.
+        n_answers: the number of answers in the row or message, at least 1.
 
     Returns:
-        One text for each answer. It names the key and the reason if the answer was cut off.
-        Otherwise it is empty.
+        One text for each answer. If the answer was cut off, the text names the key and the reason.
+        Otherwise the text is empty.
     """
     cuts = [""] * n_answers
     unknown = set(range(n_answers))
@@ -91,13 +92,14 @@ def find_cuts(item: Mapping[Any, Any], n_answers: int = 1) -> list[str]:
 
 
 def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
-    """Whether a key says why answers ended, and :func:`find_cuts` knows each reason in its value.
+    """Whether a key says why answers ended, and :func:`find_cuts` knows all reasons in the value.
 
     Args:
         key: a key of a row, in any spelling such as ``finishReason``.
         value: the value of the key.
-        is_cut_known: whether reasons of answers that were cut off count as known. They do not if
-            the last message calls a tool, because its end-of-turn token is kept in any case.
+        is_cut_known: whether a reason that means "cut off" counts as known. If the last message
+            calls a tool, pass false: this message keeps its end-of-turn token in any case, so the
+            reason has no effect.
     """
     name = snake_case(key)
     if name in _FINISH_KEYS:
@@ -112,18 +114,20 @@ def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
 def _stated_ends(
     response: Mapping[Any, Any], answers: Sequence[int], is_item: bool
 ) -> Iterator[tuple[int, str]]:
-    """Yield what the keys of a response say about the ends of its answers.
+    """Read from the keys of a response which of its answers were cut off.
 
-    Each item is the index of an answer, and a text. If the answer was cut off, the text names the
-    key and the reason. Otherwise it is empty.
+    Yields pairs of the index of an answer and a text. If the answer was cut off, the text names the
+    key and the reason. Otherwise the text is empty.
 
-    A key may have several reasons. If there is only one, it belongs to the last answer. If there is
-    one for each answer, each answer gets its own. Any other number is ambiguous:
+    A key may have several reasons. If a key has one reason, this reason belongs to the last answer.
+    If a key has one reason for each answer, the reasons are assigned in order. Other numbers are
+    ambiguous:
 
     - If a single answer has several reasons, the API has generated several answers, and the chat
-      contains one of them. This answer counts as cut off only if all of them were cut off.
-    - If several answers have another number of reasons, the reasons cannot be assigned to the
-      answers. If one reason says that an answer was cut off, all answers count as cut off.
+      contains one of them. The answer in the chat counts as cut off only if all generated answers
+      were cut off.
+    - If there are several answers, but more or fewer reasons than answers, the reasons cannot be
+      assigned to answers. If one of the reasons means "cut off", all answers count as cut off.
     """
     for key, value in response.items():
         name = snake_case(key)
@@ -136,7 +140,9 @@ def _stated_ends(
             reason = next((word for word in _reasons(listed) if word in cut_reasons), "")
             cuts.append(f"{key} {reason!r}" if reason else "")
         if is_flag and not any(cuts):
-            continue  # The flag is false, but the answer may have reached another limit.
+            # A flag that is false does not say that the answer is complete, because the answer may
+            # have reached another limit.
+            continue
         if len(cuts) == 1:
             yield answers[-1], cuts[0]
         elif len(cuts) == len(answers):
@@ -163,7 +169,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _reasons(value: Any) -> Iterator[str]:
-    """Yield the words of a reason in snake case.
+    """Yield the words of a reason, written in snake case.
 
     A text such as ``FinishReason.STOP``, which Python writes for an enum, gives ``stop``.
     """
@@ -183,7 +189,7 @@ def _reasons(value: Any) -> Iterator[str]:
 
 
 def _inner_responses(response: Mapping[Any, Any], answers: Sequence[int]) -> Iterator[_Response]:
-    """Yield the responses inside a response or row, each with the indices of its answers."""
+    """Yield the API responses inside a row or response, with the indices of their answers."""
     for key, value in response.items():
         name = snake_case(key)
         if name not in (*_RESPONSE_KEYS, *_RESPONSES_KEYS):

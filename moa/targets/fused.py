@@ -1,4 +1,4 @@
-"""Runs a target's decoder layers with fewer operations, for decoding on a CPU.
+"""Runs a target's decoder layers in fewer operations. This makes decoding on a CPU faster.
 
 The fused operations are in :mod:`..nn.fused`.
 
@@ -19,12 +19,14 @@ from ..nn.fused import FUSED_PRODUCTS, FusedWeights, Weights, fuse_weights, norm
 from ..nn.packed import pack
 from .families import decoder_layers, text_model
 
-# Fused layers are used only if their error, relative to the largest value, is at most this. Fused
-# layers execute the float32 operations in another order, which causes an error of about 1e-6. If
-# the original layer computes another formula, the error is about 1.
+# Maximum error of the outputs of a fused layer, relative to the largest output. With a larger
+# error, the layer is not fused. Fused layers execute the float32 operations in another order, which
+# causes an error of about 1e-6. If the original layer computes another formula, the error is about
+# 1.
 _MAX_ERROR = 1e-4
-# First position of the tokens in the test of a fused layer. Some layers scale attention depending
-# on the position. At such a large position, their scale is not 1.
+# The test of a fused layer uses tokens from this position on. Some layers scale attention by a
+# factor that depends on the position. At such a large position, the factor is not 1, so the test
+# detects these layers.
 _FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class _FusedLayer(nn.Module):
             or args
             or torch.is_grad_enabled()
             or not fused.is_current()
-            # Layers that apply RoPE to only a part of each head run without fused operations.
+            # If a layer applies RoPE to only a part of each head, it runs without fused operations.
             or kwargs["position_embeddings"][0].shape[-1] != fused.attention.head_dim
         ):
             return super().forward(hidden_states, *args, **kwargs)
@@ -60,7 +62,10 @@ class _FusedLayer(nn.Module):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle as a layer of the base class, because fused weights cannot be pickled."""
+        """Make copies and pickles of this layer as layers of the base class.
+
+        Fused weights cannot be pickled.
+        """
         state = vars(self).copy()
         state.pop("fused", None)
         return object.__new__, (type(self).__bases__[1],), state
@@ -69,8 +74,9 @@ class _FusedLayer(nn.Module):
 def fuse(model: nn.Module) -> None:
     """Pack a model's weights with :func:`.pack`, and fuse the operations of layers like Llama's.
 
-    A layer is fused only if its results for random inputs stay the same. As for :func:`.pack`, the
-    weights must not change afterwards. Replacing a weight by another tensor is not detected.
+    A layer is fused only if it gives the same results for random inputs as before. The model's
+    weights must not change afterwards, as for :func:`.pack`. If a weight is replaced by another
+    tensor, this is not detected.
     """
     pack(model)
     fused_classes: dict[type, type] = {}
@@ -102,8 +108,8 @@ def fuse(model: nn.Module) -> None:
 class FusedBody:
     """A target's text model that runs only fused layers, without the overhead of transformers.
 
-    It builds no masks. Instead, the caller passes arguments for the attention function. These
-    arguments decide to which tokens each token attends.
+    The fused body builds no attention masks. The caller passes arguments to the attention function
+    instead, which decide to which tokens each token attends.
     """
 
     def __init__(self, model: Any) -> None:
@@ -111,21 +117,22 @@ class FusedBody:
         self._embed = body.get_input_embeddings()
         self._rotary = body.rotary_emb
         self._layers: list[FusedWeights] = [vars(layer)["fused"] for layer in decoder_layers(model)]
-        # The shape of the weight of ``o_proj`` gives the number of query heads.
+        # The shape of ``o_proj.weight`` depends on the number of query heads. So if the shapes are
+        # equal, so are the numbers of query heads.
         sizes: set[tuple[int, int, float, torch.Size]] = set()
         for fused in self._layers:
             attention = fused.attention
             shape = attention.o_proj.weight.shape
             sizes.add((fused.n_kv_heads, attention.head_dim, attention.scaling, shape))
-        # Number of KV heads, head dim and scale of attention scores of all layers. None if layers
-        # differ.
+        # A tuple of the number of KV heads, the head dim and the scale of attention scores, which
+        # are the same in all layers. None if layers differ.
         self.heads = sizes.pop()[:3] if len(sizes) == 1 else None
         self._weights = [(fused.norms, fused.products) for fused in self._layers]
         self._last_norm = prepared_norm(body.norm)
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
-        """Make the fused body of a model. Return None if its hidden states are not the model's."""
+        """Make the fused body of a model. Returns None if its hidden states would be wrong."""
         tokens = positions = torch.arange(3)[None]
         try:
             fused_body = cls(model)
@@ -155,12 +162,12 @@ class FusedBody:
         run_layers: RunLayers | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [B, n] at positions [B, n].
+        """Compute hidden states of tokens [B, n] at positions [B, n].
 
         Args:
             tokens: [B, n] token ids.
             positions: [B, n] positions.
-            watched_layers: layers whose outputs are returned.
+            watched_layers: indices of the layers whose outputs are returned.
             wanted: [m] int64, indices of the tokens whose hidden states are needed. The result is
                 then [B, m, E], and the last layer must not be watched. If None, all tokens are
                 needed.
@@ -169,7 +176,7 @@ class FusedBody:
             **kwargs: arguments of the attention function.
 
         Returns:
-            The hidden states [B, n, E], and the outputs of the watched layers.
+            The hidden states [B, n, E], and a dict from the index of a watched layer to its output.
         """
         x = self._embed(tokens)
         outputs = {}
@@ -215,8 +222,8 @@ def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     """Prepare cosines and sines of RoPE for the fused layers.
 
     The shape changes from [B or 1, n, d] to [B or 1, n, 1, d]. RoPE multiplies the sines with
-    (-right half, left half) of a head. The fused layers multiply them with (right half, left half),
-    so this function negates the first half of the sines.
+    (-right half, left half) of a head. The fused layers multiply the sines with (right half, left
+    half). So this function negates the first half of the sines.
     """
     left, right = sines.chunk(2, dim=-1)
     return cosines.unsqueeze(2), torch.cat((-left, right), dim=-1).unsqueeze(2)
@@ -224,13 +231,13 @@ def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward(
     fused: FusedWeights,
-    x: Tensor,  # [B, n, E]
+    x: Tensor,  # hidden states [B, n, E]
     position_embeddings: tuple[Tensor, Tensor],  # The result of `_rotation`.
     attention_mask: Any = None,
     past_key_values: Any = None,
     position_ids: Tensor | None = None,
     use_cache: bool | None = None,
-    # [m] int64, indices of the tokens whose output is needed. For the other tokens only keys and
+    # [m] int64, indices of the tokens whose output is needed. For all other tokens, only keys and
     # values are computed.
     wanted: Tensor | None = None,
     **kwargs: Any,

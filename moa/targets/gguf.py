@@ -1,9 +1,9 @@
-"""GGUF files as targets.
+"""Lets GGUF files serve as targets.
 
-transformers dequantises each file once, into a folder of the user's cache.
+transformers dequantises each GGUF file once, into a model folder in the user's cache.
 
-The folder is named after the SHA-256 of the file. It gets this name only when it is complete. All
-other code reads the folder like any other model folder.
+The name of this folder is the SHA-256 of the GGUF file. The folder gets this name only when it is
+complete. All other code reads it like any other model folder.
 """
 
 import logging
@@ -31,10 +31,10 @@ _ADVICE = (
 
 
 def model_folder(path: Path) -> Path:
-    """Return the model folder of a path, which may be a GGUF file or a folder that holds one.
+    """Return the model folder for a path: a model folder, a GGUF file, or a folder with one.
 
-    A GGUF file is converted into a folder of the user's cache. Any other model folder is returned
-    unchanged.
+    A GGUF file is converted into a model folder in the user's cache. A folder that already is a
+    model folder is returned unchanged.
     """
     files = sorted(path.glob("*.gguf"))
     if not path.is_dir():
@@ -54,12 +54,12 @@ def model_folder(path: Path) -> Path:
     folder = cache_folder("gguf") / file_sha256(files[0])
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Only one process converts at a time, because two conversions might not fit into memory.
+        # Only one process may convert at a time, because two conversions might not fit into memory.
         with open(lock_file(folder.parent / "lock", waits=True)):
-            # Delete partial folders that killed processes have left behind.
+            # Delete the incomplete folders of processes that were killed while they converted.
             for leftover in folder.parent.glob(f"*{PARTIAL_SUFFIX}"):
                 shutil.rmtree(leftover)
-            # Another process may have made the folder while this one waited for the lock.
+            # Another process may have made the folder while this process waited for the lock.
             if not folder.is_dir():
                 _convert(files[0], folder)
     return folder
@@ -92,8 +92,8 @@ def _convert(file: Path, folder: Path) -> None:
             dtype = torch.bfloat16
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
-        # During loading, transformers holds single tensors in float32 for a moment. So require a
-        # quarter more memory than the weights take.
+        # While transformers loads the file, it holds one tensor after another in float32 for a
+        # moment. So require a quarter more memory than the weights take.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
                 f"converting {file} to weights that are not quantised takes "
@@ -109,8 +109,8 @@ def _convert(file: Path, folder: Path) -> None:
             format_bytes(n_bytes),
             folder,
         )
-        # Link the file into an empty folder, because transformers also reads other files in the
-        # file's folder.
+        # transformers also reads other files next to the GGUF file. So make a link to the GGUF file
+        # in an empty folder.
         link = Path(scratch) / "model.gguf"
         link.symlink_to(file.resolve())
         tokenizer = AutoTokenizer.from_pretrained(

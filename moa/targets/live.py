@@ -33,20 +33,23 @@ from .loading import load_target_model
 from .model_files import check_model_folder, read_config
 from .template import ChatTemplate
 
-# Files of a Hub snapshot that contain the same weights in layouts of other programs.
+# Names of files that are not downloaded from the Hub. They contain the target's weights once more,
+# in layouts of other programs.
 _FOREIGN = ["consolidated*", "original/*"]
 # If a target call with causal attention needs a mask, the call runs in chunks of this many tokens.
-# Each chunk has its own mask. So the memory for masks grows linearly with the sequence length, not
-# quadratically.
+# Each chunk has its own mask. So the memory for masks grows linearly with the length of the
+# sequence. A single mask for the whole sequence would grow quadratically.
 _CHUNK_TOKENS = 1024
-# Static calls (:class:`StaticCalls`) are padded to one of these numbers of tokens. For example, a
-# call that verifies a chain of 5 drafts has 6 tokens, and is padded to 8.
+# A static call (:class:`StaticCalls`) is padded to the smallest of these numbers of tokens that is
+# large enough. For example, a call that verifies a chain of 5 drafts has 6 tokens, and is padded to
+# 8.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# Decoding multiplies weights with only a few rows. If all linear layers of a target have fewer
-# weights than this, several threads do not make these products faster.
+# In decoding, the matrix products of linear layers have only a few rows as input. If each linear
+# layer of a target has fewer weights than this number, several threads do not make these products
+# faster.
 _FEWEST_SHARED = 1 << 21
-# Sequence length for which CUDA graphs are recorded at first. If a sequence is longer, the length
-# is doubled, and the graphs are recorded again.
+# At first, CUDA graphs are recorded for sequences of at most this length. If a sequence is longer,
+# this length is doubled, and the graphs are recorded again.
 _GRAPH_SLOTS = 1024
 
 
@@ -55,7 +58,7 @@ def resolve_model_folder(
 ) -> Path:
     """Return a local model folder. Convert a GGUF file or download a Hub snapshot if necessary.
 
-    The folder of a snapshot is named after its commit.
+    The name of a snapshot's folder is the snapshot's commit.
     """
     folder = Path(path_or_id).expanduser()
     if folder.exists():
@@ -81,7 +84,7 @@ def resolve_model_folder(
                 path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN
             )
         )
-    # The Hub client raises errors of many unrelated types if the Hub cannot be reached.
+    # If the Hub cannot be reached, its client raises errors of many unrelated types.
     except Exception as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
@@ -92,7 +95,7 @@ def resolve_model_folder(
 
 
 def load_target_tokenizer(folder: Path) -> Any:
-    """Load the fast tokenizer of a model folder without running code from this folder."""
+    """Load the fast tokenizer of a model folder, without running code that is in this folder."""
     if not any(
         (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
     ):
@@ -101,7 +104,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    # Load the config too, because transformers may use it to choose the class of the tokenizer.
+    # Load the model's config, too. transformers may use it to choose the class of the tokenizer.
     if (folder / "config.json").is_file():
         load_facts(folder, with_weights=False)
         config = transformers_config(read_config(folder), folder)
@@ -116,8 +119,8 @@ def load_target_tokenizer(folder: Path) -> Any:
         # Use the tokenizer once here, because transformers validates some settings only on first
         # use.
         tokenizer.decode(tokenizer("a")["input_ids"])
-        # Remove these settings. A saved tokenizer must not name code (auto_map), and must not
-        # record where it was loaded from.
+        # A saved tokenizer must not name code (auto_map), and must not record from where it was
+        # loaded. So remove these settings.
         for name in ("auto_map", "is_local", "local_files_only"):
             tokenizer.init_kwargs.pop(name, None)
     if not tokenizer.is_fast:
@@ -130,16 +133,18 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Return the packages that are not installed, but are needed to read a tokenizer.model.
+    """Return the packages that must still be installed to read the folder's tokenizer.model.
 
-    The result is empty if the folder has a tokenizer.json, which is read without these packages.
+    The result is empty if the folder has a tokenizer.json, because this file is read instead,
+    without these packages.
     """
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         return []
     with file.open("rb") as content:
-        # The first byte of a SentencePiece file is 0x0a, because the file is a protobuf message.
-        # tiktoken files are text.
+        # A tokenizer.model is in the format of SentencePiece or of tiktoken. The first byte of a
+        # SentencePiece file is 0x0a, because the file is a protobuf message. A tiktoken file is
+        # text.
         needed = ["sentencepiece", "protobuf"] if content.read(1) == b"\n" else ["tiktoken"]
     installed = {package.name for package in importlib.metadata.distributions()}
     return [package for package in needed if package not in installed]
@@ -175,9 +180,9 @@ class Target:
         self.facts = TargetFacts.of(self.body.config)
         config = self.facts.config
         # From the position ``floor_scale`` on, Llama 4 multiplies queries by a factor that depends
-        # on the position. For this, its layers count the tokens in the cache, instead of using the
-        # position ids. The count is wrong for the drafts of a tree. So sequences must end before
-        # this position.
+        # on the position. Its layers compute the position by counting the tokens in the cache, not
+        # from the position ids. For drafts in a tree, this count is not their position. So
+        # sequences must end before the position ``floor_scale``.
         bound = (
             getattr(config, "floor_scale", None)
             if getattr(config, "attn_temperature_tuning", 0)
@@ -189,11 +194,10 @@ class Target:
             getattr(source, "eos_token_id", None)
             for source in (model.generation_config, model.config, config)
         )
-        # Kind of layer -> size of its sliding window in tokens. The size is None for full
-        # attention.
+        # Kind of layer -> size of the sliding window of such layers, in tokens. The size is None
+        # for layers with full attention.
         self._windows = dict(zip(self.facts.layer_kinds, self.facts.layer_windows, strict=True))
-        # The size of the smallest sliding window in tokens. Infinity if there are no sliding
-        # windows.
+        # The size of the smallest sliding window in tokens. Without sliding windows it is infinite.
         windows = [window for window in self._windows.values() if window is not None]
         self._shortest_window: float = min(windows, default=math.inf)
         self._takes_bool_masks = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
@@ -217,38 +221,38 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """The device on which the weights are."""
         return self.model.device
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """The hashes of the target's files, as :func:`.bundle.hash_target` computes them.
 
-        Empty for a target that was not loaded from a folder.
+        The dict is empty if the target was not loaded from a folder.
         """
         return bundle.hash_target(self.folder) if self.folder else {}
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template without extra arguments.
+        """The target's chat template without extra arguments.
 
-        A caller may replace it by a template with arguments.
+        A caller may replace this template by one with arguments.
         """
         return ChatTemplate(self.tokenizer)
 
     @cached_property
     def decoding_problem(self) -> str:
-        """The reason why the target cannot verify drafts. Empty if it can verify them."""
-        # Families with Llama's layers always decode correctly.
+        """The reason why the target cannot verify drafts, or an empty text if it can."""
+        # Targets of families with Llama's layers can always verify drafts, so do not test them.
         is_llama = self.facts.family.has_llama_layers
         return "" if is_llama else proof.decoding_problem(self)
 
     def prepare(self, uses_graphs: bool = True) -> None:
         """Optimize decoding for the device. The weights must not change afterwards.
 
-        On a CPU this packs the weights (:func:`.fused.fuse`), and a small target decodes with one
-        thread (:meth:`threads`). On a CUDA device, calls after a prefill run as CUDA graphs if the
-        target has Llama's layers. Calling this method again has no effect.
+        On a CPU, the weights are packed (:func:`.fused.fuse`), and a small target decodes with one
+        thread (:meth:`threads`). On a CUDA device, if the target has Llama's layers, target calls
+        after a prefill run as CUDA graphs. Calling this method again has no effect.
         """
         fuse(self.model)
         largest = 0
@@ -256,28 +260,29 @@ class Target:
             if isinstance(module, nn.Linear):
                 largest = max(largest, module.weight.numel())
         self._decodes_with_one_thread = self.device.type == "cpu" and largest < _FEWEST_SHARED
-        # A CUDA graph always repeats the same kernels. Some layers, such as experts, decide on the
-        # host what to compute, so they cannot be recorded.
+        # A CUDA graph always repeats the same kernels. But some layers, such as those with experts,
+        # decide on the host which kernels to run. Such layers cannot be recorded, so record only
+        # targets with Llama's layers.
         is_plain = self.facts.family.has_llama_layers and self.facts.has_uniform_kv
         takes_graphs = self.device.type == "cuda" and is_plain
         if uses_graphs and takes_graphs and self._static is None:
             self.use_static_calls(_GRAPH_SLOTS)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Return a context manager. Within it, a small target that was prepared uses one thread."""
+        """Return a context manager that limits a prepared, small target to one thread."""
         return limited_threads(self._decodes_with_one_thread)
 
     def use_static_calls(self, n_slots: int) -> None:
-        """Run short calls after a prefill as static calls, with a cache for ``n_slots`` tokens.
+        """Run short target calls after a prefill as :class:`StaticCalls` from now on.
 
-        See :class:`StaticCalls`. If a sequence is longer, the cache grows, and new graphs are
-        recorded.
+        The cache has room for ``n_slots`` tokens. If a sequence is longer, the cache grows, and new
+        graphs are recorded.
         """
         self._static = StaticCalls(n_slots)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: TargetCache, seen: Tensor | None = None) -> Tensor:
-        """Run tokens [B, n] after the committed tokens of each row.
+        """Run the target over tokens [B, n] that follow the committed tokens of each row.
 
         The new tokens stay pending until ``cache.commit``.
 
@@ -285,19 +290,19 @@ class Target:
             tokens: [B, n] token ids.
             cache: the KV cache of the rows.
             seen: [B, n, n] bool. ``seen[b, i, j]`` says whether new token i of row b attends to new
-                token j. Each token attends to itself. If None, attention is causal.
+                token j. Each token attends to itself. If ``seen`` is None, attention is causal.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
-        # For causal attention, never build a mask of all tokens by all tokens, because it would be
-        # large. A prefill with full attention needs no mask. If another causal call needs a mask,
-        # it runs in chunks.
+        # For causal attention, never build a mask from all tokens to all tokens, because such a
+        # mask would be large. A prefill with full attention needs no mask. If another call with
+        # causal attention needs a mask, the call runs in chunks.
         n_given = tokens.shape[1]
         tokens = cache.take_up(tokens)
         n_tokens = tokens.shape[1]
         device = tokens.device
-        # Short calls after a prefill are static calls.
+        # A short call after a prefill runs as a static call.
         if self._static is not None and n_tokens <= STATIC_SIZES[-1] and all(cache.lengths):
             return self._static.forward(self, tokens, seen, cache)
         if seen is not None:
@@ -313,11 +318,12 @@ class Target:
             return self._call(tokens, positions, mask, cache)
         # Rows of equal length have the same positions, so one row of positions suffices.
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
-        # The padding of a prefill is on the right, so causal attention already keeps tokens from
-        # attending to padding. The kernel's causal mode suffices, without a mask.
+        # The padding of a prefill is on the right. In causal attention, tokens attend only to
+        # tokens on their left, so they do not attend to the padding. The kernel's causal mode
+        # suffices, and no mask is needed.
         is_prefill = not any(cache.lengths) and n_tokens > 1
-        # If all rows have the same length, a single new token per row attends to all slots. This
-        # needs no mask. Without a mask, flash kernels can be used, which do not support masks.
+        # If each row has one new token and all rows have the same length, the new tokens attend to
+        # all slots, so no mask is needed. This allows flash kernels, which do not support masks.
         is_step = n_tokens == 1 and len(lengths) == 1
         window = self._shortest_window
         is_short = lengths[0] + n_tokens <= window if is_step else n_tokens < window
@@ -328,7 +334,8 @@ class Target:
             part = tokens[:, first : first + step]
             cache.begin_call(part.shape[1], device, goes_on=first > 0)
             offsets = torch.arange(first, first + part.shape[1], device=device)
-            positions = to_device(lengths, device)[:, None] + offsets  # [B or 1, n]
+            # The positions are [B or 1, n].
+            positions = to_device(lengths, device)[:, None] + offsets
             build = partial(masks.causal_mask, positions, cache.n_slots)
             mask = self.attention_mask(build) if needs_mask else None
             hidden.append(self._call(part, positions, mask, cache))
@@ -347,7 +354,8 @@ class Target:
         """Run one forward pass of the text model.
 
         Returns:
-            The hidden states [B, n, E], and the outputs of the watched layers, [B, n, E] each.
+            The hidden states [B, n, E], and a list of the outputs of the watched layers. Each
+            output is [B, n, E].
         """
         with layer_outputs(self.model, cache.watched_layers) as outputs:
             hidden: Tensor = self.body(
@@ -360,14 +368,14 @@ class Target:
         return hidden, [outputs[layer] for layer in cache.watched_layers]
 
     def attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
-        """Build the attention masks in the format that the model takes.
+        """Build attention masks in the format that the model expects.
 
-        If all layers are of one kind, the result is one mask [B, 1, n, S]. Otherwise it is a dict
-        from the kind of layer to its mask.
+        If all layers are of one kind, the result is one mask [B, 1, n, S]. Otherwise the result is
+        a dict from a kind of layers to the mask of these layers.
 
         Args:
-            build: takes the size of a sliding window (None for full attention), and returns the
-                mask [B, n, S].
+            build: a function that takes the size of a sliding window, or None for full attention.
+                It returns the mask [B, n, S].
         """
         by_kind: dict[str, Tensor | None] = {}
         dtype = self.model.dtype
@@ -377,7 +385,7 @@ class Target:
                 # mask.
                 by_kind[kind] = None
                 continue
-            mask = build(window)[:, None]  # [B, 1, n, S]
+            mask = build(window)[:, None]  # The mask is [B, 1, n, S].
             if not self._takes_bool_masks:
                 mask = torch.zeros_like(mask, dtype=dtype).masked_fill(
                     ~mask, torch.finfo(dtype).min
@@ -399,7 +407,7 @@ class Target:
     def new_cache(self, n_rows: int = 1) -> TargetCache:
         """Make an empty cache for :meth:`forward`.
 
-        Raises TargetError if the target cannot be decoded.
+        Raises TargetError if the target cannot be used for decoding.
         """
         shared = (
             {}
@@ -416,7 +424,7 @@ class Target:
         return self.make_cache(n_rows, **shared)
 
     def make_cache(self, n_rows: int = 1, **shared: Any) -> TargetCache:
-        """Make an empty cache without checking that the target can be decoded."""
+        """Make an empty cache, without a check that the target can be used for decoding."""
         facts = self.facts
         if not facts.has_uniform_kv:
             shared |= {"shapes": facts.kv_shapes, "groups": facts.kv_groups}
@@ -427,9 +435,9 @@ class Target:
 def limited_threads(uses_one_thread: bool) -> Iterator[None]:
     """Limit PyTorch to one thread if ``uses_one_thread`` is true.
 
-    Threads synchronize after each matrix product. A waiting thread either occupies a core or has to
-    be woken up. For small products this costs more time than several threads save. When the context
-    ends, the previous number of threads is restored.
+    Several threads must wait for each other after each matrix product. A thread that waits either
+    occupies a core, or has to be woken up. For small matrices, this costs more time than several
+    threads save. At the end of the ``with`` block, the previous number of threads is restored.
     """
     n_before = torch.get_num_threads()
     if uses_one_thread:
@@ -443,17 +451,18 @@ def limited_threads(uses_one_thread: bool) -> Iterator[None]:
 Inputs = tuple[Tensor, Tensor | None, Tensor]
 """The inputs of a static call: the tokens [B, P], the tree mask [B, P, P], and a tensor [B, 2].
 
-Each row of the last tensor has two numbers: how many committed tokens the row has, and how many
-tokens of the call are not padding. The tree mask is None if attention is causal.
+Row b of the last tensor has two numbers for row b of the batch: how many committed tokens it has,
+and how many tokens of the call are not padding. The tree mask is None if attention is causal.
 """
 
 
 class _StaticGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    # [B, P, E]. Each replay overwrites this tensor.
+    # The hidden states [B, P, E]. Each replay of the graph overwrites this tensor.
     hidden: Tensor
-    # One tensor [B, P, E] per watched layer. Each replay overwrites the tensors.
+    # The outputs of the watched layers, one tensor [B, P, E] per layer. Each replay of the graph
+    # overwrites these tensors.
     kept: list[Tensor]
 
 
@@ -462,9 +471,9 @@ class StaticCalls:
 
     A CUDA graph repeats the same kernels with the same shapes and addresses. But the number of
     tokens in a call, and the length of the sequence, change from call to call. So each call is
-    padded to one of :data:`STATIC_SIZES`. Its tokens attend to all slots of a cache of fixed
-    length, under a mask. The slots to which the call writes are computed from a tensor, which is
-    overwritten before each replay.
+    padded to one of :data:`STATIC_SIZES`. The tokens of the call attend to all slots of a cache of
+    fixed length, under a mask. A tensor with the lengths of the rows says to which slots the call
+    writes. This tensor is overwritten before each replay.
 
     On a CUDA device, a graph is recorded for each size of calls, and is replayed for all calls of
     this size. If a sequence has more than ``n_slots`` tokens, the cache grows, and graphs are
@@ -472,17 +481,17 @@ class StaticCalls:
     """
 
     def __init__(self, n_slots: int) -> None:
-        # The padding of a call takes slots too, so add slots for the largest call.
+        # The padding of a call is written to slots, too. So add slots for the largest call.
         self.n_slots = n_slots + STATIC_SIZES[-1]
-        # Buffers of keys and values at fixed addresses, which CUDA graphs need. A new cache takes
-        # a buffer that an earlier cache has given back.
+        # CUDA graphs need keys and values at fixed addresses. So caches give their buffers back to
+        # this dict, and new caches take them from it.
         self.buffers: Buffers = {}
         self._graphs: dict[tuple[Any, ...], _StaticGraph] = {}
 
     def forward(
         self, target: Target, tokens: Tensor, seen: Tensor | None, cache: TargetCache
     ) -> Tensor:
-        """Run tokens as :meth:`Target.forward` does."""
+        """Run the target over tokens as :meth:`Target.forward` does, but as a static call."""
         n_tokens = tokens.shape[1]
         device = tokens.device
         padding = next(size for size in STATIC_SIZES if size >= n_tokens) - n_tokens
@@ -493,11 +502,13 @@ class StaticCalls:
         def call(
             tokens: Tensor, seen: Tensor | None, numbers: Tensor
         ) -> tuple[Tensor, list[Tensor]]:
-            lengths, n_real = numbers[:, :1], numbers[:, 1:, None]  # [B, 1] and [B, 1, 1].
+            # The shapes are [B, 1] and [B, 1, 1].
+            lengths, n_real = numbers[:, :1], numbers[:, 1:, None]
             index = torch.arange(tokens.shape[1], device=device)
             if seen is None:
                 seen = (index <= index[:, None]) & (index[:, None] < n_real)
-            # Each token attends to itself. Padding attends to no other token of the call.
+            # Each token attends to itself. A padding token attends only to itself among the tokens
+            # of this call.
             seen = seen | (index == index[:, None])
             build = partial(masks.tree_mask_after, lengths, seen, cache.capacity)
             return target.run(
@@ -517,7 +528,7 @@ class StaticCalls:
     def _replayed(
         self, call: Callable[..., tuple[Tensor, list[Tensor]]], cache: TargetCache, given: Inputs
     ) -> tuple[Tensor, list[Tensor]]:
-        """Replay the CUDA graph of a static call. Record it first, if no graph fits this call."""
+        """Replay the CUDA graph of a static call. If no graph fits the call, record one first."""
         key = given[0].shape, given[1] is None, cache.watched_layers, cache.home
         if key not in self._graphs:
             static_inputs = (
@@ -536,17 +547,18 @@ class StaticCalls:
         return static_graph.hidden, static_graph.kept
 
 
-# A moment in time. On a CPU, it is the time of a clock in seconds. On a CUDA device, it is an event
-# in the device's stream. There a clock of the CPU would be wrong: the CPU launches the kernels of
-# drafting without waiting for them, and waits only during verification. So most of the drafting
-# time would be counted as verification time.
+# A moment in time. If a CPU computes, a mark is the time of the CPU's clock in seconds. If a CUDA
+# device computes, a mark is an event in the device's stream, because the CPU's clock would give
+# wrong times: the CPU launches the kernels of drafting without waiting for them, and waits only
+# during verification. So the clock would count most of the drafting time as verification time.
 Mark = float | torch.cuda.Event
 
 
 def mark_moment(device: torch.device) -> Mark:
     """Mark the present moment without waiting for the device.
 
-    For a CUDA device, this is the moment at which it has done all the work that is queued so far.
+    For a CUDA device, the mark is the moment at which the device has finished all work that is
+    queued now.
     """
     if device.type != "cuda":
         return time.perf_counter()
@@ -556,7 +568,7 @@ def mark_moment(device: torch.device) -> Mark:
 
 
 def seconds_between(began: Any, ended: Any) -> float:
-    """Return the seconds between two marks of one device.
+    """Return the seconds between two marks of the same device.
 
     If a CUDA device has not reached the second mark yet, the function waits until it has.
     """

@@ -1,6 +1,6 @@
 """Loads a live target.
 
-Weights that do not fit config.json, or are not finite, raise TargetError.
+If weights do not fit config.json, or are NaN or infinite, loading raises TargetError.
 """
 
 import itertools
@@ -38,24 +38,24 @@ _SIZE_KEYS = (
     "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
     "moe_intermediate_size", "attention_bias", "tie_word_embeddings",
 )  # fmt: skip
-# Names of modules that occur only in layers for multi-token prediction, in DeepSeek V3 and models
-# derived from it.
+# Layers for multi-token prediction contain modules with these names, and other layers do not. The
+# names are from DeepSeek V3 and models derived from it.
 _DRAFTING_PARTS = (
     "eh_proj",
     "enorm",
     "hnorm",
     "shared_head",
 )
-# Names of the tensors that have one row per token of the vocabulary, in the most common model
-# families. The names are without `_PREFIXES`.
+# In the most common model families, tensors with these names have one row per token of the
+# vocabulary. The prefixes in `_PREFIXES` are left out of the names.
 _VOCABULARY_TENSORS = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
     "lm_head.weight",
 )
-# Prefixes of tensor names. While transformers loads a model, it may add or remove them, so that the
-# names in the files fit the model.
+# While transformers loads a model, it may add these prefixes to names of tensors in the files, or
+# remove them, so that the names fit the model.
 _PREFIXES = re.compile(r"^((model|language_model|transformer|gpt_neox)\.)+")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -77,9 +77,9 @@ def load_target_model(folder: Path, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def check_weights(folder: Path, dtype: torch.dtype) -> None:
-    """Refuse a target that :func:`load_target_model` would refuse, without loading all of it.
+    """Refuse a target that :func:`load_target_model` would refuse, without loading it as a whole.
 
-    Only a few tensors are in memory at a time.
+    Not more than a few tensors are in memory at the same time.
 
     Raises:
         TargetError: the weights do not fit config.json, or are not finite.
@@ -90,7 +90,7 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
     vocabulary = []
     for file in bundle.weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            # `tensors` is not a dict and supports no iteration, so `keys()` is necessary.
+            # `tensors` is not a dict and cannot be iterated over, so `keys()` is necessary.
             for name in tensors.keys():  # noqa: SIM118
                 values = tensors.get_tensor(name).to(dtype)
                 check_finite({name: values}, folder, TargetError)
@@ -112,8 +112,8 @@ def _load_fitting(
     """Load a causal LM, and check that its weights fit config.json.
 
     Args:
-        options: further arguments of ``from_pretrained``. With the device map ``meta``, only the
-            shapes are loaded.
+        options: further arguments of ``from_pretrained``. For example, with ``device_map="meta"``
+            only the shapes are loaded.
     """
     _check_tied_head(folder, headers, facts.config)
     with parsing(f"cannot load the weights of {folder}", TargetError):
@@ -122,13 +122,13 @@ def _load_fitting(
                 folder, config=transformers_config(read_config(folder), folder),
                 dtype=dtype, attn_implementation=facts.attention,
                 output_loading_info=True, use_safetensors=True, trust_remote_code=False, **options,
-                # With this setting transformers reports tensors of the wrong shape, and
-                # `_check_fit` refuses them.
+                # With this setting, transformers reports tensors of a wrong shape and does not
+                # raise an error. `_check_fit` refuses these tensors.
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
-            # transformers stacks the weights of all experts of a layer. If stacking fails, the
-            # error of transformers does not name the wrong weights.
+            # transformers stacks the weights of all experts of a layer into one tensor. If this
+            # fails, the error of transformers does not name the wrong weights, so find them here.
             if not (problem := _find_expert_problem(headers)):
                 raise
             raise _misfit(folder, facts.config, problem) from error
@@ -140,16 +140,17 @@ def _load_fitting(
 def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
     """Describe the first tensor of an expert that is missing or has a wrong shape.
 
-    A shape is wrong if most experts have another shape for the same matrix. All layers with experts
-    must have the same number of experts. The result is empty if all tensors fit.
+    The matrix of an expert has a wrong shape if the same matrix has another shape in most experts.
+    All layers with experts must have the same number of experts. The result is empty if all tensors
+    fit.
     """
-    # The name of a tensor is split at its numbers, the indices of layer and expert. For example,
-    # model.layers.3.mlp.experts.7.up_proj.weight has the numbers (3, 7), and the texts
-    # "model.layers.", ".mlp.experts." and ".up_proj.weight". This maps the texts of a name to
-    # {numbers: shape} for all tensors whose names have these texts.
+    # A tensor's name is split at the numbers in it, which are the indices of layer and expert. For
+    # example, model.layers.3.mlp.experts.7.up_proj.weight has the numbers (3, 7), and the texts
+    # "model.layers.", ".mlp.experts." and ".up_proj.weight". `groups` maps the texts to a dict,
+    # which maps the numbers to the shape of the tensor.
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
-    # The last text names a matrix of the expert. This maps the texts before it to the numbers of
-    # all experts that have at least one matrix in the files.
+    # The last of the texts, such as ".up_proj.weight", names a matrix of the expert. `experts` maps
+    # the other texts to the numbers of all experts that have at least one matrix in the files.
     experts: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, header in headers.items():
         if ".experts." in name:
@@ -174,8 +175,8 @@ def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
 def check_vocabulary(folder: Path) -> None:
     """Refuse embeddings or an LM head that do not have vocab_size rows.
 
-    Only the headers of the weight files are read. Token ids are compared with vocab_size before the
-    target is loaded, so vocab_size must be right.
+    Token ids are compared with vocab_size before the target is loaded, so vocab_size must be right.
+    This function reads only the headers of the weight files.
     """
     facts = load_facts(folder)
     headers = _read_headers(folder, facts.config)
@@ -190,7 +191,7 @@ def _read_headers(folder: Path, config: Any) -> dict[str, TensorHeader]:
     """Read the shapes of all weights. Refuse damaged files, and references to other folders."""
     weights = bundle.weight_files(folder)
     headers: dict[str, TensorHeader] = {}
-    # Name without prefixes -> description of the tensor with this name.
+    # Name of a tensor, without prefixes -> description of this tensor in error messages.
     tensors: dict[str, str] = {}
     for file in weights:
         for name, header in read_header(file, TargetError).items():
@@ -227,14 +228,14 @@ def _check_memory(
 ) -> None:
     """Refuse weights that do not fit into memory.
 
-    Otherwise the kernel would kill the process silently.
+    Otherwise the operating system would kill this process without an error message.
     """
     n_held = sum(math.prod(header.shape) for header in headers.values())
-    # Count all weights that config.json describes, because transformers allocates them before it
-    # reports that some are missing.
+    # config.json may describe more weights than the files have. transformers allocates all of them
+    # before it reports that some are missing, so count all of them.
     n_values = max(n_held, facts.n_weights)
     n_bytes = n_values * dtype.itemsize
-    # On every device, the weights are first read into host memory.
+    # Whatever the device is, the weights are first read into host memory.
     free_bytes = {"host memory": free_memory()}
     if torch.device(device).type == "cuda":
         free_bytes[device] = torch.cuda.mem_get_info(torch.device(device))[0]
@@ -267,20 +268,22 @@ def _check_fit(
     model: Any,
     info: Mapping[str, Any],
 ) -> None:
-    """Refuse weights that are missing, unexpected, or of another shape than config.json states.
+    """Refuse weights if some are missing, unexpected, or of another shape than expected.
 
+    The model that transformers makes from config.json determines which weights are expected.
     ``info`` is the loading info that transformers returns.
     """
     expected = model.state_dict()
     problem = find_problems(_stored_headers(headers, config, expected, info), expected)
     if ".experts." in problem and not problem.startswith("unexpected"):
-        # transformers names only the stacked weights of all experts, so find the wrong one.
+        # transformers stacks the weights of all experts into one tensor, and names only this
+        # tensor. So find the expert whose weights are wrong.
         problem = _find_expert_problem(headers) or problem
     problem = problem or _find_cast_tensor(headers, model, info)
     head = model.get_output_embeddings().weight
-    # If an LM head in the files differs from the embeddings, transformers does not tie the two,
-    # although config.json asks for it. Skip this check on the meta device, where weights have no
-    # values that transformers could compare.
+    # If config.json ties the LM head to the embeddings, but the files have an LM head that differs
+    # from the embeddings, transformers does not tie the two. Refuse such files. On the meta device,
+    # weights have no values that transformers could compare, so skip this check.
     if (
         not head.is_meta
         and getattr(model.config, "tie_word_embeddings", False)
@@ -294,11 +297,12 @@ def _check_fit(
 def _find_cast_tensor(
     headers: Mapping[str, TensorHeader], model: Any, info: Mapping[str, Any]
 ) -> str:
-    """Describe the first tensor that is not floating-point and that transformers renames or stacks.
+    """Describe the first tensor in the files that transformers would cast without a warning.
 
-    transformers casts such a tensor silently. Usually the dtypes in the files are compared with
-    those of the model, by name. But such a tensor has different names in the files and in the
-    model. So this function searches the files for it.
+    This is a tensor that is not floating-point, and that transformers renames or stacks while it
+    loads the files. The dtypes of other tensors are compared with the model's dtypes by name. But
+    this tensor has different names in the files and in the model, so this function searches the
+    files. If transformers would cast nothing, the result is empty.
     """
     skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
     # Old files of many models contain a tensor of position ids, which transformers ignores.
@@ -321,8 +325,8 @@ def _differing_head(head: Tensor | TensorHeader) -> str:
 
 
 def _misfit(folder: Path, config: Any, problem: str) -> TargetError:
-    # Read the values from a dict. Gemma 4's config raises an error if an attribute is read whose
-    # value differs between layers.
+    # Read the values from a dict, not from attributes. If the value of an attribute differs between
+    # layers, Gemma 4's config raises an error when the attribute is read.
     known = config.to_dict()
     values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
     return TargetError(
@@ -337,7 +341,7 @@ def _stored_headers(
     expected: Mapping[str, Tensor],
     info: Mapping[str, Any],
 ) -> dict[str, TensorHeader]:
-    """Return the shapes and dtypes of the weights in the files, under the names of the model.
+    """Return the shapes and dtypes of the weights in the files, with the names of the model.
 
     Layers for multi-token prediction are left out.
 
@@ -348,8 +352,8 @@ def _stored_headers(
         info: the loading info that transformers returns.
     """
     # Take the dtypes from the headers of the files, because transformers has cast the loaded
-    # weights. Look them up by names without prefixes, because transformers may have changed the
-    # prefixes.
+    # weights. Look up the headers by names without prefixes, because transformers may have changed
+    # the prefixes.
     dtypes: dict[str, Any] = {}
     for name, header in headers.items():
         dtypes[_PREFIXES.sub("", name)] = header.dtype
@@ -368,10 +372,10 @@ def _stored_headers(
 
 
 def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
-    """Refuse a tied LM head in the files if its shape differs from the shape of the embeddings.
+    """Refuse files with a tied LM head that has another shape than the embeddings.
 
-    This must be checked before loading, because transformers compares the two tensors during
-    loading.
+    This must be checked before the weights are loaded, because transformers compares the LM head
+    with the embeddings during loading.
     """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")

@@ -1,7 +1,7 @@
 """Readers for the files of model folders.
 
-A model folder may come from an untrusted source. So reading its files runs no code, and each error
-has a message of one line.
+A model folder may come from an untrusted source. So no code of the folder is run when its files are
+read. All errors have messages of one line.
 """
 
 import io
@@ -19,32 +19,33 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import DrafterError, TargetError
 from ...files import open_regular, parse_object, parsing, read_bounded
 
-# The dtypes that stored weights may have. Engines cast the weights to the dtype that they compute
-# in.
+# The dtypes that weights in files may have. The weights are cast to the dtype of the computation.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Maximum size of tokenizer.json, vocab.json, merges.txt and similar files. Real files have up to 35
 # MB.
 _MAX_VOCABULARY_BYTES = 256 << 20
-# Model types for which transformers has a causal LM class of its own.
+# Model types for which transformers itself has a causal LM class, so that code in the model folder
+# is not needed.
 _NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 _KERNELS = (
     "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 )
-# Keys of config.json that describe quantised weights -> the quantisation method to report if the
-# value of the key does not name it.
+# Keys of config.json that describe quantised weights -> quantisation method. This method is
+# reported if the value of the key does not name a method.
 _QUANTISATION_KEYS = {
     "quantization_config": "unknown",
     "compression_config": "compressed-tensors",
     "quantization": "mlx",
 }
-# Names of files that older quantisation programs write next to config.json -> quantisation method.
+# Older quantisation programs write a file with one of these names next to config.json. Name of the
+# file -> quantisation method.
 _QUANTISED_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-# Keys of ``*config.json`` that make transformers run code or read other files -> the reason why the
-# keys are refused.
+# Keys of ``*config.json`` that make transformers run code or read other files -> the reason for
+# refusing the key, as it is shown to the user.
 _CODE_KEYS = {
     "auto_map": "names Python code of the folder, and moa-data runs no code of a model folder. "
     "Use the model's native transformers class",
@@ -66,7 +67,8 @@ class TensorHeader(NamedTuple):
     """Shape and dtype of a tensor, read from the header of a safetensors file."""
 
     shape: tuple[int, ...]
-    # A torch dtype, or the dtype's name in the file if PyTorch has no such dtype.
+    # The dtype as an object of PyTorch. If PyTorch has no such dtype, this is the dtype's name in
+    # the file.
     dtype: Any
 
 
@@ -75,8 +77,8 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
 
     Raises:
         StoreDamaged: the file is not a regular file. Reading a FIFO, for example, would block.
-        PermissionError: this user may not read the file. Without this check, safetensors would
-            report that the file is missing.
+        PermissionError: the current user has no permission to read the file. Without this check,
+            safetensors would report that the file is missing.
         ValueError: the file is larger than ``max_bytes``.
     """
     fd = open_regular(file)
@@ -92,7 +94,7 @@ def check_regular(file: Path, max_bytes: int | None = None) -> int:
 def read_json(
     file: Path, error_class: type[DrafterError], allows_infinity: bool = False
 ) -> dict[str, Any]:
-    """Read the JSON object in a file. Raises ``error_class`` if the file holds something else."""
+    """Read a file that holds a JSON object. Raises ``error_class`` if it holds anything else."""
     with parsing(f"cannot read {file}", error_class):
         return parse_object(read_bounded(file), allows_infinity)
 
@@ -101,7 +103,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a model folder. Raises TargetError if this is not possible."""
     if not (file := folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; give the folder of a transformers model.")
-    # Allow infinity, because configs of Mamba 2 have an infinite largest time step.
+    # Allow infinity, because in configs of Mamba 2 the largest time step is infinite.
     return read_json(file, TargetError, allows_infinity=True)
 
 
@@ -114,8 +116,8 @@ def check_model_folder(folder: Path) -> None:
         TargetError: the folder is refused.
     """
     has_config = (folder / "config.json").is_file()
-    # Convert the model type to a text, because in a damaged config it may be a list, which is not
-    # hashable.
+    # In a damaged config, the model type may be a list, which is not hashable. So convert the model
+    # type to a text.
     is_native = has_config and str(read_config(folder).get("model_type")) in _NATIVE
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():
@@ -132,14 +134,14 @@ def check_model_folder(folder: Path) -> None:
                 _CODE_KEYS.keys() & read_json(file, TargetError, allows_infinity=True).keys()
             ):
                 if key == "auto_map" and is_native:
-                    # Accept auto_map, because transformers ignores it without trust_remote_code and
-                    # uses its own class for this model.
+                    # Accept auto_map here. transformers has its own class for this model type, and
+                    # ignores auto_map without trust_remote_code.
                     continue
                 raise TargetError(f"{file}: {key} {_CODE_KEYS[key]}. Take {key} out of the file.")
 
 
 def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
-    """Return the method by which a target's weights are quantised, according to its config.json.
+    """Return the quantisation method of a target's weights, as its config.json states it.
 
     The result is empty if the weights are not quantised.
     """
@@ -149,8 +151,8 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
             if (entry := config.get(key)) is None:
                 continue
             known = entry if isinstance(entry, dict) else {"quant_method": entry}
-            # The first release of bitsandbytes support wrote no quant_method, because there was no
-            # other method.
+            # The first release of bitsandbytes support wrote configs without quant_method, because
+            # bitsandbytes was the only method then.
             is_old = any(name.startswith("load_in_") for name in known)
             return str(known.get("quant_method") or ("bitsandbytes" if is_old else default))[:60]
     if folder:
@@ -203,11 +205,12 @@ def write_tensors(
 ) -> None:
     """Create a safetensors file and sync it to disk.
 
-    This is not atomic, see ``files.replacing``.
+    If the program is interrupted, an incomplete file remains. Use ``files.replacing`` to prevent
+    this.
     """
-    # The writer of the safetensors package is not used. It creates a file that only its owner may
-    # read, and its errors have no errno. Tensors of wide dtypes come first, so that each tensor is
-    # aligned.
+    # The package safetensors is not used for writing, because only the owner could read the file,
+    # and the errors of the package have no errno. Tensors of wide dtypes are written first, so that
+    # each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -234,10 +237,14 @@ def write_tensors(
 def check_finite(
     weights: Mapping[str, Tensor], source: object, error_class: type[DrafterError]
 ) -> None:
-    """Refuse weights with NaN or infinity. They are checked in the dtype in which they are used."""
+    """Refuse weights with NaN or infinity.
+
+    A cast to another dtype may give infinity, so the weights must have the dtype in which they are
+    used.
+    """
     for name, values in weights.items():
-        # Check only the minimum and the maximum. Both are NaN if any value is NaN. Computing them
-        # takes a twentieth of the time of ``isfinite`` over all values.
+        # Check only the minimum and the maximum of a tensor. If any value is NaN, both are NaN.
+        # This takes a twentieth of the time of ``isfinite`` over all values.
         if (
             values.is_floating_point()
             and values.numel()
@@ -255,7 +262,7 @@ def check_finite(
 def find_problems(
     weights: Mapping[str, Tensor] | Mapping[str, TensorHeader], expected: Mapping[str, Tensor]
 ) -> str:
-    """Describe the first tensor that is missing, unexpected, or has the wrong shape or dtype.
+    """Describe the first tensor that is missing or unexpected, or has a wrong shape or dtype.
 
     The result is empty if all tensors fit.
     """

@@ -1,4 +1,4 @@
-"""Checks that run a few tokens through a loaded target to verify assumptions about its family.
+"""Checks assumptions about the family of a target by running a few tokens through the target.
 
 Shapes: n tokens of the sample, E width, V vocabulary.
 """
@@ -16,32 +16,35 @@ from ..nn.losses import capped, logits_of
 from .bundle import final_norm, scaled_head
 from .families import layer_outputs
 
-# A function that runs the target over the next n tokens of a sequence, and returns their hidden
-# states [n, E]. The first argument is the n tokens. The last of them may be drafts, which are
-# rolled back after the call. The second argument has one number for each draft: the index of the
-# draft's parent among the drafts, or -1 if the parent is the token before the drafts.
+# A function that runs the target over the next n tokens of a sequence, and returns the hidden
+# states [n, E] of these tokens. The first argument is the list of the n tokens. The last tokens of
+# the list may be drafts, which are rolled back after the call. The second argument has one number
+# for each draft: the index of the draft's parent among the drafts. If the parent is the token
+# before the drafts, the number is -1.
 Call = Callable[[list[int], tuple[int, ...]], Tensor]
-# A :class:`.live.Target`. The class cannot be imported here, because its module imports this one.
+# A :class:`.live.Target`. The class cannot be imported here, because the module ``live`` imports
+# this module.
 Target = Any
 _N_TOKENS = 12
-# Maximum error of logits in bfloat16 and float16, relative to the largest logit of a token. Each
-# rounding contributes up to 0.2 %.
+# Maximum error of a token's logits in bfloat16 and float16, relative to the token's largest logit.
+# Each rounding adds an error of up to 0.2 %.
 _HEAD_ERROR = 0.012
 
 
 @torch.inference_mode()
 def prove_logits(target: Target) -> None:
-    """Check that training and decoding compute the same logits as the model.
+    """Check that moa-data computes the same logits as transformers' model.
 
     Raises:
-        TargetError: the logits differ, or the attention of the target is not causal.
+        TargetError: the logits that training or decoding computes differ from the model's logits,
+            or the attention of the target is not causal.
     """
     model: Any = target.model
     states = list[Tensor]()
-    # Some models limit their logits by a soft cap. It has no visible effect on small logits, and
-    # all large logits equal the cap. So test logits of several sizes: multiply the hidden states of
-    # the tokens by 1, 8 or 64. In float16 no states are multiplied, because the results might
-    # exceed the largest float16 number, 65,504.
+    # Some models limit their logits by a soft cap. A soft cap has no visible effect on small
+    # logits, and makes all very large logits equal to the cap. So test logits of several sizes:
+    # multiply the hidden states of the tokens by 1, 8 or 64. In float16, do not multiply them,
+    # because the results might exceed the largest float16 number, 65,504.
     n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype
@@ -56,9 +59,10 @@ def prove_logits(target: Target) -> None:
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         half = _N_TOKENS // 2
-        # Run a sequence with the same first half and another second half. If attention is causal,
-        # the hidden states of the first half are the same. Both sequences have the same length, so
-        # that even the rounding errors are the same.
+        # Run a second sequence, which has the same first half as the sample and another second
+        # half. If attention is causal, the hidden states of the first half are the same in both
+        # sequences. The sequences have the same length, so that even the rounding errors are the
+        # same.
         others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)
         before = target.body(input_ids=others, use_cache=False).last_hidden_state[:, :half]
         handle = target.body.register_forward_hook(enlarged)
@@ -67,15 +71,16 @@ def prove_logits(target: Target) -> None:
         finally:
             handle.remove()
     if not known.isfinite().all():
-        # Skip the comparison if the weights give NaN or infinity. This is reported later, when the
-        # target runs its first sequence.
+        # With these weights, the logits are NaN or infinite, so they cannot be compared. The error
+        # is reported later, when the target runs its first sequence.
         return
     if not _agrees(before, hidden[:, :half]):
         raise TargetError(
             f"tokens of this {target.facts.model_type} attend to later tokens, so the model "
             "cannot generate text token by token. Choose another target."
         )
-    # Cast the states, because Mamba returns them in a wider dtype than that of the weights.
+    # Cast the hidden states to the dtype of the weights, because Mamba returns them in a wider
+    # dtype.
     head_inputs = states[0].to(model.dtype)
     trained_logits = capped(logits_of(head_inputs, scaled_head(model)), target.facts.logit_cap)
     largest = known.float().abs().amax(dim=-1, keepdim=True)
@@ -92,7 +97,7 @@ def prove_logits(target: Target) -> None:
 
 @torch.inference_mode()
 def prove_norm(target: Target) -> nn.Module:
-    """Return the model's final norm, after checking that only this norm follows the last layer.
+    """Return the model's final norm, after a check that only this norm follows the last layer.
 
     Raises:
         TargetError: the model computes something else after its last layer.
@@ -115,10 +120,10 @@ def prove_norm(target: Target) -> nn.Module:
 
 @torch.inference_mode()
 def decoding_problem(target: Target) -> str:
-    """Return the reason why the target cannot verify drafts. Empty if it can.
+    """Return the reason why the target cannot verify drafts, or an empty text if it can.
 
-    The target can verify drafts if several calls with a KV cache give the same hidden states as one
-    call without a cache.
+    The target can verify drafts if processing a sequence in several calls with a KV cache gives the
+    same hidden states as processing it in one call without a cache.
     """
     cache = target.make_cache()
 
@@ -141,13 +146,14 @@ def decoding_problem(target: Target) -> str:
 
 @torch.inference_mode()
 def serving_problem(target: Target, call: Call) -> str:
-    """Return the reason why an engine cannot serve the target. Empty if it can.
+    """Return the reason why an engine cannot serve the target, or an empty text if it can.
 
     Args:
         target: the loaded target.
-        call: runs the target as the engine does.
+        call: a function that runs the target as the engine does.
     """
-    # Engines may treat calls of one token as a special case, so the last call has only one token.
+    # An engine may treat a call with one token as a special case. So test this case: the last call
+    # has one token.
     why = _problem_of_calls(target, call, takes_trees=True, ends=(-1, None))
     return why and f"{why}. `moa-data generate` can decode it"
 
@@ -155,17 +161,18 @@ def serving_problem(target: Target, call: Call) -> str:
 def _problem_of_calls(
     target: Target, call: Call, takes_trees: bool, ends: tuple[int | None, ...]
 ) -> str:
-    """Run the sample tokens in several calls, and compare the results with those of one call.
+    """Compare running the sample tokens in several calls with running them in one call.
 
     Args:
         target: the loaded target.
-        call: runs the target over the next tokens of a sequence.
+        call: a function that runs the target over the next tokens of a sequence.
         takes_trees: whether a call may verify several drafts that follow the same token.
-        ends: one entry for each of the last calls. The call ends before the sample token with this
-            index. None is the end of the sample.
+        ends: one entry for each of the last calls: the index of the sample token before which the
+            call ends. If the entry is None, the call ends at the end of the sample.
 
     Returns:
-        Why the results differ, or the error of a call. Empty if the results agree.
+        A text that says that the hidden states differ, or the error of a call. The text is empty if
+        the hidden states agree.
     """
     start = _N_TOKENS // 2
     try:
@@ -180,7 +187,7 @@ def _problem_of_calls(
         for end in ends:
             is_right = _agrees(call(text[start:end], ()), known[start:end]) and is_right
             start = end or 0
-    # The calls run code of transformers, which may raise any of these errors.
+    # The calls run code of transformers, which may raise errors of all these types.
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         return first_line(error)[:200]
     if is_right:
@@ -198,9 +205,9 @@ def _sample(target: Target) -> tuple[Tensor, Tensor]:
 
 
 def _agrees(found: Tensor, known: Tensor) -> bool:
-    """Whether the values [..., m] of most tokens are equal, except for rounding errors."""
-    # Compare by the median, which ignores single tokens. If two experts have nearly equal scores, a
-    # rounding error may route a token to another expert.
+    """Whether two tensors [..., m] have the same values for most tokens, up to rounding errors."""
+    # If two experts have nearly equal scores, a rounding error may route a token to another expert.
+    # So use the median of the errors of all tokens, which ignores single tokens.
     error = (found.float() - known.float()).abs().amax(dim=-1).median()
     return bool(
         error <= (1e-3 if known.dtype == torch.float32 else 0.06) * known.float().abs().max()

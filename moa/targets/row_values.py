@@ -1,6 +1,7 @@
 """Functions that read values from the rows of a dataset.
 
-Rows spell the same key in different ways, encode objects as JSON texts, and nest objects.
+The functions deal with three things: rows spell the same key in different ways, encode objects as
+JSON texts, and nest objects.
 """
 
 import json
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-# Matches the start of a word inside a name such as isTrainable.
+# Matches between the words of a name such as isTrainable: between s and T.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
@@ -17,16 +18,17 @@ def is_filled(value: Any) -> bool:
     """Whether a value has content.
 
     Null, empty texts and empty lists have no content. An object has content if one of its values
-    has. Numbers and false count as content.
+    has content. Numbers and false count as content.
     """
     values = value.values() if isinstance(value, Mapping) else [value]
     return any(isinstance(item, (bool, int, float)) or bool(item) for item in values)
 
 
 def words_in(value: Any) -> Iterator[str]:
-    """Yield, as texts, all values in an object or list, at every depth.
+    """Yield all values in an object or list, at every depth. Each value is converted to a text.
 
-    Any other value is yielded itself.
+    If the argument is neither an object nor a list, the argument itself is yielded as a text. Null
+    values are left out.
     """
     pending = [unpacked(value)]
     while pending:
@@ -57,7 +59,7 @@ def unpacked(value: Any) -> Any:
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object from its keys and values, for ``json.loads``.
 
-    A repeated key raises ValueError, because one of its values would be lost.
+    If a key occurs twice, ValueError is raised, because one of the two values would be lost.
     """
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -66,10 +68,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Convert the values of a mapping to JSON values. Dates and decimals become texts.
+    """Convert the values of a mapping to values that JSON can represent.
 
-    Null values are left out. Values that JSON cannot represent, or that are nested too deeply, are
-    left out, too.
+    Dates and decimals become texts. A value is left out if it is null, if JSON cannot represent it,
+    or if it is nested too deeply.
     """
     found = {}
     for key, value in values.items():

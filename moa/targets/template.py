@@ -1,9 +1,9 @@
 """The chat template of a target: renders chats reproducibly and protects against forged turns.
 
 A chat template is a program that comes with the model. transformers runs the template in a sandbox.
-To make the rendering deterministic, the time that a template can read is fixed, and templates with
-random functions are refused. The running time of a template is not limited, because the user has
-chosen the model folder.
+The same chat must always give the same text. So the time that a template can read is fixed, and
+templates with random functions are refused. The running time of a template is not limited, because
+the user has chosen the model folder.
 
 Several threads may use the same ChatTemplate.
 """
@@ -33,8 +33,8 @@ from .chat import (
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-# The time that `strftime_now` returns. Some templates write today's date into the prompt, but the
-# same chat must always give the same tokens.
+# The time that `strftime_now` returns to templates. Some templates write today's date into the
+# prompt. With a fixed date, the same chat always gives the same tokens.
 TEMPLATE_TIME = datetime(2024, 7, 26)
 # Maximum number of characters of a chat, several times the size of the longest context window.
 MAX_CHAT_CHARS = 1 << 24
@@ -59,11 +59,11 @@ _TOOL = {
 }
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# moa-data replaces the function that gives the time in a compiled template. transformers caches
-# compiled templates by their text, and other code in this process may need the real time. So
-# moa-data puts this comment before each template. The text is then different, and other code gets a
-# compiled template of its own. Jinja drops the line break after the comment, so the template still
-# begins at the start of a line.
+# In the templates that it compiles, moa-data replaces the function that gives the time.
+# transformers caches compiled templates by their text, so other code in this process could get such
+# a template, although it needs the real time. So moa-data puts this comment before the text of its
+# templates, which makes their text different. Jinja drops the line break after the comment, so the
+# template still begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -74,17 +74,17 @@ _TAKEN = {
 
 
 class ControlTokens(NamedTuple):
-    """Patterns of control tokens: tokens with a meaning beyond their text, such as end of turn."""
+    """Patterns that match control tokens, such as the token that ends a turn."""
 
     # Matches the tokens that no text of a chat may contain.
     everywhere: re.Pattern[str]
-    # Matches the same tokens, and also tokens that templates write around tools, tool calls and
-    # results of tools. A text that a template writes between such tokens must not contain them.
+    # Matches the same tokens, and also the tokens that templates write around tools, tool calls and
+    # results of tools. Texts that are written between such tokens must not contain any match.
     framed: re.Pattern[str]
 
 
 def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
-    """Return the source of a tokenizer's chat template, for chats with or without tools.
+    """Return the source of the chat template that a tokenizer has for chats with or without tools.
 
     If there are several templates, the choice is the same as in transformers.
 
@@ -106,7 +106,7 @@ def template_text(tokenizer: Any, uses_tools: bool = False) -> str:
 
 
 def template_source(tokenizer: Any) -> str:
-    """Return the source of all templates that render chats, so that it can be hashed."""
+    """Return the sources of all templates that render chats, as one text that can be hashed."""
     sources = [template_text(tokenizer), template_text(tokenizer, uses_tools=True)]
     return "\0".join(dict.fromkeys(sources))
 
@@ -121,8 +121,8 @@ class ChatTemplate:
         tokenizer: a fast tokenizer with a chat template.
         arguments: values that are passed to the template in addition to the chat.
         where: name of the target in error messages.
-        uses_tools: whether this is the template for chats with tools. Some tokenizers have a second
-            template for these chats.
+        uses_tools: whether to use the template for chats with tools. Some tokenizers have a second
+            template for such chats.
 
     Raises:
         TemplateError: the template cannot be used.
@@ -182,7 +182,7 @@ class ChatTemplate:
 
     @property
     def asked_the_time(self) -> bool:
-        """Whether any rendering so far has read the time, which is TEMPLATE_TIME."""
+        """Whether the template has read the fixed time in any rendering so far."""
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after(self, messages: list[Message]) -> str:
@@ -261,9 +261,10 @@ class ChatTemplate:
         return header.strip().removeprefix(self.end_of_turn.strip()).strip()
 
     def _control_token_end(self, text: str, start: int) -> int:
-        """Return the index at which the control token at ``start`` ends.
+        """Return the index after the control token that begins at ``start``.
 
-        White space before the token is skipped. Without a control token, the result is 0.
+        White space between ``start`` and the token is skipped. If other text follows, the result is
+        0.
         """
         rest = text[start:].lstrip()
         token = self.control_tokens.everywhere.match(text, len(text) - len(rest))
@@ -282,15 +283,16 @@ class ChatTemplate:
             messages: the messages of the chat.
             tools: JSON schemas of the tools.
             add_generation_prompt: whether to add the header of the next response at the end.
-            is_shaped: whether the messages already have the form that the template can show. If
-                not, :meth:`shape` converts them.
+            is_shaped: whether the messages already have a form that the template can show. If
+                false, :meth:`shape` converts the messages.
 
         Raises:
             One of RENDER_ERRORS: the template refuses the chat or fails.
         """
         text = _OURS + self.text
-        # Replace the function that gives the time. This is repeated for each rendering, because
-        # transformers may have evicted the template from its cache and compiled it again.
+        # Replace the function that gives the time. Do this before each rendering, because
+        # transformers may have evicted the template from its cache. Then the template is compiled
+        # again, with the original function.
         _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
         rendered: str = self.tokenizer.apply_chat_template(
             list(messages) if is_shaped else self.shape(messages),
@@ -303,16 +305,16 @@ class ChatTemplate:
         return rendered
 
     def _fixed_time(self, form: str) -> str:
-        """Return the fixed time. In our templates, this replaces transformers' `strftime_now`."""
+        """Return the fixed time. Replaces transformers' `strftime_now` in moa-data's templates."""
         self._asked_the_time = True
         return TEMPLATE_TIME.strftime(form)
 
     def shape(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert contents and arguments of tool calls to the form that the template can show."""
+        """Convert contents, and arguments of tool calls, to forms that the template can show."""
         return [self._shaped(message) for message in messages]
 
     def _shaped(self, message: Message) -> Message:
-        """Convert content and arguments of tool calls to the form that the template can show.
+        """Convert a message's content and tool-call arguments to forms that the template can show.
 
         Inference engines convert messages in the same way.
         """
@@ -397,8 +399,7 @@ class ChatTemplate:
                 f"the chat template does not end ({first_line(error)}). Correct the template."
             ) from error
         except RENDER_ERRORS:
-            # The template refuses this test chat, which is allowed. Each real chat is checked when
-            # it is rendered.
+            # A template may refuse this test chat. Each real chat is checked when it is rendered.
             pass
 
     def _find_forms(self) -> None:
@@ -413,9 +414,9 @@ class ChatTemplate:
         as_object = self._try_render([user, _call(arguments)], is_shaped=True)
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
-        # Inference engines turn arguments that are texts with JSON into objects. A template may
-        # write an object in another way than a text with the same JSON. Then it must get an object
-        # here, too.
+        # The arguments of a tool call may be a text with JSON. Inference engines turn such a text
+        # into an object. If the template writes the object in another way than the text, it must
+        # get the object here, too.
         differs = self._shows_objects and as_object != as_text
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
@@ -425,7 +426,7 @@ class ChatTemplate:
     def _shows_content(self, role: str, content: Any) -> bool:
         """Whether the template shows the text of this content.
 
-        A template that writes the content parts as JSON does not count.
+        If the template writes the content's parts as JSON, the text does not count as shown.
         """
         beginnings: dict[str, list[Message]] = {
             "assistant": [_message("user")],
@@ -446,10 +447,10 @@ class ChatTemplate:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The control tokens: all special tokens, and the added tokens that the template writes."""
+        """The control tokens: all special tokens, and each added token that the template writes."""
         # Answers and prompts often contain paired tags such as ``<think>`` and ``</think>``, which
-        # do not start a turn. So refuse such tags only in texts that the template itself puts
-        # between tags, such as the arguments of tool calls.
+        # do not start a turn. So refuse such tags only in texts that the template puts between
+        # tags, such as the arguments of tool calls.
         tokenizer = self.tokenizer
         added = {
             str(token.content): bool(token.special)
@@ -459,8 +460,9 @@ class ChatTemplate:
         for token, is_special in added.items():
             if is_special:
                 special.add(token)
-        # A template may assemble a token from pieces, such as '<|' + role + '|>'. So also search
-        # the renderings.
+        # A template may assemble a control token from pieces, such as '<|' + role + '|>'. Then the
+        # source of the template does not contain the token. So search for tokens in renderings,
+        # too.
         written = self.text
         turns = [_message(role) for role in ("system", "user", "assistant", "user")]
         for chat in (turns, turns[1:], turns[1:2]):
@@ -478,9 +480,9 @@ class ChatTemplate:
         """Reject a chat with control tokens, unpaired surrogates, or too many characters."""
         control = self.control_tokens
         n_chars = 0
-        # Each tuple has a name for error messages, a value, and a pattern that must not occur in
-        # the texts of this value. For example, a text inside a tool call must not contain the token
-        # that ends the tool call.
+        # Each tuple has three entries: a name for error messages, a value, and a pattern that must
+        # not match in any text of the value. For example, a text inside a tool call must not
+        # contain the token that ends the tool call.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
             for key, value in message.items():
@@ -514,7 +516,7 @@ class ChatTemplate:
                     ) from error
 
     def check_prompt(self, messages: Sequence[Message], tools: Tools = None) -> None:
-        """Raise PromptUnusable if a text cannot be part of a prompt."""
+        """Raise PromptUnusable if a text of the messages or tools cannot be part of a prompt."""
         try:
             self.check_texts(messages, tools)
         except Rejection as rejection:
@@ -524,7 +526,7 @@ class ChatTemplate:
 
 
 def _common_start(text: str, other: str) -> str:
-    """Return the characters with which both texts begin."""
+    """Return the longest text with which both texts begin."""
     n_equal = 0
     for character, expected in zip(text, other, strict=False):
         if character != expected:
@@ -556,7 +558,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every text in messages or tools, including the keys of objects."""
+    """Yield every text in messages or tools, at every depth. Keys of objects are yielded, too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -575,9 +577,11 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse ``name=value`` texts, or the pieces of a JSON object that was split at its commas.
+    """Parse the arguments of a chat template, as the user gives them.
 
-    Values that are valid JSON are decoded, other values stay texts.
+    ``texts`` are ``name=value`` texts, or the pieces of one JSON object that was split at its
+    commas. In ``name=value``, a value that is valid JSON is decoded, and any other value stays a
+    text.
 
     Raises:
         OptionInvalid: a text is malformed, or names an argument that moa-data sets itself.
@@ -619,8 +623,9 @@ def choose_template_arguments(
 
     Args:
         given: ``name=value`` texts. If there are any, only these arguments are used.
-        drafters: name of each drafter -> the target that it has recorded. If ``given`` is empty,
-            the arguments are those with which the drafters' training chats were rendered.
+        drafters: name of each drafter -> the facts about its target that the drafter has recorded.
+            If ``given`` is empty, the result is the arguments with which the drafters' training
+            chats were rendered.
 
     Raises:
         OptionInvalid: the drafters were trained with different arguments, or a text is malformed.
