@@ -116,9 +116,9 @@ class SamplingConfig:
         # the answer for a seed must not depend on them.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
-                f"--tree {shape} ends a chain when its drafts become unlikely, which works only at "
-                f"temperature 0. Give a fixed length such as --tree {shape.depth}, or "
-                "--temperature 0."
+                f"`tree={shape}` ends a chain when its drafts become unlikely, which works only at "
+                f"temperature 0. Give a fixed length such as `tree={shape.depth}`, or "
+                "`temperature=0`."
             )
 
 

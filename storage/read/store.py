@@ -191,7 +191,8 @@ class ActivationStore:
         A store has one such field per group of layers if the layers cache different shapes.
 
         Args:
-            what: the option that does not support such stores. The message says to leave it out.
+            what: the setting, in backticks, that does not support such stores. The message says to
+                leave it out.
         """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(
