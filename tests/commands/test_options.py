@@ -118,6 +118,7 @@ def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
         option = f"--{setting.name.replace('_', '-')}"
         assert (option if setting.name != "store" else "STORE") in text
     assert "Drafter (eagle3):" in text
+    assert "Give either this or --max-steps." in text
     assert "(tokens committed per target call). [default: 5]" in text
 
 
