@@ -1,7 +1,7 @@
 """Entry point of the console script ``moa-data`` and of ``python -m moa_data``.
 
-This module imports almost nothing at first, so that signals are already handled while a command
-imports its modules.
+This module installs the signal handlers before it imports the other modules. Imports take seconds,
+and a signal in this time must be handled, too.
 """
 
 import os
@@ -23,7 +23,8 @@ def main() -> None:
     except SystemExit as end:  # Every command ends with SystemExit and its exit code.
         code = end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt as interrupt:
-        # The signal came outside the code in ``commands.console`` that handles interruptions.
+        # The signal arrived just before or after the code in ``commands.console`` that handles
+        # interruptions.
         end_command()
         sys.stderr.write("Error: interrupted. Run the same command again.\n")
         code = interruption_code(interrupt) or 0
@@ -33,14 +34,14 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Open the null device for standard streams that are closed.
 
-    Otherwise the next file that is opened would get the number of the closed stream, for example of
-    standard output, and text printed by a library would be written into this file.
+    If standard output is closed, for example, the next file that is opened gets the descriptor
+    number of standard output. Text that a library prints would then be written into this file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # The system assigns the lowest free number: this one.
+            os.open(os.devnull, os.O_RDWR)  # It gets the lowest free number, which is ``number``.
     # Python sets closed standard streams to None.
     sys.stdin = sys.stdin or os.fdopen(0, "r", encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)

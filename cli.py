@@ -24,11 +24,11 @@ GROUPS = {
         "conform": "decode", "push": "exchange", "pull": "exchange",
     },
 }  # fmt: skip
-"""Heading of the help page -> command -> module in commands/."""
+"""Maps each heading of the help page to its commands, and each command to a file of commands/."""
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
-# Maximum number of characters of a command's description on the help page. No first sentence of a
-# command's help is longer, so all are shown in full.
+# Maximum number of characters of a command's description on the help page. The description is the
+# first sentence of the command's help. All of these sentences are shorter, so none is cut.
 _WHOLE_SENTENCE = 200
 _EPILOG = """\b
 A whole job:
@@ -73,14 +73,14 @@ class LazyGroup(StageGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; for an unknown one, the error names the closest match."""
+        """Find a command. For an unknown command, the error names the closest match."""
         near = difflib.get_close_matches(args[0], COMMANDS, 1)
         if args[0] not in COMMANDS and near:
             raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx)
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; return None if it does not exist."""
+        """Import and return a command. If it does not exist, return None."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f".commands.{COMMANDS[cmd_name]}", __package__)

@@ -1,8 +1,10 @@
-"""Base class of all settings: frozen pydantic models, one per stage, with groups of settings.
+"""Base class of all settings. The settings of each command are a frozen pydantic model.
 
-A group is a model inside a model, and contains no further groups. A choice between kinds (such as
-the drafter of a run) is a union of groups, distinguished by their ``kind``. The text below a field
-is its help text. ``Common`` shows the setting on the short page of ``--help``::
+Settings can be divided into groups. A group is a model inside the model of a command, and contains
+no further groups. If there are several kinds of something, such as drafters, there is a group for
+each kind. The field is then a union of these groups, and the field ``kind`` of a group names its
+kind. The text below a field is its help text. The type ``Common`` shows the setting on the short
+page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
@@ -13,10 +15,13 @@ is its help text. ``Common`` shows the setting on the short page of ``--help``::
     class TrainConfig(Config):
         optimizer: Optimizer = Optimizer()
 
-``learning_rate`` is the name of a setting, which is unique in a stage, and
-``optimizer.learning_rate`` is its key. The name of ``optimizer.kind`` is ``optimizer``. Python,
-YAML files and ``--set`` accept names and keys; the flag is ``--learning-rate``. Values are merged
-from weak to strong: defaults, a named preset, a YAML file (``--config``), ``--set``, flags.
+Each setting has a name and a key. In the example, ``learning_rate`` is a name, and
+``optimizer.learning_rate`` is its key. The name is unique within a command. The setting with the
+key ``optimizer.kind`` has the name ``optimizer``. Python, YAML files and ``--set`` accept both
+names and keys. The flag is made from the name: ``--learning-rate``.
+
+Values can come from several sources. Each source overrides the sources before it: defaults, a named
+preset, a YAML file (``--config``), ``--set``, flags.
 """
 
 import difflib
@@ -44,12 +49,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-# Type of a setting that most users need, so that the short page of help shows it.
+# Type of a setting that most users need. The short help page shows such settings.
 Common = Annotated[_Value, _COMMON]
 
 
 def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
-    """Turn mappings, as written in YAML, into NAME=VALUE texts, as written on the command line."""
+    """Convert mappings, which YAML files contain, to NAME=VALUE texts as on the command line."""
     texts: list[Any] = []
     for item in items or ():
         if not isinstance(item, Mapping):
@@ -61,17 +66,26 @@ def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
 
 
 TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
-"""Arguments of a chat template as NAME=VALUE, or one JSON object that was split at its commas."""
+"""Arguments of a chat template as NAME=VALUE texts, or one JSON object.
+
+Since flags split lists at commas, the JSON object may arrive as several texts.
+"""
 Values = Mapping[str, Any]
-"""Values of settings by field or, if :meth:`Config.grouped` has not sorted them, by name or key."""
+"""Maps the names or keys of settings to values.
+
+The result of :meth:`Config.grouped` is nested instead: each group is a mapping of its own.
+"""
 Layers = Sequence[tuple[str, Values]]
-"""The sources of settings, from weak to strong: a source's name for messages, and its values."""
+"""Sources of settings, as pairs (name of the source for messages, its values).
+
+Each source overrides the sources before it.
+"""
 Presets = Mapping[str, Values]
 Earlier = Callable[[Values], tuple[str, dict[str, Any]]]
 """Function that finds the settings of an earlier run.
 
-It takes the nested values that are given for this run. It returns the name of the earlier run for
-messages, and the nested values of the earlier run.
+It takes the values that are given for this run. It returns the name of the earlier run for
+messages, and the values of the earlier run. In both cases, the values are nested by group.
 """
 
 
@@ -81,13 +95,14 @@ class Setting(NamedTuple):
     key: str
     name: str
     field: FieldInfo
-    # Kind of the group that has the setting; None if the group is not a choice between kinds.
+    # Kind of the group that has the setting, for example of a drafter. If the group has no kinds,
+    # the value is None.
     kind: str | None
-    is_common: bool  # Whether the short page of help shows it.
+    is_common: bool  # Whether the short help page shows the setting.
 
 
 class Config(BaseModel):
-    """Base class of settings; they are validated when they are created."""
+    """Base class of settings. The values of settings are validated when an object is created."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True,
@@ -100,21 +115,22 @@ class Config(BaseModel):
         except ValidationError as error:
             raise OptionInvalid(_message(type(self), error, [("", values)])) from error
 
-    # With this attribute, pydantic does not call this ``__init__`` for the groups of settings
-    # inside these settings. If it did, errors in a group would not name the group.
+    # With this attribute, pydantic creates the groups inside these settings without calling this
+    # ``__init__`` for each group. Otherwise, an error in a group would not name the group.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
 
     def problems(self) -> list[str]:
-        """List settings that do not fit together, one line each.
+        """Return one line for each problem between settings that do not fit together.
 
-        This is called only if the value of each setting is valid by itself.
+        The method is called only if each setting has a valid value by itself.
         """
         return []
 
     def refusal_of(self, part: Callable[[], object]) -> list[str]:
-        """Return a list with the reason if ``part`` raises a DrafterError, else an empty list.
+        """Call ``part``. If it raises a DrafterError, return its message as a list of one item.
 
-        ``part`` builds something from these settings, for example the shape of a draft tree.
+        Otherwise, the result is an empty list. ``part`` builds something from these settings, for
+        example the shape of a draft tree.
         """
         try:
             part()
@@ -131,9 +147,9 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_values(cls, values: Any) -> Any:
-        """Convert values that flags and files write in another way than Python.
+        """Convert values from the form in flags and files to the form in Python.
 
-        True and false are refused for settings that are numbers.
+        True and False become texts if the setting is a number, so that pydantic refuses them.
         """
         if not isinstance(values, dict):
             return values
@@ -147,7 +163,7 @@ class Config(BaseModel):
     def settings(cls) -> Iterator[Setting]:
         """Yield every setting, in the order of the groups.
 
-        A setting that several kinds have is yielded once for each of them.
+        If several kinds have a setting with the same name, it is yielded once for each kind.
         """
         for name, field in cls.model_fields.items():
             groups = _groups(field)
@@ -172,7 +188,7 @@ class Config(BaseModel):
 
     @classmethod
     def grouped(cls, values: Values) -> dict[str, Any]:
-        """Return the values by field. Values given by name or by key are moved into their groups."""
+        """Return the values by field. Values by name or key are moved into their groups."""
         keys = {setting.name: setting.key for setting in cls.settings()}
         grouped = {name: value for name, value in values.items() if name in cls.model_fields}
         for name, value in values.items():
@@ -196,8 +212,8 @@ class Config(BaseModel):
     def of(cls, **named: Any) -> Self:
         """Create the settings from values by name.
 
-        Type checkers accept any name here. As an argument of the class itself, they would refuse
-        the name of a setting that is in a group.
+        Type checkers accept any name here. In a call of the class itself, they would refuse the
+        name of a setting that is in a group.
         """
         return cls(**named)
 
@@ -214,7 +230,7 @@ class Config(BaseModel):
         return named
 
     def replaced(self, **named: Any) -> Self:
-        """Return a copy with some settings replaced, given by name."""
+        """Return a copy in which the settings with these names have new values."""
         return self.of(**self.named() | named)
 
     def to_yaml(self) -> str:
@@ -268,7 +284,7 @@ class SamplingSettings(Config):
 
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
-    """Return the groups that a field can hold, or an empty list if the field is a setting."""
+    """Return the classes of the groups that a field can hold. For a setting, the list is empty."""
     members = typing.get_args(field.annotation) or [field.annotation]
     return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
 
@@ -288,7 +304,10 @@ def _read_value(value: Any, field: FieldInfo) -> Any:
 
 
 def _read_items(value: Any) -> tuple[Any, ...]:
-    """Read the value of a list, which flags write as one text with commas; skip empty items."""
+    """Convert the value of a list to a tuple, without its empty items.
+
+    In a flag, a list is one text with commas between the items.
+    """
     if isinstance(value, str):
         items: Iterable[Any] = value.split(",")
     elif isinstance(value, list | tuple):
@@ -310,7 +329,7 @@ def _default_kind(group: type[Config]) -> str:
 def plain_types(annotation: Any) -> list[Any]:
     """Return the types and the literal words that an annotation allows for a value.
 
-    The type of any list is ``tuple``, whatever the types of its items.
+    For a list, the result is only ``tuple``, without the types of the items.
     """
     if (origin := typing.get_origin(annotation)) is tuple:
         return [tuple]
@@ -349,7 +368,7 @@ def _merge(weak: Values, strong: Values) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings; dashes in keys count as underscores."""
+    """Read a YAML file of settings. Dashes in keys are replaced by underscores."""
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -377,7 +396,7 @@ def _with_underscores(values: Any) -> Any:
 
 
 def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Read ``group.key=value`` texts into a dict by name or key; ``none`` means no value."""
+    """Read texts such as ``optimizer.kind=muon`` into a dict. The value ``none`` becomes None."""
     keys: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -394,17 +413,20 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 def resolve(
     config_class: type[Config],
-    flags: Values,  # Name or key of each setting that was given -> value.
+    flags: Values,  # Maps the name or key of each given setting to its value.
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
-    # Name of each preset -> nested values. The key ``preset`` in any source selects a preset.
+    # Maps the name of each preset to its nested values. The key ``preset`` in a source selects one.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
 ) -> Any:
-    """Merge defaults, earlier settings, preset, file, assignments and flags, from weak to strong.
+    """Merge the settings from all sources.
+
+    The sources are defaults, earlier settings, preset, file, assignments and flags. Each source
+    overrides the sources before it.
 
     Raises:
-        OptionInvalid: naming each setting that cannot be used, and its source.
+        OptionInvalid: a setting cannot be used. The message names each such setting and its source.
     """
     sources = [
         (f"`config_path={config_path}`", read_config_file(config_path) if config_path else {}),
@@ -413,7 +435,8 @@ def resolve(
     ]
     layers = [(source, config_class.grouped(values)) for source, values in sources]
     if presets:
-        # The strongest layer that has a preset selects it. None there selects no preset.
+        # If several sources have the key ``preset``, the last one counts. Its value may be None,
+        # which selects no preset.
         preset: Any = None
         for _, layer in layers:
             preset = layer.pop("preset", preset)
@@ -460,7 +483,7 @@ def _message(config_class: type[Config], error: ValidationError, layers: Layers)
 
 
 def _source_of(layers: Layers, key: str) -> str:
-    """Return the name of the strongest source that has a value for a key, or an empty text."""
+    """Return the name of the source from which the value of a key comes, or an empty text."""
     group, _, name = key.partition(".")
     for source, layer in layers[::-1]:
         values = layer.get(group, {})
@@ -470,10 +493,11 @@ def _source_of(layers: Layers, key: str) -> str:
 
 
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
-    """Turn the location of a pydantic error into the key of a setting, and a kind or None.
+    """Return the key and the kind of the setting that a pydantic error is about.
 
-    For a choice between kinds, pydantic's location has one more item than the key. This item is the
-    kind, between the name of the choice and the name of the setting.
+    If a group has several kinds, such as drafters, the location of the error contains the kind,
+    between the name of the group and the name of the setting. For any other setting, the kind is
+    None.
     """
     if not loc:
         return "", None
@@ -486,7 +510,8 @@ def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str
     return name, kind
 
 
-# Pydantic's error type, or the first word of the error type -> text that says what was expected.
+# Maps an error type of pydantic, or its first word, to a text about the expected value. The names
+# in braces are replaced by values from the error.
 _WANTED = {
     "greater_than_equal": "at least {ge}", "greater_than": "above {gt}",
     "less_than_equal": "at most {le}", "less_than": "below {lt}",

@@ -14,7 +14,7 @@ class MoaDataError(Exception):
 
     Args:
         message: what was found and what was expected.
-        hint: what the user can do, unless ``message`` says it.
+        hint: what the user can do. It is empty if ``message`` says this already.
     """
 
     exit_code: int = 2  # Exit code of a command that ends with this error.
@@ -29,7 +29,8 @@ class Interrupted(MoaDataError):
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        # Number of the signal. None if it is in the KeyboardInterrupt that caused this error.
+        # Number of the signal. If it is None, the KeyboardInterrupt that caused this error has the
+        # number.
         self.signum = None if signum is None else int(signum)
 
 
@@ -64,7 +65,7 @@ class StoreNotFound(StoreError, FileNotFoundError):
 
 
 def _shortened(value: Any, max_chars: int = 32) -> str:
-    """Return the text of a value, with … in place of what exceeds ``max_chars``."""
+    """Return ``repr(value)``. A text longer than ``max_chars`` is cut and ends with …."""
     text = repr(value)
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
@@ -72,21 +73,22 @@ def _shortened(value: Any, max_chars: int = 32) -> str:
 class StoreMismatch(StoreError):
     """An existing store was made from inputs that differ from the current inputs.
 
-    Inputs are compared by dotted keys such as ``extraction.max_length``. If several keys with the
-    same prefix differ, the message shows only the first of them, and it shows at most three keys and
-    32 characters of each value. The notes of the exception, which tracebacks show, list all keys
-    that differ, with their whole values.
+    Inputs are compared by dotted keys such as ``extraction.max_length``. The message shows at most
+    three keys that differ, and 32 characters of each value. If several keys with the same prefix
+    differ, the message shows only the first of them. The exception also has a note for each key
+    that differs, with both values in full. Tracebacks show these notes.
 
     Args:
         path: path of the store.
-        changes: dotted key -> (value in the store, current value), for every key that differs.
+        changes: maps every dotted key that differs to (value in the store, current value).
         advice: what the user can do. The default is for a command that continues a store.
     """
 
     _CAUSES = ("identities.", "extraction.", "codec.", "fields.")
-    """Prefixes of keys, in the order in which the message shows them.
+    """Prefixes of keys, in the order in which the message shows keys that differ.
 
-    All other keys, such as counts and the plan, come last, because they depend on these keys.
+    The message shows other keys last, for example counts and the plan. If they differ, a key with
+    one of these prefixes is usually the cause.
     """
     _MAX_SHOWN = 3
 
@@ -117,7 +119,7 @@ class StoreMismatch(StoreError):
         )
 
     def _rank(self, key: str) -> list[bool]:
-        """Return a sort key that orders changes as their prefixes are ordered in ``_CAUSES``."""
+        """Return a sort key for ``key``. It gives keys the order of their prefixes in _CAUSES."""
         return [not key.startswith(prefix) for prefix in self._CAUSES]
 
 

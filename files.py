@@ -24,35 +24,36 @@ from .errors import (
 )
 from .text import first_line, format_bytes
 
-# Suffix of the names of files and folders that are being written. After a crash, files and folders
-# with this suffix can be deleted.
+# Suffix of the names of files and folders while they are written. Files and folders that still have
+# this suffix after a crash can be deleted.
 PARTIAL_SUFFIX = ".partial"
 # Permission bits of a new file, before the umask is applied.
 FILE_MODE = 0o666
-# Maximum size in bytes of a JSON file that is read. The longest JSON files are the commits of
-# parts, which have about 100 bytes for each file of the part.
+# Maximum size in bytes of a JSON file. A larger file is not read. The largest JSON files are the
+# commits of parts, which have about 100 bytes for each file of the part.
 MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.
 
-It is small enough that computations with several counts do not overflow: they fit into 64 bits, or
-use Python integers.
+It is so small that computations with several counts do not overflow. Such computations either fit
+into 64 bits, or use Python integers.
 """
 FULL_DISK_ADVICE = (
     "All finished work is saved. Free some space and run the same command again: it continues "
     "with the rest."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine.
-# EINVAL and EOVERFLOW are among them, because a library that reads a truncated file may seek to an
-# offset that does not exist.
+# Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine. A
+# library that reads a truncated file may seek to an offset that does not exist, which raises EINVAL
+# or EOVERFLOW.
 _ABOUT_THE_PATH = (
     None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW,
 )  # fmt: skip
-# Finds the number of a system error in the message of a library's own exception. Rust libraries
-# write the number as "(os error 28)", Python and Arrow as "[Errno 28]".
+# Matches the number of a system error in a message. Some libraries raise an exception of their own
+# for a system error, and write the number into its message. Rust libraries write "(os error 28)",
+# Python and Arrow write "[Errno 28]".
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
-# Some messages of libraries describe a system error only in words. This maps the words to the
+# Some messages of libraries describe a system error only in words. This dict maps the words to the
 # number of the error.
 _ERROR_WORDS = {
     "no space left on device": errno.ENOSPC, "disk quota exceeded": errno.EDQUOT,
@@ -63,8 +64,8 @@ _ASK_FOR_RIGHTS = "Give yourself the rights to use this path, or choose another 
 _LOOK_AT_DISK = (
     "All finished work is saved. Check the disk or the mount, and run the same command again."
 )
-# Advice for the user, by the number of a system error. The machine causes these errors, for example
-# its full disk, whatever the operation was.
+# Maps the number of a system error to advice for the user. These errors are caused by the state of
+# the machine, for example a full disk.
 _ADVICE = {
     errno.ENOSPC: FULL_DISK_ADVICE,
     errno.EDQUOT: FULL_DISK_ADVICE,
@@ -83,8 +84,8 @@ _ADVICE = {
         "again."
     ),
 }
-# Numbers of system errors that mean that another process holds a lock. Some network file systems
-# report EACCES.
+# Numbers of system errors that mean that another process holds a lock. EACCES is among them,
+# because some network file systems report it.
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -151,7 +152,7 @@ def replacing(path: Path, advice: str = FULL_DISK_ADVICE) -> Iterator[Path]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        # Without this sync, the rename could be lost in a power failure.
+        # Sync the folder. Otherwise, a power failure could undo the rename.
         fsync_directory(path.parent)
 
 
@@ -172,7 +173,7 @@ def naming(path: Path) -> Iterator[None]:
 def walk(folder: Path, follows_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield (folder, names of its folders, names of its files) for each folder of a tree, top down.
 
-    If a folder cannot be listed, this raises an error. ``os.walk`` would skip the folder.
+    If a folder cannot be listed, an OSError is raised. ``os.walk`` would skip the folder instead.
 
     Args:
         follows_links: whether to enter folders that are symbolic links.
@@ -190,7 +191,7 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
     """Turn errors of a full disk, quota or read-only file system into StorageUnavailable.
 
     Args:
-        path: the path that the ``with`` block writes, for the message.
+        path: the path that the ``with`` block writes. It is used in the message.
         advice: what the user can do if no space is left.
     """
     try:
@@ -213,9 +214,9 @@ def system_error(error: BaseException | None) -> OSError | None:
     """Return the system error (OSError) that caused an exception, or None.
 
     The exception itself is checked first, then its causes one by one, until an OSError is found. An
-    OSError for a wrong path or a damaged file does not count. If a library has turned the system
-    error into an exception of its own, whose message contains the number or the words of the system
-    error, a new OSError with this number is returned.
+    OSError for a wrong path or a damaged file does not count. A library may have turned the system
+    error into an exception of its own. If the message of this exception contains the number of the
+    system error, or its words, the result is a new OSError with this number.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno not in _ABOUT_THE_PATH:
@@ -253,7 +254,7 @@ def machine_trouble(error: BaseException) -> StorageUnavailable | None:
 def read_only(path: object, number: int) -> StorageUnavailable:
     """Return the error to raise for a path that cannot be written.
 
-    ``number`` is the number of the system error that said so.
+    ``number`` is the number of the system error, such as EROFS or EACCES.
     """
     return StorageUnavailable(
         f"{path} cannot be written ({os.strerror(number)}). Give yourself the "
@@ -272,8 +273,8 @@ def nearest_folder(path: Path) -> Path:
 def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE) -> None:
     """Raise an error if a folder cannot be written, or its disk has less than ``n_bytes`` free.
 
-    The folder need not exist. Nothing is checked if ``folder`` is not a ``Path``, because an object
-    store has no limited size.
+    The folder need not exist. If ``folder`` is not a ``Path``, it is in an object store, which has
+    no size limit. Nothing is checked in this case.
     """
     if not isinstance(folder, Path):
         return
@@ -297,10 +298,10 @@ def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] 
 
     Args:
         folder: the output folder. It may be missing or empty.
-        kind: the kind of earlier output that the command can continue, for the message. The caller
-            has found that the folder does not hold one. The text is empty if the command cannot
-            continue earlier output.
-        leftovers: names of files that a killed command may have left, and that may be replaced.
+        kind: kind of output that the command could continue, such as "a training run". It is used
+            in the message. The caller has checked that the folder does not hold such an output. The
+            text is empty if the command never continues an output.
+        leftovers: names of files that a killed command may have left. They may be replaced.
 
     Raises:
         OutputOccupied: the path is not a folder, or the folder holds other files.
@@ -330,9 +331,10 @@ def refuse_other_inputs(
 
     Args:
         out: the output folder or file, for the message.
-        recorded: name -> value of each input with which the output was started. A name that is
-            missing here counts as None.
-        current: name -> value of each input of this command. Only these names are compared.
+        recorded: maps the name of each input to its value when the output was started. A missing
+            name counts as None.
+        current: maps the name of each input to its value in this command. Only these names are
+            compared.
         free_to_change: names of inputs that may differ.
         advice: what the user can do.
 
@@ -350,8 +352,8 @@ def refuse_other_inputs(
         )
 
 
-# Locks use flock directly. The filelock package supports neither shared locks nor messages that
-# name the process that holds a lock, and a store needs both.
+# Locks use flock directly. A store needs shared locks, and error messages that name the process
+# that holds a lock. The filelock package supports neither of them.
 
 
 class LockHeld(Exception):
@@ -369,8 +371,8 @@ def open_lock(path: Path) -> int:
         StoreDamaged: the path is a symbolic link, which could lead to the file of another user.
     """
     try:
-        # Open the file for writing too: on NFS, flock takes a byte-range lock, which needs a
-        # writable descriptor.
+        # Open the file for writing, too. On NFS, flock takes a byte-range lock, and an exclusive
+        # byte-range lock needs a writable descriptor.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         if error.errno != errno.ELOOP or not path.is_symlink():
@@ -392,10 +394,10 @@ def lock(fd: int, path: Path, shared: bool = False, waits: bool = False) -> None
         waits: whether to wait until other processes have released the lock.
 
     Raises:
-        LockHeld: another process or descriptor holds the lock. If ``fd`` already held a lock of the
-            other kind, this lock is lost.
-        StorageUnavailable: the file system does not support locks, or is full, so that the name of
-            this process cannot be written to the file.
+        LockHeld: another process or descriptor holds the lock. If ``fd`` held a shared lock that
+            should become exclusive, or the reverse, ``fd`` has lost this lock.
+        StorageUnavailable: the file system does not support locks. Or it is full, so that the name
+            of this process cannot be written to the file.
     """
     try:
         fcntl.flock(
@@ -422,8 +424,8 @@ def lock_file(path: Path, waits: bool = False) -> int:
         fd = open_lock(path)
         try:
             lock(fd, path, waits=waits)
-            # The process that held the lock may have deleted the file. Then the next process would
-            # create another file and lock it, too.
+            # The previous holder may have deleted the file before it released the lock. A lock on
+            # the deleted file has no effect, because the next process creates and locks a new file.
             exists = os.fstat(fd).st_nlink > 0
         except BaseException:
             os.close(fd)
@@ -561,18 +563,18 @@ def parsing(
 ) -> Iterator[None]:
     """Turn any error of a library that parses a file into ``error_class`` with a one-line message.
 
-    A system error is raised as it is, because it does not mean that the file is damaged. If it
-    lacks the name of a file, ``trouble`` is put in its place. A MemoryError is raised as
-    NotEnoughMemory with the name of the file.
+    A system error is raised unchanged, because it does not mean that the file is damaged. If the
+    system error has no file name, it gets ``trouble`` as its file name. A MemoryError is turned
+    into NotEnoughMemory.
 
     Args:
-        trouble: the operation that failed, such as "cannot read FILE".
+        trouble: the operation that failed, for the message, such as "cannot read FILE".
         error_class: class of the error to raise.
         advice: what the user can do.
     """
-    # The `with` block should contain only the call of the library, because all errors are caught:
-    # for a malformed file, transformers raises nearly every builtin error, and tokenizers a plain
-    # Exception.
+    # All exceptions are caught here, so the `with` block should contain only the call of the
+    # library. For a malformed file, transformers raises nearly every builtin error, and tokenizers
+    # raises a plain Exception.
     try:
         yield
     except (DrafterError, NotEnoughMemory, StorageUnavailable, error_class):
@@ -584,8 +586,8 @@ def parsing(
         ) from error
     except Exception as error:
         if (cause := system_error(error)) is not None:
-            # The message of a command begins with the name of the file. Let it begin with the
-            # trouble, which contains the name, if the error has none.
+            # The message of a command begins with the file name of the error. If the error has
+            # none, use ``trouble``, which contains the name.
             if cause.filename is None:
                 cause.filename = trouble
             raise cause from error

@@ -27,13 +27,13 @@ def usable_cores() -> int:
 def is_first_process() -> bool:
     """Return whether this is the first of the processes that torchrun, SLURM or Lightning started.
 
-    The result is also true if none of them has started this process. Only the first process prints
+    If the process was not started by one of them, the result is true. Only the first process prints
     messages and writes files.
     """
-    # torchrun sets RANK to the number of the process, counted over all machines. If RANK is set,
-    # the SLURM rank is ignored: each machine may run one torchrun under SLURM, and all its
-    # processes have the machine's SLURM rank. Without torchrun and SLURM, Lightning sets NODE_RANK
-    # (number of the machine) and LOCAL_RANK (number of the device of the machine).
+    # torchrun sets RANK to the number of the process, counted over all machines. SLURM may start
+    # one torchrun per machine. All processes of a machine then have the same SLURM rank, so the
+    # SLURM rank is ignored if RANK is set. Without torchrun and SLURM, Lightning sets NODE_RANK
+    # (number of the machine) and LOCAL_RANK (number of the device on the machine).
     names = ("RANK",) if "RANK" in os.environ else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
     return all(os.environ.get(name, "0") == "0" for name in names)
 
@@ -76,8 +76,8 @@ def _kilobytes(file: Path, name: str) -> int | None:
 def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
     """Return the bytes that are left within each memory limit of the process's control groups.
 
-    A control group's limits also apply to the groups below it, so the parents of the process's
-    group are included.
+    The limits of a control group also apply to the groups inside it. So the limits of all groups
+    that contain the process's group are included.
 
     Args:
         membership: the file that lists the control groups of the process.
@@ -126,10 +126,11 @@ def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int
 def fix_sums() -> None:
     """Make the results of MKL independent of the number of threads.
 
-    By default, matrix products of a few rows on a CPU differ in the last bits between one thread
-    and two threads, because MKL adds the terms in a different order. This function sets the
-    environment variable ``MKL_CBWR``, unless the user has set it. MKL reads the variable at its
-    first matrix product, so call this function before that. The setting costs no measurable time.
+    MKL adds the terms of a product in an order that depends on the number of threads. For matrix
+    products of a few rows, one thread and two threads then give results that differ in the last
+    bits. This function sets the environment variable ``MKL_CBWR``, unless the user has set it. Call
+    the function before the first matrix product, at which MKL reads the variable. The setting costs
+    no measurable time.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
@@ -137,9 +138,9 @@ def fix_sums() -> None:
 def keep_freed_memory() -> None:
     """Ask glibc to keep large freed blocks instead of returning them to the system.
 
-    Memory that was returned would soon be allocated again, and cause page faults. The page faults
-    take 17-33 % of the time of a training step on a CPU, and make two encoding threads slower by a
-    fifth. If the C library is not glibc, this does nothing.
+    Returned memory would soon be allocated again, which causes page faults. These page faults take
+    17-33 % of the time of a training step on a CPU, and make two encoding threads slower by a
+    fifth. If the C library is not glibc, this function does nothing.
     """
     with contextlib.suppress(OSError):
         libc = ctypes.CDLL("libc.so.6")
@@ -150,9 +151,9 @@ def keep_freed_memory() -> None:
 def use_huge_pages() -> None:
     """Ask Linux to use huge pages for the large memory blocks of this process.
 
-    This function takes several seconds per GB. A forward call of the target for a few tokens reads
-    every weight once. With pages of 4 KiB instead of huge pages, a core reads only two thirds as
-    many bytes per second from memory, and serving a small target on a CPU takes 5-7 % longer.
+    A forward call of the target for a few tokens reads every weight once. With pages of 4 KiB
+    instead of huge pages, a core reads only two thirds as many bytes per second from memory, and
+    serving a small target on a CPU takes 5-7 % longer. This function takes several seconds per GB.
     """
     with contextlib.suppress(OSError):
         madvise = ctypes.CDLL("libc.so.6").madvise
@@ -168,7 +169,7 @@ def use_huge_pages() -> None:
                 and name in ([], ["[heap]"])
                 and stop - start >= _HUGE_PAGE
             ):
-                # Request huge pages for memory that is allocated later, then collapse the existing
-                # pages.
+                # Request huge pages for memory that is allocated later. Then merge the existing
+                # small pages into huge pages.
                 for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
                     madvise(start, stop - start, advice)

@@ -17,14 +17,16 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 class Progress:
     """Reports the progress of one phase of a long task.
 
-    A task gets an object without a phase, and calls :meth:`of` at the start of each phase. The
-    presentation layer provides ``show``, which is called with this object, the number of units that
-    are done, their total number, and a note for the user. Without ``show``, nothing is reported.
+    A task gets an object without a phase. At the start of each phase, it calls :meth:`of`, which
+    returns an object for the phase.
     """
 
+    # Function that shows progress to the user. It is called with this object, the number of units
+    # that are done, the total number of units, and a note for the user. If the value is None,
+    # nothing is reported.
     show: Callable[["Progress", int, int, str], None] | None = None
     phase: str = ""
-    unit: str = ""  # Singular name of what the phase counts, such as "token", or "B" for bytes.
+    unit: str = ""  # Unit in which the phase counts, such as "token", or "B" for bytes.
 
     def of(self, phase: str, unit: str) -> "Progress":
         """Return the object that reports the progress of a phase."""
@@ -77,7 +79,7 @@ def activation_name(field: str) -> str:
     """Return the name that the setting ``activations`` uses for a field of a store.
 
     For example, ``hidden/layer_6`` becomes ``hidden:layer:6``. Every field of keys and values
-    becomes ``kv``, including fields of some layers such as ``kv/full_attention``.
+    becomes ``kv``, also a field for some of the layers, such as ``kv/full_attention``.
     """
     return (
         "kv"

@@ -1,6 +1,6 @@
-"""Checks that the package has few habits that make code slow to read.
+"""Checks that the package has few habits that make code slow to read. Each habit has a limit.
 
-# --list lists every finding, not only those of habits above their limit.
+# By default, only findings of habits above their limit are listed. --list lists all findings.
 python .ci/habits.py [--list]
 """
 
@@ -18,9 +18,10 @@ EMPTY_NAMES = {
     "own", "found", "one", "at", "place", "kept", "each", "given", "said", "told", "what", "some",
     "most", "whole",
 }  # fmt: skip
-# First words of a trailing comment that continues the sentence of the code.
+# A trailing comment that starts with one of these words continues a sentence that starts in the
+# code, as in `n = 5  # of them are valid`.
 CONTINUATIONS = {"of", "which", "else", "that", "as", "than", "so", "whose", "they"}
-# Habit -> its limit, in findings per 1,000 statements of the package.
+# Maps each habit to its limit, in findings per 1,000 statements of the package.
 LIMITS = {
     "assignments of several values at once": 4.0,
     "variables with an empty name": 1.3,

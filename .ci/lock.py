@@ -1,7 +1,8 @@
 """Writes constraints.txt from pip's resolution of all extras.
 
-`make lock` resolves, and this program keeps names and versions. REPORT is the file of
-`pip install --dry-run --ignore-installed --report REPORT`.
+`make lock` lets pip resolve the versions of all packages and write them to the file REPORT, with
+`pip install --dry-run --ignore-installed --report REPORT`. This program reads names and versions
+from REPORT.
 
     python .ci/lock.py REPORT
 """
@@ -17,13 +18,13 @@ HEADER = (
     "`make lock` renews them.\n"
 )
 
-# pip itself, the project, and packages that the CUDA build of torch pins itself. The constraints
-# must work for the CPU build, too.
+# Packages that constraints.txt leaves out: build tools, the project itself, and packages that only
+# the CUDA build of torch needs. The file must work with the CPU build of torch, too.
 SKIPPED = re.compile(r"(pip|setuptools|wheel|moa-data|triton|nvidia-.*|cuda-.*)$")
 
 
 def main() -> None:
-    """Write the file beside the project's pyproject.toml."""
+    """Write constraints.txt to the folder of the project's pyproject.toml."""
     report = json.loads(Path(sys.argv[1]).read_text())
     found = {
         item["metadata"]["name"]: item["metadata"]["version"].split("+")[0]

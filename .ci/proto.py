@@ -1,6 +1,6 @@
-"""Makes serving/moa_v1_pb2*.py from moa_v1.proto: `make proto`.
+"""Generates serving/moa_v1_pb2.py and .pyi from moa_v1.proto. `make proto` runs this program.
 
-# Writes into FOLDER, by default the folder of the .proto.
+# Writes into FOLDER. Default: the folder of moa_v1.proto.
 python .ci/proto.py [FOLDER]
 """
 
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "serving" / "moa_v1.proto"
 
 
 def generate(folder: Path) -> list[Path]:
-    """Write the messages and their types, and return the files."""
+    """Write the Python module of the messages and its type stubs. Return the two files."""
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi")]
     if grpc_tools.protoc.main(["protoc", f"-I{SOURCE.parent}", *outputs, str(SOURCE)]):
         sys.exit(f"protoc cannot compile {SOURCE}; its output above says why.")

@@ -19,7 +19,7 @@ def mended(text: str) -> str:
 
 
 def main() -> int:
-    """Check the files. Returns 1 if one was wrong."""
+    """Check the files. Returns 1 if at least one of them was wrong."""
     fix = "--fix" in sys.argv
     tracked = subprocess.run(
         ["git", "ls-files"], check=True, capture_output=True, text=True

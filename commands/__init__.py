@@ -1,5 +1,6 @@
 """The commands of ``moa-data``, one file per family of commands.
 
-Only this package reads arguments, prints and exits. A command calls a stage, a function elsewhere
-in the package. It imports the stage only when it runs, so that ``--help`` is fast.
+Only this package reads arguments, prints and exits. The work of a command is done by a function of
+another package, its stage. A command imports its stage only when it runs, so that ``--help`` is
+fast.
 """

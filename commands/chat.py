@@ -1,7 +1,7 @@
 """The command ``chat``, and the display of an answer while it is generated.
 
 On a terminal, drafted tokens are shown before the server has verified them, and wrong tokens are
-overwritten later. Pipes and files get only verified text.
+overwritten later. To a pipe or a file, only verified text is written.
 """
 
 import contextlib
@@ -179,7 +179,7 @@ def chat(
 
 
 class _Conversation:
-    """The messages of a conversation with the target. An answer is added when it is complete."""
+    """Stores the messages of a conversation with the target. Answers are added when complete."""
 
     def __init__(
         self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None"
@@ -231,7 +231,7 @@ def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
         stats = answer_to(view.note).stats
     finally:
         view.end()
-    # Print statistics, unless the terminal's status line below the answer has already shown them.
+    # TerminalView has already shown the statistics in its status line. Otherwise, print them.
     if isinstance(view, PlainView):
         tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
 
@@ -270,14 +270,14 @@ def _prompts() -> Iterator[str]:
 
 
 class PlainView:
-    """Writes an answer to a pipe or file. Only verified text is written, because it is final."""
+    """Writes an answer to a pipe or file. Only verified text is written, since it cannot change."""
 
     def __init__(self) -> None:
         self._unverified: list[str] = []
         self._n_verified = 0
 
     def note(self, event: "Event") -> None:
-        """Write the text that an event of the client has verified."""
+        """Handle an event of the client. Write text as soon as the server has verified it."""
         from ..serving.client.session import RolledBack, Tokens, Verified
 
         if isinstance(event, Tokens):
@@ -306,9 +306,10 @@ class TerminalView:
     If tokens change, the text is overwritten from the first changed token on.
     """
 
-    # This class breaks the lines itself, so that it knows the position of each token: the row and
-    # column relative to the start of the answer. The cursor is moved by the difference of two
-    # positions, which stays right if the terminal scrolls.
+    # To overwrite a token, this class must know where the token is on the screen, but a terminal
+    # does not report that. So the class breaks the lines itself and computes the row and column of
+    # each token, relative to the start of the answer. It moves the cursor by the difference of two
+    # positions. The difference stays the same if the terminal scrolls.
 
     def __init__(self) -> None:
         self._write = out.write
@@ -399,7 +400,7 @@ class TerminalView:
         return f"\r{up}{right}"
 
     def _show_status(self) -> None:
-        """Write the status line two rows below the text, and move the cursor back to its end."""
+        """Write the status line two rows below the text, then move the cursor to the text's end."""
         parts = [self._mode]
         if (stats := self._stats) is not None and stats.n_tokens:
             parts += _figures(stats)

@@ -37,16 +37,16 @@ LOG_LINE_EVERY_S = 10.0
 RUNNING = "moa_data.running"
 Report = TypeVar("Report")
 
-# Words in messages of libraries. If the message of an error contains one of them, memory ran out,
-# whatever the class of the error.
+# Libraries raise errors of many classes when memory runs out. Their messages contain one of these
+# texts.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
 # Maps a command to the flag that limits the size of its tensors.
 _FEWER_TENSORS = {
     "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size",
     "regenerate": "--batch-size", "serve": "--kv-tokens",
 }  # fmt: skip
-# Maps a command to advice after an interruption. All other commands keep finished work, so they can
-# be run again.
+# Maps a command to advice after an interruption. The advice of all other commands is to run the
+# command again, because they keep finished work and continue with the rest.
 _CONTINUE = {
     "train": "Run the same command again, with --resume if the run has saved a checkpoint.",
     "chat": "If --session FILE was given, --resume FILE continues the answer.",
@@ -72,7 +72,7 @@ class StageFailure(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # Click reads this attribute.
 
     def format_message(self) -> str:
-        """Return the line with control characters escaped, because it may quote untrusted text."""
+        """Return the line, with control characters escaped. It may quote untrusted text."""
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
@@ -83,7 +83,7 @@ class StageFailure(click.ClickException):
 
 
 class StandardOutput(Console):
-    """Standard output. Control characters are escaped; rich's markup and emoji are turned off."""
+    """Standard output. It escapes control characters, and does not use rich's markup and emoji."""
 
     def __init__(self) -> None:
         # The width is enough for any table. By default, rich would cut tables to the terminal's
@@ -91,7 +91,7 @@ class StandardOutput(Console):
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Convert a string for rich. Escape control characters, of which rich would drop some."""
+        """Convert a string to a rich Text. Escape control characters, because rich drops some."""
         return super().render_str(printable(text), **options)
 
     def render(
@@ -161,7 +161,7 @@ class StageGroup(click.Group):
         sys.exit(code)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options before the command's name; ``--help`` and ``--version`` exit here."""
+        """Parse the options before the command's name. ``--help`` and ``--version`` exit here."""
         with _output_failures():
             return super().make_context(*args, **kwargs)
 
@@ -196,7 +196,8 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
         return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
     if isinstance(error, click.ClickException):
         return StageFailure(error.format_message())
-    # The process that reads the pipe has exited, as `head` does. Exit as if ended by SIGPIPE.
+    # Standard output is a pipe, and the process that reads it has exited, as `head` does. Exit with
+    # the code of a process that SIGPIPE has killed.
     if isinstance(error, BrokenPipeError):
         return StageFailure("", 128 + signal.SIGPIPE)
     if (message := user_message(error, command)) is not None:
@@ -226,8 +227,8 @@ def user_message(error: BaseException, command: str = "") -> str | None:
             f"pip install 'moa-data[{extra}]'."
         )
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
-        # For errors of torch, name the flag that limits the size of tensors. No flag limits the
-        # size of the data that causes Python's own MemoryError.
+        # Errors of torch are about tensors, so name the flag that limits the size of tensors.
+        # Python's MemoryError is about other data, and flags do not limit the size of such data.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
         advice = f"Free some memory, or lower {flag}" if flag else "Free some memory"
         return f"memory ran out ({text.split('. ')[0] or type(error).__name__}). {advice}."
@@ -287,8 +288,8 @@ _LOG_FORMAT = (
 class ProgressLine(contextlib.AbstractContextManager[Progress]):
     """Shows progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
-    Each phase of the work has a bar of its own. If a phase reports a lower count or another total
-    than before, it has started again and gets a new bar. If standard error is unusable, work
+    Each phase of the work has a bar of its own. A phase that starts again gets a new bar. It is
+    recognized by a lower count or another total than before. If standard error is unusable, work
     continues without progress.
     """
 
@@ -312,7 +313,7 @@ class ProgressLine(contextlib.AbstractContextManager[Progress]):
 
     def _start(self, n_done: int, total: int, text: str) -> Any:
         unit = self._phase.unit
-        is_scaled = unit == "B"  # Counts of bytes are shortened to k, M and G.
+        is_scaled = unit == "B"  # Counts of bytes are shown with the prefixes k, M and G.
         if sys.stderr.isatty():
             options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "unit": unit}
         # In a log file, a redrawn bar would be one endless line. Write separate lines instead.
@@ -364,7 +365,7 @@ class _Log:
 
     def write(self, text: str) -> None:
         line = text.strip()
-        # Skip repeated lines, because a bar is drawn once more at its end.
+        # Skip repeated lines, because tqdm draws a bar once more when the bar is closed.
         if line and line != self.last:
             sys.stderr.write(line + "\n")
             self.last = line
@@ -386,8 +387,8 @@ def quiet_libraries() -> None:
         # Silence gRPC. It would print a line for every attempt to connect while the network is
         # down.
         "GRPC_VERBOSITY": "NONE",
-        # Let waiting OpenMP threads sleep. By default, they keep their cores busy. If there are
-        # more threads than free cores, a forward of the target then takes ten times as long.
+        # Let waiting OpenMP threads sleep. By default, they keep their cores busy while they wait.
+        # With more threads than free cores, this makes a forward of the target ten times slower.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     # Hide the Hub's progress bars in a log file. On a terminal, they are useful for large files.
@@ -431,8 +432,8 @@ def _git_state(folder: Path) -> tuple[str | None, bool | None]:
 
     Both are None if ``folder`` is not the root of a checkout.
     """
-    # Do not let git search parent folders. An installed package may be inside another project's
-    # checkout, whose commit says nothing about this code.
+    # Do not let git search parent folders. An installed package may be in a folder inside the
+    # checkout of another project. The commit of that project says nothing about this code.
     if not (folder / ".git").exists():
         return None, None
     command = [
@@ -448,7 +449,7 @@ def _git_state(folder: Path) -> tuple[str | None, bool | None]:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None, None
-    # The first line is "# branch.oid COMMIT". More lines with # follow, then one line per modified
-    # file.
+    # The output starts with "# branch.oid COMMIT". More lines that start with # follow, then one
+    # line per modified file.
     header, *changes = done.stdout.splitlines()
     return header.split()[-1], not all(line.startswith("#") for line in changes)

@@ -96,8 +96,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer = DrafterProposer(target, drafter, sampling)
     shape = config.tree_shape()
-    # Warm up. The first forwards initialize kernels and buffers, and this time would be counted for
-    # whichever decoding method runs first.
+    # Warm up. The first forwards also initialize kernels and buffers. Without a warm-up, this time
+    # would be counted for the decoding method that runs first.
     generate_batch(
         target,
         rows,
@@ -142,12 +142,12 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
 
 
 def _read_prompt(text: str) -> str:
-    """Return a prompt, which is read from standard input if ``text`` is a dash."""
+    """Return ``text`` as a prompt. If it is a dash, read the prompt from standard input."""
     try:
         if text == "-":
             text = sys.stdin.read() if sys.stdin else ""
-        # Refuse bytes that are not UTF-8. In a command-line argument, Python replaces them by
-        # surrogates, which cannot be encoded.
+        # Refuse bytes that are not UTF-8. In a command-line argument, Python replaces such bytes by
+        # surrogates. Encoding a surrogate raises an error here.
         text.encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageFailure(

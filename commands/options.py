@@ -85,12 +85,12 @@ def stage_command(
         config_class: class of the settings.
         arguments: names of settings that are given by position.
         presets: named sets of values, offered as ``--preset``.
-        earlier: finds the settings of an earlier run. All other sources of settings, such as flags
-            and files, take precedence over it.
+        earlier: function that finds the settings of an earlier run. Settings from any other source,
+            such as a flag or a file, take precedence over them.
         name: name of the command. If the argument is None, the command has the function's name.
     """
     # Several kinds (for example of drafters) may have a setting with the same name. They share one
-    # flag, whose help is taken from the first kind.
+    # flag. Its help text is that of the first kind.
     settings: dict[str, Setting] = {}
     for setting in config_class.settings():
         settings.setdefault(setting.name, setting)
@@ -139,7 +139,7 @@ def _setting_parameters(
 ) -> list[click.Parameter]:
     """Make the parameters of the settings: arguments, then options.
 
-    If some options are common, the help page hides the others.
+    If at least one setting is common, the short help page shows only common settings.
     """
     parameters: list[click.Parameter] = []
     for name in arguments:
@@ -194,7 +194,7 @@ def help_text(setting: Setting) -> str:
 def default_text(setting: Setting) -> str:
     """Return the default of a setting as a user would type it.
 
-    If the setting has none, the result is an empty text.
+    If the setting has no default, the result is an empty text.
     """
     default = setting.field.get_default(call_default_factory=True)
     if setting.field.is_required() or default in (None, "", ()):

@@ -79,8 +79,8 @@ def serve(config: ServeConfig) -> None:
         )
 
     if target.device.type == "cpu":
-        # Move the memory of the process to huge pages in a background thread. This takes seconds,
-        # and requests need not wait for it.
+        # Move the memory of the process to huge pages. This takes seconds, so a background thread
+        # does it while requests are already served.
         threading.Thread(target=settle_memory, daemon=True).start()
 
     def on_ready(http: str, grpc: str | None) -> None:

@@ -8,10 +8,11 @@
                               and a locked import system.
     the outcome is decided    The process ends with the exit code that was decided.
 
-A watching thread receives signals even while the main thread is inside a C library. The watching
-thread ends the process CLEANUP_S seconds after the first signal, and at a second SIGINT. If the
-command has installed its own signal handlers (training saves its state, a server drains), it has
-unlimited time until a second SIGINT.
+While the main thread is inside a C library, Python cannot run signal handlers. So a watching thread
+receives the signals, too. It ends the process CLEANUP_S seconds after the first signal, or at a
+second SIGINT. Some commands install their own signal handlers: training saves its state, and a
+server completes its answers. The watching thread gives such a command unlimited time, until a
+second SIGINT arrives.
 """
 
 import atexit
@@ -31,10 +32,11 @@ from ..machine import is_first_process
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-# Time in seconds that a command has after a signal to discard its unfinished work. After that, the
+# After a signal, a command has this number of seconds to discard its unfinished work. Then the
 # process is ended.
 CLEANUP_S = 3.0
-# A second SIGINT within this time counts as the same Ctrl-C, which a shell or launcher may forward.
+# A shell or a launcher may send the SIGINT of one Ctrl-C twice. So a SIGINT is ignored if it
+# arrives within this number of seconds after the first signal.
 _REPEAT_S = 1.0
 _POLL_S = 0.1
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,9 +46,9 @@ _IMPORT = "<frozen importlib._bootstrap"
 class SignalReceived(KeyboardInterrupt):
     """SIGINT, SIGTERM or SIGHUP arrived."""
 
-    # SIGINT raises this class rather than a plain KeyboardInterrupt. If a plain KeyboardInterrupt
-    # passes through `exec` of a text, as in named tuples and dataclasses, Python later ends with
-    # SIGINT even though the exception was handled.
+    # Named tuples and dataclasses call `exec` with source text. If a plain KeyboardInterrupt passes
+    # through such a call, Python later ends the process with SIGINT, even if the exception was
+    # handled. This does not happen with a subclass, so SIGINT raises this class instead.
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -56,7 +58,8 @@ class SignalReceived(KeyboardInterrupt):
 class _State:
     """State shared by the main thread and the watching thread."""
 
-    # "starting" before the command runs, "running" while signals raise exceptions, then "ending".
+    # The phase is "starting" before the command runs, and "running" while signals raise exceptions.
+    # After that, it is "ending".
     phase = "starting"
     signum: int | None = None  # Number of the first signal that has arrived.
     # Whether SignalReceived was raised in the main thread. Later signals must not raise it again,
@@ -80,7 +83,7 @@ def watch_signals() -> None:
             signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading,), daemon=True).start()
     sys.unraisablehook = _drop
-    atexit.register(_leave)  # Python calls exit hooks in reverse order, so this one is last.
+    atexit.register(_leave)  # Python calls exit hooks in reverse order, so it calls this one last.
     os.register_at_fork(after_in_child=_forget_parent)
 
 
@@ -92,7 +95,7 @@ def begin_command() -> None:
 def end_with_input() -> None:
     """Send SIGTERM to this process when its standard input is closed.
 
-    The input is closed when the parent process ends.
+    A worker process calls this function. Its input is closed when its parent process ends.
     """
 
     def wait_for_end() -> None:
@@ -125,8 +128,9 @@ def interruption_code(error: BaseException | None) -> int | None:
     """Return the exit code of an error that was caused by a signal: 128 plus the signal's number.
 
     The result is None for any other error. An error was caused by a signal if its chain of causes
-    has a ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted`. After a signal, any error
-    counts as caused by the signal, because libraries replace exceptions with their own.
+    has a ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted`. If a signal has arrived,
+    any error counts as caused by the signal, because a library may have replaced the
+    ``KeyboardInterrupt`` by an exception of its own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -167,15 +171,14 @@ def _drop(unraisable: "UnraisableHookArgs") -> None:
 
 
 def _watch(pipe: int) -> NoReturn:
-    """Wait for a signal, then end the process at a second SIGINT or if it takes too long to end."""
+    """Wait for a signal. Then end the process at a second SIGINT, or after its time for cleanup."""
     while (signum := _next_signal(pipe, None)) is None:
         pass
     _State.signum = _State.signum or signum
     if _State.code is not None:
         os._exit(_State.code)
     # If the command has installed its own signal handler, wait until this handler ends the command.
-    # A handler that is installed after the signal has arrived never learns of the signal, so do not
-    # wait for such a handler.
+    # Do not wait for a handler that is installed only now, because it never learns of the signal.
     is_patient = signal.getsignal(signum) is not _raise
     is_hint_shown = False
     began_s = time.monotonic()
@@ -183,7 +186,8 @@ def _watch(pipe: int) -> NoReturn:
         next_signal = _next_signal(pipe, _POLL_S)
         if _State.is_lost:
             _State.is_lost = False
-            # Send SIGTERM, because SIGINT could count as a second Ctrl-C.
+            # Python has discarded the SignalReceived, so let a signal raise it again. Use SIGTERM,
+            # because SIGINT could count as a second Ctrl-C.
             os.kill(os.getpid(), signal.SIGTERM)
         is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_hint_shown:
@@ -192,8 +196,7 @@ def _watch(pipe: int) -> NoReturn:
         if next_signal == signal.SIGINT and is_later:
             if not is_patient:
                 _end("interrupted at once.")
-            # From this second SIGINT on, the command's own handler has CLEANUP_S seconds to end the
-            # command.
+            # The command's own handler has CLEANUP_S seconds from now to end the command.
             is_patient, began_s = False, time.monotonic()
     _end("interrupted; the command did not end by itself, so it was stopped at once.")
 

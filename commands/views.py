@@ -111,7 +111,7 @@ def _incomplete(missing: str) -> Text:
 
 
 def fields_table(summary: "StoreSummary") -> Table:
-    """Show the activations of a store and their sizes, in 80 columns."""
+    """Show the activations of a store and their sizes, in a table that fits into 80 columns."""
     table = Table(
         title="Activations",
         title_justify="left",
@@ -256,8 +256,8 @@ def train_view(report: "TrainReport") -> RenderableType:
         "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
     }
-    # Do not show these metrics of the last steps, because the speeds of the entire run are shown
-    # above.
+    # Do not show these two metrics. They are about the last steps only, and the speed and waiting
+    # time of the entire run are shown above.
     speeds = ("train/tokens_per_s", "train/data_wait_share")
     for name, value in sorted(report.metrics.items()):
         if name not in speeds:
@@ -278,7 +278,8 @@ def decoding_view(
         drafted: answers of speculative decoding.
         plain: answers of plain decoding. If there are none, the argument is None.
         shape: shape of the draft tree.
-        sampled: whether the answers were sampled, so that they may differ by chance.
+        sampled: whether the answers were sampled. Answers of both methods may then differ by
+            chance.
     """
     from ..moa.decoding.loop import sum_stats
 
@@ -288,8 +289,8 @@ def decoding_view(
     speeds: list[float] = []
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
         total = sum_stats(generation.stats for generation in generations)
-        # The speed is computed from the time of prefill, drafts and forwards of the target. The
-        # time to print the answer does not count.
+        # The speed counts the time of prefill, drafting and verification, but not the time to print
+        # the answer.
         seconds = total.prefill_s + total.draft_s + total.verify_s
         speeds.append(total.n_tokens / max(seconds, 1e-9))
         n_calls = max(1, total.n_target_calls)

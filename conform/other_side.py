@@ -6,8 +6,8 @@ This script runs in the engine's own Python, and imports nothing from this packa
 
 JOB.json has the engine, the folders of the target and of the drafter, prompts as token ids, and the
 lengths of chains and answers. ROUNDS.json has the ``tokens`` and the ``rounds`` of each answer. A
-round is a pair: the number of tokens of prompt and answer that were committed before the round, and
-the list of the tokens drafted in it.
+round is a pair of a number and a list. The number counts the tokens of prompt and answer that were
+committed before the round. The list has the tokens that were drafted in the round.
 """
 
 import json
@@ -106,8 +106,8 @@ def _speculators(job: dict[str, Any]) -> Answers:
     """Run the drafter with speculators over the target's plain answers.
 
     speculators has no decoding loop. So a round of drafts is recorded at each token of an answer.
-    For EAGLE-3, each draft is computed as if all earlier drafts of the round were the tokens of the
-    answer. So a round ends at the first draft that differs from the answer.
+    For EAGLE-3, each draft is computed after the tokens of the answer, not after the earlier drafts
+    of the round. So a round ends at the first draft that differs from the answer.
     """
     import torch
     from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -120,8 +120,9 @@ def _speculators(job: dict[str, Any]) -> Answers:
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
     answers: Answers = []
-    # Record the input of the final norm, because transformers returns only the output of this norm
-    # as the last of its hidden_states.
+    # The drafter may read the output of the last layer. This is the input of the final norm, so
+    # record it there. transformers does not return it: the last of its hidden_states is the output
+    # of the final norm.
     last = deque[Any](maxlen=1)
     target.base_model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
     for prompt in job["prompts"]:

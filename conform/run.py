@@ -1,11 +1,12 @@
 """``conform``: checks whether another engine drafts the same tokens as this package.
 
 The other engine decodes greedily and reports the drafts of each round (:mod:`.other_side`). This
-package then repeats each round: it drafts with the same drafter after the same tokens. If drafts
-differ, it repeats all rounds with a copy of the drafter in which one known mistake is made on
-purpose, a *wrong choice* (:mod:`.wrong_choices`). It tries one wrong choice after another. If our
-drafts then equal those of the other engine in all rounds, this wrong choice is reported as the
-cause.
+package then repeats each round: it drafts with the same drafter after the same tokens.
+
+If drafts differ, this package looks for the cause. A *wrong choice* is a known mistake that is made
+on purpose in a copy of the drafter (:mod:`.wrong_choices`). For one wrong choice after another, all
+rounds are repeated with such a copy. If the copy drafts the same tokens as the other engine in all
+rounds, the wrong choice is reported as the cause.
 
 Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
@@ -53,7 +54,7 @@ _TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Parting:
-    """The first draft of a round at which this package and the other engine differ."""
+    """The first draft in a round for which the tokens of this package and of the engine differ."""
 
     prompt: int  # index of the prompt
     n_tokens: int  # number of tokens of prompt and answer before the round
@@ -74,11 +75,11 @@ class Conformance:
     partings: list[Parting]
     # Indices of the prompts to which the engine's answer differs from our plain decoding.
     other_answers: list[int]
-    # Names of the wrong choices (mistakes made on purpose) with which our drafts equal those of the
-    # engine in all rounds.
+    # Names of the wrong choices (mistakes made on purpose) with which we draft the same tokens as
+    # the engine in all rounds.
     causes: list[str] = field(default_factory=list)
-    # If there are no causes: the wrong choice with which the fewest rounds differ, and the number
-    # of these rounds. None if every wrong choice leaves at least as many differing rounds.
+    # The wrong choice with which the fewest rounds differ, and the number of these rounds. None if
+    # a cause was found, or if no wrong choice lowers the number of rounds that differ.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
@@ -145,7 +146,8 @@ def conform(
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (loaded,) = load_drafters([drafter], target, target.model.dtype).values()
-    # Other programs draft from the whole vocabulary with the target's LM head, so do the same here.
+    # Other programs draft tokens of the whole vocabulary, with the target's LM head. Do the same
+    # here.
     loaded.config = replace(loaded.config, draft_tokens=())
     if loaded.kind not in FORMATS[engine]:
         raise OptionInvalid(
@@ -212,8 +214,8 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
     written = folder / "rounds.json"
     log = folder / "log"
     job_file.write_text(json.dumps(job))
-    # Let vLLM run in one process, so that its scheduler can be observed. vLLM's CPU build needs the
-    # VLLM_CPU variables.
+    # Let vLLM run in one process, so that the script can read the drafts in its scheduler. vLLM's
+    # CPU build needs the VLLM_CPU variables.
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -332,19 +334,19 @@ def _partings(
     rounds: Sequence[tuple[int, list[int]]],
     states: Tensor,
 ) -> Iterator[Parting]:
-    """Repeat the rounds of an engine's answer, and yield the first draft of each that differs.
+    """Repeat the rounds of an engine's answer, and yield the first draft in a round that differs.
 
     In each round, this package drafts after the tokens that the engine had committed before this
-    round. If our logits of our draft and of the engine's draft are nearly equal, the difference is
-    not yielded, because rounding may have decided between the two tokens.
+    round. If our logits for our draft and for the engine's draft are nearly equal, rounding may
+    have decided between the two tokens. Such a difference is not yielded.
 
     Args:
         reading: a copy of the drafter, maybe with a wrong choice.
         prompt: index of the prompt.
         text: tokens of prompt and answer.
         rounds: for each round, the number of tokens before it, and the engine's drafts.
-        states: [n, width], the outputs of target layers that the copy of the drafter reads, for
-            all tokens.
+        states: [n, width], one row per token: the concatenated outputs of the target layers that
+            the copy of the drafter reads.
 
     Yields:
         At most one difference of each round.
@@ -367,7 +369,7 @@ def _partings(
             logits = chain.logits[0].float()
             best = int(logits.argmax())
             if best != token:
-                # Limit the gap, because JSON has no infinity.
+                # Limit the gap. It may be infinite, and JSON has no infinity.
                 gap = min(float(logits[best] - logits[token]), 1e9)
                 if gap > _TIES[drafter.dtype] * float(logits[best].abs()):
                     yield Parting(prompt, n, index, best, token, gap)

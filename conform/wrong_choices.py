@@ -1,10 +1,11 @@
 """Known wrong ways to compute a drafter, such as a norm that is left out.
 
 If another program drafts other tokens than this package, one of these *wrong choices* may be the
-reason. A choice is a function that changes a :class:`Reading`, which is a copy of a drafter. If the
-drafter lacks the module or setting that a choice changes, the function raises ``AttributeError``,
-``KeyError`` or ``IndexError``. The choice is then skipped. Mistakes in training (losses, weights of
-positions, teachers) are not listed, because they do not change how a given drafter drafts.
+reason. A choice is a function that changes a :class:`Reading`, which contains a copy of a drafter.
+If the drafter lacks the module or setting that a choice changes, the function raises
+``AttributeError``, ``KeyError`` or ``IndexError``. The choice is then skipped. Mistakes in training
+(losses, weights of positions, teachers) are not listed, because they do not change how a given
+drafter drafts.
 
 A block drafter drafts several tokens in one pass, one in each *slot* of its draft block. The
 *anchor* is the last committed token, which is the input of the first slot. The *context* is what
@@ -38,8 +39,8 @@ class Reading:
     # Target layers whose concatenated outputs the drafter reads. -1 stands for the embeddings, and
     # L for the output of the final norm.
     layers: tuple[int, ...]
-    # Usually the drafter reads the target's outputs for all tokens before the last committed token.
-    # This is the number of further tokens for which it reads them.
+    # Usually the drafter reads the target's outputs of all tokens before the last committed token.
+    # A wrong choice may let it read the outputs of this number of further tokens.
     ahead: int = 0
 
     @classmethod
@@ -53,7 +54,7 @@ class Reading:
         )
 
     def states(self, outputs: Mapping[int, Tensor]) -> Tensor:
-        """Concatenate the observed layers' outputs, given the outputs [n, E] of each layer."""
+        """Concatenate the outputs [n, E] of the layers that the drafter reads."""
         return torch.cat([outputs[layer] for layer in self.layers], dim=-1).to(self.drafter.dtype)
 
 
@@ -75,14 +76,17 @@ def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
 
 
 def _layers(pick: Callable[[int, int], int]) -> Choice:
-    """Make a choice that observes the layer ``pick(layer, L)`` in place of each observed layer."""
+    """Return the wrong choice in which the drafter reads other target layers.
+
+    In place of each layer that it should read, it reads the layer ``pick(layer, L)``.
+    """
     return lambda r: setattr(r, "layers", tuple(pick(layer, r.n_layers) for layer in r.layers))
 
 
 def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
-    """Make a choice that changes the setting ``name`` of the drafter to ``pick(sizes, size)``.
+    """Return the wrong choice in which a setting of the drafter is ``pick(sizes, size)``.
 
-    ``sizes`` are all settings of the drafter, and ``size`` is the value of this one.
+    ``sizes`` are all settings of the drafter. ``size`` is the right value of the setting ``name``.
     """
     return _put(
         "config",
@@ -99,7 +103,7 @@ def _mask(name: str) -> Choice:
 
 
 def _without(pattern: str) -> Choice:
-    """Make a choice that leaves out the drafter's norms whose names match a regular expression."""
+    """Return the wrong choice in which norms are left out if ``pattern`` matches their names."""
 
     def choice(r: Reading) -> None:
         for name, module in list(r.drafter.named_modules()):
@@ -127,9 +131,9 @@ def _rotation(**parameters: Any) -> Choice:
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
-    """Return the wrong choice that moves the slots of a draft block to ``move(positions)``.
+    """Return the wrong choice in which the slots of a draft block are at ``move(positions)``.
 
-    Positions have the shape [B, Q].
+    ``positions`` [B, Q] are the right positions of the slots.
     """
     return _put(
         "run_layers",
@@ -138,10 +142,11 @@ def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
-    """Return the wrong choice in which slot q of a draft block sees key k if ``rule(q, k)`` is true.
+    """Return the wrong choice in which ``rule`` decides to which keys a slot attends.
 
-    The rule gets all slots q [Q, 1] and all keys k [S]. Slots and their keys are numbered from 0.
-    Keys of the committed tokens before the block have negative numbers.
+    Slot q of a draft block attends to key k if ``rule(q, k)`` is true. The rule gets the numbers of
+    all slots, q [Q, 1], and of all keys, k [S]. Slots, and the keys of slots, are numbered from 0.
+    The keys of the committed tokens before the block have negative numbers.
     """
 
     def run_layers(plain: Any, x: Tensor, at: Tensor, appends: Any, _: Any) -> Any:
@@ -154,7 +159,10 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
 
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
-    """Return the wrong choice in which a method gets ``edit(tokens)`` as the committed tokens."""
+    """Return the wrong choice in which the method ``part`` gets changed committed tokens.
+
+    ``edit`` takes the committed tokens of a row, and returns the changed tokens.
+    """
     return _put(
         part,
         lambda own, plain: (
@@ -178,9 +186,9 @@ def _context_normed_again(r: Reading) -> None:
 
 
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
-    """Make a choice that computes the keys of committed tokens by another function.
+    """Return the wrong choice in which ``make`` computes the keys of committed tokens.
 
-    The function is called as ``make(attention, states, rotation)``, with states [B, n, E].
+    It is called as ``make(attention, states, rotation)``, with states [B, n, E].
     """
 
     def choice(r: Reading) -> None:
@@ -199,7 +207,7 @@ def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:
 
 
 def _at_depth(pick: Callable[[int], int]) -> Choice:
-    """Return the wrong choice in which drafts are computed as if their depth was ``pick(depth)``."""
+    """Return the wrong choice that computes a draft as if it was at the depth ``pick(depth)``."""
     return _put(
         "draft_level",
         lambda own, plain: (

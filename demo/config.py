@@ -21,7 +21,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "n_eval_prompts": 10,
     "draft_length": 3,
 }
-"""Defaults with `model`, chosen for a target with 135 M parameters."""
+"""Defaults that apply if `model` is given. They were chosen for a target of 135 M parameters."""
 _OF_TRAINED_TARGET = (
     "n_store_chats", "vocab_size", "hidden_size", "n_layers", "n_heads", "n_kv_heads",
     "target_steps", "target_batch_tokens", "target_matrix_learning_rate", "target_learning_rate",

@@ -38,9 +38,9 @@ Facts = dict[str, Any]
 
 STATE_FILE = "demo.json"
 MODEL_SECONDS = {"corpus": 300.0, "extract": 70.0, "train": 250.0, "eval": 150.0, "serve": 60.0}
-"""Maps each phase to its duration in seconds, with smollm2 on two idle cores at 2.5 GHz."""
-# The phase ``serve`` uses the prompt with the longest answer. To find it, a pretrained model answers
-# this many prompts. The number is low, because pretrained models are slow.
+"""Phase -> its duration in seconds, measured with smollm2 on two idle cores at 2.5 GHz."""
+# The phase ``serve`` uses the prompt with the longest answer. To find this prompt, a pretrained
+# model answers this number of prompts. The number is low, because pretrained models are slow.
 _SERVED_PROMPTS = 4
 
 
@@ -114,7 +114,7 @@ def run_demo(
         "eval": _evaluate, "serve": _serve,
     }  # fmt: skip
     if config.model is not None:
-        find_model(config.model)  # Raise before anything is written if the model is missing.
+        find_model(config.model)  # If the model is missing, raise before anything is written.
         del phases["target"]
     finished = _open(config, folder)
     reused = tuple(finished)
@@ -143,7 +143,7 @@ def _with_estimate(
     """Return a progress that adds the estimated duration of all later phases to each note.
 
     The estimate is ``MODEL_SECONDS``, scaled by the speed of the finished phases. In the first
-    phase, it is known only for smollm2.
+    phase, no phase is finished yet, so only smollm2 gets an estimate.
 
     Args:
         progress: shows the notes.
@@ -208,8 +208,8 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
 def _corpus(
     config: DemoConfig, folder: Path, progress: Progress, provenance: dict[str, Any]
 ) -> Facts:
-    # Import all packages that the demo needs now, so that a missing package is found before
-    # anything is written.
+    # Import these modules now, although later phases use them, so that a missing package is found
+    # before anything is written.
     for stage in ("target", "serving"):
         importlib.import_module(f"{__package__}.{stage}")
     (folder / "corpus").mkdir(exist_ok=True)

@@ -24,10 +24,10 @@ from ..serving.client.client import DraftingClient
 from ..serving.client.session import Event, RolledBack, Tokens, Verified
 
 DELAY_S = 0.021  # One-way delay of the network in seconds, the mean delay of 4G.
-# Minimum duration of a target call in milliseconds. It imitates an 8B target on a small GPU, because
-# the demo's own target takes only 1 or 2 ms.
+# Minimum duration of a target call in milliseconds, as for an 8B target on a small GPU. Without it,
+# a call of the demo's own target takes only 1 or 2 ms.
 TARGET_MS = 25.0
-# The fraction of the answer after which the network is cut, and the duration of the cut in seconds.
+# The network is cut after the fraction CUT_AFTER of the answer, for CUT_S seconds.
 CUT_AFTER, CUT_S = 0.35, 1.5
 
 

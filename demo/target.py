@@ -39,13 +39,13 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 MAX_POSITIONS = 512
-# Loss weight of prompt tokens. It is above zero, so that the embeddings of words in prompts are
-# trained. Answers copy such words.
+# Loss weight of prompt tokens. Answers copy words from prompts. The weight is above zero, so that
+# the embeddings of these words are trained.
 PROMPT_WEIGHT = 0.1
 WARMUP_STEPS = 40
 
-# The T token ids of one chat, int64, and for each of them the loss weight of the prediction of the
-# next token, float32.
+# One chat: its token ids [T] int64, and loss weights [T] float32. Weight i belongs to the
+# prediction of token i + 1.
 _Example = tuple[Tensor, Tensor]
 
 
@@ -119,7 +119,7 @@ def train_target(
 ) -> dict[str, Any]:
     """Train the tokenizer and the target on the corpus, and save both to a folder.
 
-    A target that is already in the folder is replaced.
+    If the folder already contains a target, this target is replaced.
 
     Args:
         train: rows of the corpus.
@@ -130,9 +130,9 @@ def train_target(
             ``model.model.layers``.
 
     Returns:
-        A dict with the number of parameters (``n_parameters``), the number of tokens seen in
-        training, prompts included (``n_tokens``), and the loss of the last step in nats per token
-        (``train_loss``).
+        A dict with three entries. ``n_parameters`` is the number of parameters. ``n_tokens`` is the
+        number of tokens seen in training, prompts included. ``train_loss`` is the loss of the last
+        step in nats per token.
     """
     texts: list[str] = []
     for row in train:

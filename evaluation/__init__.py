@@ -1,4 +1,4 @@
-"""Measures decoding with drafters against plain decoding, and drafters without their target.
+"""Compares decoding with drafters to plain decoding, and measures drafters without their target.
 
 Decoding itself is implemented in ``moa.decoding``. This package reads prompts, measures times,
 computes statistics and writes reports.

@@ -36,7 +36,7 @@ class DecodingConfig(TargetSettings):
         return self.refusal_of(self.tree_shape)
 
     def tree_shape(self) -> "TreeShape | None":
-        """Return the shape of ``tree``; raises DrafterError if this sampling cannot use it."""
+        """Parse ``tree``. Raise DrafterError if the sampling settings do not allow its shape."""
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape
 
@@ -65,8 +65,9 @@ class DisconnectionSettings(Config):
 class EvalConfig(DecodingConfig):
     """Settings of `moa-data eval`."""
 
-    # This signature is only for type checkers. At run time it would reject settings that belong to
-    # a nested model, such as `temperature`, which the base class moves there.
+    # This signature is only for type checkers. At run time, it would reject settings of a nested
+    # model, such as `temperature`. The base class accepts such settings, and moves them into the
+    # nested model.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...

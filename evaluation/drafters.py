@@ -13,10 +13,10 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
-# Settings whose differences are not reported, for these reasons. Drafters of different kinds are
-# meant to be compared. The steps that were made are compared, not the configured numbers of steps
-# and epochs. A preset only sets other settings, which are compared themselves. ``micro_batch_size``
-# and ``compile`` change only rounding.
+# Differences in these settings are not reported, for the following reasons. Drafters of different
+# kinds are meant to be compared. The numbers of steps that were made are compared, so the
+# configured numbers of steps and epochs need not be. A preset only sets other settings, which are
+# compared themselves. ``micro_batch_size`` and ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",
@@ -59,7 +59,7 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
 
 
 def _training_run(folder: Path) -> Path | None:
-    """Find the training run of a drafter, in its folder or the parent folder. None if it has none."""
+    """Find the training run of a drafter in its folder or the parent folder. None if not found."""
     for run in (folder, folder.parent):
         if all((run / name).is_file() for name in _RUN_FILES):
             return run
@@ -93,10 +93,10 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the facts about a training run that are compared with those of other runs.
+    """Yield the facts about a training run that are compared with the facts about other runs.
 
-    Each is a pair. The first item is the beginning of the line that reports a difference in this
-    fact, and the second item is the value.
+    Each fact is a pair of a text and the value. If the value differs between runs, the text begins
+    the line that reports this.
     """
     recorded = {
         "the numbers of training steps differ": facts["n_steps"],
@@ -109,8 +109,8 @@ def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield fact, value
     for name, value in facts["settings"].items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
-            # Skip the other settings of the drafter. They belong to one kind of drafter, so they may
-            # differ.
+            # Skip all other settings of the drafter itself. They apply only to one kind of drafter,
+            # so they may differ.
             if name == "drafter" and key != "forward_kl_weight":
                 continue
             key = name if key == "kind" else key

@@ -1,14 +1,15 @@
 """Decodes the same prompts with every method in alternation, and compares tokens and times.
 
-The same code measures all methods. The number of tokens is the number of generated token ids. The
-time is that of the whole generation by a method, including the prefill. If a method is measured
-against itself, the counts are equal and the speed ratio is 1 up to noise.
+The same code measures all methods. It counts generated token ids, and measures the time of a whole
+generation, including the prefill. If a method is compared with itself, the counts are equal, and
+the ratio of the speeds is 1 up to noise.
 
-This module also measures how well a drafter writes on if the connection to the target is lost
-(arXiv 2410.03804). This is simulated by *cutting* answers: the target answers up to the cut, and
-from there a drafter writes a continuation, a chain of drafts without verification. The drafter has
-the target's activations of all tokens before the cut, except the last one. For the tokens after the
-cut, Mixture of Attentions and GLIDE have no target KV, and EAGLE uses its own features as input.
+This module also measures how well a drafter continues an answer if the connection to the target is
+lost (arXiv 2410.03804). This is simulated by *cutting* answers. The target writes an answer up to
+the cut. From there, a drafter writes a continuation: a chain of drafts that the target does not
+verify. The drafter has the target's activations of all tokens before the cut, except the last one.
+For the tokens after the cut, Mixture of Attentions and GLIDE have no target KV, and EAGLE uses its
+own features as input.
 
 Shapes: B rows, n tokens of a continuation, V vocabulary, E target width.
 """
@@ -45,7 +46,8 @@ Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 # A scorer takes two texts, the messages of a prompt and the answer. It returns a number that is
 # higher for better answers.
 Scorer = Callable[[str, str], float]
-TARGET = "target"  # Name of the target as a writer of continuations. Drafters are compared with it.
+# Name of the target among the writers of continuations. The other writers are the drafters.
+TARGET = "target"
 # Number of cuts that are continued together. The results do not depend on this number.
 _BATCH = 8
 
@@ -54,15 +56,17 @@ _BATCH = 8
 class MethodRun(DecodeStats):
     """Counts and times of one method for the answer to one turn of a prompt.
 
-    If the answer was generated several times, they are those of the run with the median time.
+    If the answer was generated several times, the counts and times are from the run with the median
+    time.
     """
 
     # Index of the first generated token that differs from the baseline's answer. None if all tokens
     # are equal.
     first_divergence: int | None = None
-    # The difference between the target's two highest logits at this index, after the repetition
-    # penalty. None if all tokens are equal, or if tokens are sampled.
+    # The difference between the target's two highest logits at the index ``first_divergence``,
+    # after the repetition penalty. None if all tokens are equal, or if tokens are sampled.
     top2_gap: float | None = None
+    # Seconds that each repetition took.
     repeats_s: tuple[float, ...] = ()
 
     @property
@@ -92,14 +96,14 @@ class PromptRow:
 class SkippedTurn:
     """A turn that was not answered.
 
-    Either its prompt fills the target's whole context, or an earlier answer contains a control
-    token of the target. All turns after a skipped turn are skipped too.
+    Either the prompt leaves no position for an answer, or an earlier answer contains a control
+    token of the target. All turns after a skipped turn are skipped, too.
     """
 
     prompt_id: str
     turn: int
-    # Number of tokens of the prompt at the first turn that was skipped. 0 if a control token was
-    # the reason.
+    # Number of tokens of the prompt at the first skipped turn of the chat. 0 if the turn was
+    # skipped because of a control token.
     n_prompt_tokens: int
 
 
@@ -159,8 +163,8 @@ def measure(
                     answered.append(chat)
             if not answered:
                 continue
-            # Let each method be the first one equally often, because the first method of a batch
-            # runs with cold caches and on an idle machine.
+            # The first method that decodes a batch runs with cold caches and on an idle machine. So
+            # let each method be the first one equally often.
             shift = n_batches % len(methods)
             order = [*methods][shift:] + [*methods][:shift]
             result.rows += _measure_batch(target, methods, order, answered, turn, repeats, sampling)
@@ -171,7 +175,7 @@ def measure(
 
 
 def opening_tokens(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Encode the first turns of prompts. Leave out those that fill the target's whole context."""
+    """Encode the first turns of prompts. Leave out turns that leave no position for an answer."""
     # Check the texts of all turns first, so that none is rejected in the middle of a measurement.
     for prompt in prompts:
         try:
@@ -210,8 +214,8 @@ class _Chat:
         self.history += self.prompt.turns[turn]
         try:
             self.tokens = _tokens(target, self.prompt, self.history)
-        # The texts of all prompts were checked before. So one of the answers contains a control
-        # token.
+        # The texts of all prompts were checked before the measurement. So this error means that one
+        # of the answers contains a control token.
         except PromptUnusable:
             self.tokens = []
         if not self.tokens or len(self.tokens) >= target.max_positions:
@@ -288,8 +292,8 @@ def _compare(
     repeats: list[Generation],
     sampling: SamplingConfig,
 ) -> MethodRun:
-    # Take the run with the lower median time, so that the result is an actual run even if the
-    # number of runs is even. All runs have the same tokens.
+    # Take the run with the median time. If the number of runs is even, take the lower of the two
+    # middle times, so that the result is an actual run. All runs have the same tokens.
     other = sorted(repeats, key=lambda repeat: repeat.stats.total_s)[(len(repeats) - 1) // 2]
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
@@ -311,8 +315,8 @@ class Continuation:
 
     tokens: tuple[int, ...]  # Tokens up to and including the first end-of-sequence token.
     log_probs: tuple[float, ...]  # The target's log-probability of each token, in nats.
-    # For each position, whether ``tokens`` has the same token there as the target's own
-    # continuation.
+    # For each position, whether this continuation and the target's own continuation have the same
+    # token there.
     agrees: tuple[bool, ...]
     # The score of the answer with this continuation. None if answers are not scored.
     score: float | None = None
@@ -325,7 +329,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class CutRow:
-    """A cut of an answer, after its first ``n_written`` tokens, and the continuations from there.
+    """A cut of an answer after its first ``n_written`` tokens, and the continuations after the cut.
 
     ``by_writer`` maps ``target`` and the name of each drafter to the continuation that it wrote.
     """
@@ -339,10 +343,11 @@ class CutRow:
 
 
 class _Cut(NamedTuple):
-    """A cut of an answer: its row, the tokens before it, and the target's continuation after it.
+    """A cut of an answer, with the tokens before the cut and the target's tokens after it.
 
     ``committed`` contains the tokens of the prompt, and of the answer up to the cut. The last of
-    them has no target activations yet. ``reference`` contains the target's own continuation.
+    these tokens has no target activations yet. ``reference`` contains the target's own
+    continuation. ``row`` collects the results.
     """
 
     row: CutRow
@@ -454,7 +459,7 @@ def _draft(
     """
     proposer = DrafterProposer(target, drafter)
     proposer.begin(cache)
-    # This prefill leaves the drafter in the same state as decoding in rounds up to the cut.
+    # After this prefill, the drafter's state is the same as after decoding in rounds up to the cut.
     prefill(target, cache, [cut.committed[:-1] for cut in cuts], proposer)
     # Some drafters, such as block drafters, draft at most ``max_depth`` levels.
     depth = min(n_tokens, drafter.config.max_depth or n_tokens)
@@ -479,8 +484,8 @@ def continuation_log_probs(
 
     Args:
         target: the target.
-        cache: the target's KV of all tokens before each cut, except the last one. It is not
-            changed.
+        cache: the target's KV of all tokens before each cut, except the last one. Its committed
+            tokens are not changed.
         cuts: for each row, the cut before the continuation.
         continuations: for each row, the tokens of the continuation.
     """

@@ -1,12 +1,14 @@
 """Reads prompts from a file: chats, or multi-turn questions in the format of Spec-Bench.
 
-Chats, one per line: ``{"messages": [{"role", "content"}]}`` or ShareGPT
-``{"conversations": [{"from", "value"}]}``. The prompt is everything before the last assistant
-message, or the whole chat if its last message is the user's. Optional keys: ``prompt_id`` (or
-``id``; the default is the number of the row), ``category``, ``tools``, ``system``.
+A file of chats has one chat per line: ``{"messages": [{"role", "content"}]}``, or in ShareGPT's
+format ``{"conversations": [{"from", "value"}]}``. If the last message is the assistant's, the
+prompt is everything before it. Otherwise the prompt is the whole chat. Optional keys are
+``prompt_id`` (or ``id``; the default is the number of the row), ``category``, ``tools`` and
+``system``.
 
-Spec-Bench, one per line: ``{"question_id", "category", "turns": ["...", ...]}``. The target answers
-each turn, and its answer becomes part of the history of the next turn.
+A file of Spec-Bench has one question per line:
+``{"question_id", "category", "turns": ["...", ...]}``. The target answers each turn, and its answer
+becomes part of the history of the next turn.
 """
 
 from collections import Counter
@@ -31,7 +33,8 @@ class Prompt:
 
     prompt_id: str
     category: str
-    turns: tuple[tuple[Message, ...], ...]  # For each answer, the new messages before it.
+    # The messages of each turn. The target answers after the last message of a turn.
+    turns: tuple[tuple[Message, ...], ...]
     # JSON schemas of the tools that the target may call.
     tools: tuple[dict[str, Any], ...] | None = None
 
@@ -81,8 +84,8 @@ def load_prompts(path: str | Path, n_prompts: int | None = None) -> PromptFile:
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
-    # Statistics group answers by prompt id, so ids must be unique. The second prompt with the same
-    # id is renamed to ``id#2``.
+    # Statistics group answers by prompt id, so ids must be unique. If a second prompt has the id
+    # ``x``, it is renamed to ``x#2``.
     taken = {prompt.prompt_id for prompt in prompts}
     n_seen = Counter[str]()
     renamed = []
@@ -106,8 +109,8 @@ def _parse(row: Any, where: str, number: int) -> tuple[str, Prompt]:
     messages = tuple(chat.messages)
     turns: tuple[tuple[Message, ...], ...] = tuple((message,) for message in messages)
     if not chat.asks_each:
-        # Leave out the last assistant message. A chat that ends with another message is a prompt
-        # already.
+        # If the last message is the assistant's, leave it out. Otherwise the chat already is a
+        # prompt.
         turns = (messages[:-1] if messages[-1]["role"] == "assistant" else messages,)
     if not turns[0]:
         raise DatasetError(
@@ -133,7 +136,7 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     in_turn: list[Prompt] = []
-    # ``zip_longest`` fills up categories that have fewer prompts with None.
+    # If a category has fewer prompts than others, ``zip_longest`` fills it up with None.
     for candidate in chain.from_iterable(zip_longest(*by_category.values())):
         if candidate is not None:
             in_turn.append(candidate)

@@ -1,8 +1,8 @@
 """Summarizes an evaluation: counts and ratios over the measured answers.
 
 The acceptance length is the number of tokens committed per target call, including the bonus token,
-without the prefill. Confidence intervals are bootstrapped over prompts. A *row* is the answers of
-all methods to one turn of a prompt. Rows are not resampled one by one, because the answers to the
+without the prefill. A *row* is the answers of all methods to one turn of a prompt. Confidence
+intervals are bootstrapped: whole prompts are resampled, not single rows, because the answers to the
 turns of one prompt are not independent.
 """
 
@@ -29,7 +29,7 @@ KIND = "moa-data evaluation report"
 # First line of the Markdown file next to the report.
 TITLE = "# Speculative decoding against plain decoding"
 SCHEMA_VERSION = 3
-# Size in bytes of a test file. It is written before the measurement, to find out early whether the
+# A test file of this size in bytes is written before the measurement, to find out early whether the
 # report can be written. A report with its figures has about this size.
 _PROBE_BYTES = 256 << 10
 _N_RESAMPLES = 2000
@@ -70,7 +70,7 @@ CONVENTIONS = {
 class MethodSummary:
     """Counts, times and ratios of one method over several answers.
 
-    ``CONVENTIONS`` defines them.
+    :data:`CONVENTIONS` defines these figures.
     """
 
     method: str
@@ -143,8 +143,8 @@ class Disconnection:
 
     n_cuts: int
     n_cut_prompts: int
-    # Number of prompts whose answers were not cut, because the prompt fills the target's whole
-    # context, or because the answer has a single token.
+    # Number of prompts without a cut answer. Either the prompt leaves no position for an answer, or
+    # the answer has a single token.
     n_skipped: int
     writers: list[WriterSummary]  # The target comes first. Empty if no answer was cut.
     rows: list[CutRow]
@@ -227,7 +227,7 @@ class EvaluationReport:
 
 
 def summarize(rows: Sequence[PromptRow]) -> list[MethodSummary]:
-    """Summarize rows, one summary per method in the order of methods. The first is the baseline."""
+    """Make one summary per method, in the order of the methods. The first one is the baseline's."""
     names = list(rows[0].runs)
     return [_summarize_method(name, names[0], rows) for name in names]
 
@@ -269,9 +269,10 @@ def _summarize_method(name: str, baseline: str, rows: Sequence[PromptRow]) -> Me
 def _paired_figures(
     rows: Sequence[PromptRow], method: str, other: str, figure: str
 ) -> list[tuple[float, ...]]:
-    """Return numerators and denominators of two methods, as ``ratio_with_interval`` takes them.
+    """Return four numbers for each row, as :func:`ratio_with_interval` takes them.
 
-    ``figure`` is ``calls`` or ``speed``, a property of :class:`MethodRun`.
+    They are the numerator and denominator of a figure for ``method``, then for ``other``. The
+    figure is ``calls`` or ``speed``, a property of :class:`MethodRun`.
     """
     paired: list[tuple[float, ...]] = []
     for row in rows:
@@ -283,7 +284,8 @@ def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[di
     """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
     The ratios are computed separately for each method, such as ``chain``, with which both drafters
-    were measured. A ratio is None unless, for some turn, both drafters made target calls.
+    were measured. The ratio of acceptance lengths covers only turns for which both drafters made
+    target calls. Without such turns, it is None.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
@@ -330,7 +332,7 @@ def summarize_writer(name: str, rows: Sequence[CutRow]) -> WriterSummary:
 
 
 def _figure(prompt_ids: Sequence[str], values: Sequence[Sequence[float]]) -> Figure:
-    """Compute the mean over all values, given a sequence of values for each row."""
+    """Compute the mean over all values of all rows. Each row has a sequence of values."""
     sums: list[tuple[float, int]] = []
     for row_values in values:
         sums.append((sum(row_values), len(row_values)))
@@ -352,13 +354,16 @@ def _figures_by_offset(
 def ratio_with_interval(
     prompt_ids: Sequence[str], values: Sequence[Sequence[float]]
 ) -> tuple[float | None, Interval]:
-    """Compute the ratio of two sums over all rows. It may be divided by the ratio of a baseline.
+    """Divide the sum of the numerators of all rows by the sum of their denominators.
+
+    If the rows also have numerators and denominators of a baseline, the ratio is divided by the
+    ratio of the baseline.
 
     Args:
         prompt_ids: for each row, the id of its prompt.
-        values: for each row, a numerator and a denominator, and optionally numerator and
-            denominator of the baseline for the same prompt. A row with a denominator of 0, such as
-            an answer without a target call, is left out.
+        values: two or four numbers for each row: a numerator and a denominator, then optionally the
+            baseline's numerator and denominator for the same prompt. Rows in which a denominator is
+            0 are left out, for example answers without target calls.
 
     Returns:
         The ratio and its interval. Both are None if no row is left. The interval is None if the
@@ -383,7 +388,7 @@ def ratio_with_interval(
     value = float(ratio(sums.sum(axis=0, keepdims=True))[0])
     if len(sums) < 2:
         return value, None
-    # Draw how often each prompt occurs in each resample. The seed is fixed, so that equal
+    # Draw how often each prompt occurs in each bootstrap resample. The seed is fixed, so that equal
     # measurements have equal intervals.
     counts = np.random.default_rng(0).multinomial(
         len(sums), np.full(len(sums), 1 / len(sums)), _N_RESAMPLES

@@ -103,7 +103,7 @@ def evaluate(
     markdown = markdown_report(report)
     try:
         write_figures(report, out)
-        # The JSON is written last, so that the figures are complete if the JSON exists.
+        # `write_report` writes the JSON last. So if the JSON exists, the figures are complete.
         write_report(report, markdown, out)
     except (OSError, StorageUnavailable) as error:
         raise ReportUnwritten(out, error, markdown) from error
@@ -116,8 +116,8 @@ def build_methods(
     """Build the decoding methods of an evaluation.
 
     Returns:
-        Two dicts: name -> method, with the baseline first, and name of each ``auto`` method -> its
-        policy.
+        Two dicts. The first maps the name of each method to the method, with the baseline first.
+        The second maps the name of each ``auto`` method to its policy.
     """
     methods: dict[str, Generate] = {}
     policies: dict[str, AutoPolicy] = {}
@@ -197,8 +197,8 @@ def generate(
             and drafting pauses while drafts cost more time than they save (``auto``).
         sampling: sampling settings; greedy by default.
         seed: seed of the sampling.
-        on_tokens: called after each target call, with the new tokens, and for each of them whether
-            it was a draft.
+        on_tokens: called after each target call. It gets the new tokens, and for each new token
+            whether it was a draft.
 
     Returns:
         The answer with ``text``, ``tokens`` and ``stats``.

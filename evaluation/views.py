@@ -1,4 +1,4 @@
-"""Shows evaluation reports as Markdown, and as PNG figures of 850 pixels width."""
+"""Writes evaluation reports as Markdown, and draws their figures as PNGs, 850 pixels wide."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,8 +18,8 @@ _WIDTH, _DPI = 6.8, 125  # Width in inches, and dots per inch. The product is 85
 def markdown_report(report: EvaluationReport) -> str:
     """Write the report as Markdown.
 
-    It contains the settings, tables of methods, drafters, costs of rounds and categories, and, if
-    answers were cut, a section about their continuations by drafters alone.
+    It contains the settings, and tables of methods, drafters, costs of rounds and categories. If
+    answers were cut, a section shows how the drafters continued them without the target.
     """
     config = report.config
     environment = report.environment
@@ -195,7 +195,7 @@ def _break_even_part(report: EvaluationReport) -> list[str]:
 
 
 def break_even_lines(report: EvaluationReport) -> list[str]:
-    """For each method, write how many tokens a round must commit to be as fast as the baseline."""
+    """Write for each method how many tokens a round must commit to be as fast as the baseline."""
     baseline_ms = report.methods[0].call_ms
     if not baseline_ms:
         return []
@@ -272,8 +272,9 @@ def _divergence_lines(report: EvaluationReport) -> list[str]:
 def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
     """Write three tables about the continuations of cut answers.
 
-    The first table has one line per writer (the target or a drafter). The other two show the
-    agreement with the target, and the log-probability, by the number of tokens since the cut.
+    The first table has one line per writer, which is the target or a drafter. The second table
+    shows the agreement with the target for each number of tokens since the cut. The third table
+    shows the log-probability in the same way.
     """
     lines = [
         "",
@@ -402,8 +403,9 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
         lows: list[float] = []
         highs: list[float] = []
         for agreement in summary.agreement_by_offset:
-            # Leave out offsets (numbers of tokens since the cut) that only a single continuation
-            # reaches. These offsets, and those without an interval, are the last ones.
+            # An offset is a number of tokens since the cut. Leave out offsets that only a single
+            # continuation reaches. Larger offsets are reached by fewer continuations. So the
+            # offsets that are left out, or have no interval, come after all others.
             if agreement.n > 1:
                 means.append(agreement.mean or 0.0)
                 if agreement.interval is not None:
@@ -422,6 +424,6 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    # Leave out the metadata with matplotlib's version, so that the same figure always gives the same
-    # file.
+    # Leave out the metadata with matplotlib's version, so that the same figure always gives the
+    # same file.
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})

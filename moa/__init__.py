@@ -1,4 +1,4 @@
-"""Drafters, the target weights that they need, decoding with both, and checkpoint formats.
+"""Drafters, the weights that they need from their targets, decoding, and checkpoint formats.
 
-Nothing here knows a store: tensors in, tensors out.
+No module in this package knows how stores are organized. Functions take and return tensors.
 """

@@ -1,5 +1,7 @@
-"""Turn chats into stored activations: tokens and response masks, the target's forward, the store.
+"""Turn chats into stored activations.
 
-The stages and their settings are in this folder. The target's forwards are in ``forwards``, other
-projects' formats in ``exchange``, and the format of a store in ``moa_data.storage``.
+The chats are tokenised, the target runs over the tokens, and its activations are written to a
+store. The stages and their settings are in this folder. ``forwards`` runs the target, ``exchange``
+reads and writes the formats of other projects, and ``moa_data.storage`` defines the format of a
+store.
 """

@@ -1,8 +1,8 @@
 """Add activations to a store: run its sequences through the target again and store new fields.
 
-A part of a store is a range of sequences that is written and committed as a whole. The bundle is
-the folder ``target/`` of a store, with the target's config, tokenizer, embeddings, final norm and
-LM head.
+A part of a store is a range of sequences that is written and committed as a whole. The bundle of a
+store is its folder ``target/``. It contains the target's config, tokenizer, embeddings, final norm
+and LM head, and optionally the target's last decoder layers.
 """
 
 import contextlib
@@ -64,13 +64,15 @@ _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", 
 class AddPlan(WritePlan):
     """The plan of adding fields to a store.
 
-    ``table`` lists only sequences whose parts are committed and still lack a new field.
+    ``table`` lists the sequences to process. These are the sequences of committed parts that lack a
+    new field.
     """
 
     config: AddConfig
-    stored: StoreManifest  # the store's manifest before the addition
-    # The store's manifest after the addition, but with the codec before it. The new codec may still
-    # have to be fitted to data.
+    # The store's manifest before the addition.
+    stored: StoreManifest
+    # The manifest that the addition will write, except for its entry ``codec``. This entry is
+    # replaced later, since the codec of the new fields may not be fitted to data yet.
     manifest: StoreManifest
     codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
     n_stored_tokens: int  # number of tokens in committed parts
@@ -139,7 +141,7 @@ def add(
                 target_layers=extraction["target_layers"],
             )
             write_card(plan.store, recorded.model, recorded.dataset, recorded.storage.licences)
-            # Record the settings with which one extraction would write the old and the new fields
+            # Record the settings of an extraction that would write the old and the new fields
             # together. `repair` extracts damaged parts with these settings.
             named = {"config": recorded.named()}
         timings.wall_s = time.perf_counter() - start
@@ -157,11 +159,11 @@ def _write_fields(
     timings: Timings,
     progress: Progress,
 ) -> str:
-    """Write the target's bundle, the new fields of all parts, and then the manifest.
+    """Write the target's bundle, then the new fields of all parts, and the manifest last.
 
     Returns:
-        A text about how closely the target reproduces the stored values. It is empty if they were
-        not compared.
+        A text about how closely the target reproduces the stored values. The text is empty if no
+        values were compared.
     """
     agreement = ""
     forward = plan.forward
@@ -181,9 +183,9 @@ def _write_fields(
         first = next(batches(writer.part_sequences(pending[0]), forward.batch_tokens))
         first_rows = [rows[key] for key in first["sequence_id"].to_pylist()]
         agreement = _compare(plan, reader, target, first_rows)
-        # Use the same batches as the extraction. With the same device, libraries and number of
-        # threads, the new fields then equal, bit for bit, the fields that a single extraction of
-        # all fields would store. Otherwise, their last bits may differ.
+        # Use the same batches as the extraction. If the device, the libraries and the number of
+        # threads are also the same, the new fields are bit-identical to those of one extraction of
+        # all fields. Otherwise, the last bits of their values may differ.
         forwards = Forwards(
             replace(forward, codec=plan.codec),
             target,
@@ -201,9 +203,9 @@ def _learn(
     target: Target,
     progress: Progress,
 ) -> None:
-    """Fit the codec of the new fields to a sample of sequences.
+    """Fit the codec of the new fields to a sample of the store's sequences.
 
-    The codec of the old fields was fitted to the same sequences.
+    The codec of the old fields was fitted to the same sample.
     """
     if n_pending := len(writer.pending_parts()):
         raise OptionInvalid(
@@ -216,10 +218,13 @@ def _learn(
 
 
 def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[int]) -> str:
-    """Run the target on a batch and compare its ``hidden/last`` with the stored values.
+    """Run the target on a batch of sequences, and compare ``hidden/last`` with the stored values.
+
+    Args:
+        rows: rows of the sequences in the store.
 
     Returns:
-        A text about the difference. It is empty if ``hidden/last`` is not stored.
+        A text about the difference. The text is empty if ``hidden/last`` is not stored.
 
     Raises:
         OptionInvalid: the difference is larger than rounding can explain.
@@ -228,8 +233,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     dtype = plan.forward.dtype
-    # If the store has the field kv, capture it here, too. Capturing kv may select other kernels,
-    # which change the last bits of the hidden states.
+    # If the store has the field kv, capture kv here, too. The extraction captured kv, and capturing
+    # kv may select other kernels, which change the last bits of the hidden states.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
@@ -271,7 +276,7 @@ def _report(plan: AddPlan, writer: StoreWriter, timings: Timings, agreement: str
 
 
 def plan_addition(config: AddConfig, progress: Progress = SILENT) -> AddPlan:
-    """Plan an addition without running the target or writing anything.
+    """Plan an addition. The target does not run, and nothing is written.
 
     Args:
         progress: reports the bytes of the target's weights that are hashed.
@@ -293,7 +298,7 @@ def plan_addition(config: AddConfig, progress: Progress = SILENT) -> AddPlan:
     facts = load_facts(folder)
     n_layers = max(settings["target_layers"], config.target_layers)
     if config.target_layers:
-        facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
+        facts.layer_sizes()  # This call raises an error if no drafter can use the target's layers.
     old = parse_fields(spec.name for spec in stored.fields).fields
     wanted = (*map(activation_name, old), *config.activations)
     kv_fields = tuple(group.field for group in facts.kv_groups)
@@ -342,20 +347,21 @@ def plan_addition(config: AddConfig, progress: Progress = SILENT) -> AddPlan:
 
 
 def refuse_addition(plan: ExtractPlan) -> None:
-    """Refuse an extraction if `add` can write all that the store lacks: fields or decoder layers.
+    """Refuse an extraction to an existing store if the user should run `add` instead.
 
     Raises:
-        OptionInvalid: the store differs from the plan only in fields or decoder layers.
+        OptionInvalid: the store differs from the plan only by fields or decoder layers that it
+            lacks. The command `add` can write them.
     """
-    # A store without committed parts may be extracted with all fields. Committed parts are not run
-    # through the target again, so only `add` can write more fields for them.
+    # `extract` skips committed parts, so only `add` can write more fields for these parts. If no
+    # part is committed, `extract` writes all fields.
     if not has_parts(plan.store):
         return
     try:
         old = read_manifest(plan.store)
         new = plan.manifest
     except StoreError:
-        return  # The store is damaged. It is repaired or refused later, when opened for writing.
+        return  # The store is damaged. The writer repairs or refuses it later.
     n_old = old.extraction.get("target_layers", -1)
     n_new = new.extraction["target_layers"]
     n_added = n_new if n_old < n_new else 0
@@ -365,7 +371,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     settings = dict(new.extraction)
     for key in ("activations", "target_layers"):
         settings[key] = old.extraction.get(key)
-    # Compare only the identities that the plan has. A dry run does not hash the target's weights.
+    # Identities are hashes of the inputs. Compare only those that the plan has: the plan of a dry
+    # run lacks the hash of the target's weights.
     identities = {**old.identities, **new.identities}
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=identities
@@ -380,7 +387,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
 
 
 def _check_settings(path: StorePath, stored: StoreManifest) -> None:
-    """Refuse a store whose record does not allow the target to be run in the same way again."""
+    """Refuse a store if its manifest does not record how to run the target in the same way again."""
     extraction: Mapping[str, Any] = stored.extraction
     missing = [name for name in _SETTINGS if name not in extraction]
     if "imported_from" in extraction:
@@ -403,8 +410,8 @@ def _find_same_target(
     """Return the target's folder and the device.
 
     Raises:
-        StoreMismatch: the target, tokenizer, chat template or kind of device is not the one that
-            the store was made with.
+        StoreMismatch: the store was made with another target, tokenizer, chat template or kind of
+            device.
     """
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted

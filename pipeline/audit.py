@@ -33,23 +33,26 @@ from .sequences import content_id, tokenize_row
 # Allowed relative L2 error for each stored dtype, if the target's forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 # Relative L2 error that each codec may add: about twice the measured error of the worst layer. The
-# error of transform codecs depends on the bit rate, so their bound detects only gross errors.
+# error of a transform codec depends on its bit rate. The bound must hold for low bit rates, so at
+# higher bit rates it detects only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
-# If the stored activations were computed in 16 bits or by another engine, different batches and
-# kernels change the last bits of many values. The tolerance is then multiplied by this factor.
+# Factor by which the tolerance grows if the stored activations were computed in 16 bits, or by
+# another engine. In both cases, different batches and kernels change the last bits of many values.
 _LOW_PRECISION_FACTOR = 5.0
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """The result of comparing one field of a stored sequence with what the target computes now."""
+    """Result of comparing one field of a stored sequence with the values that the target computes."""
 
     index: int
     sequence_id: str
-    field: str  # name of the field: tokens, response_mask, kv, hidden/..., or logits
-    max_error: float  # largest absolute difference; infinite if tokens or response_mask differ
-    # `|stored - live| / |live|` in the L2 norm. For kv it is the error of the worst layer. For
-    # tokens and response_mask it is 0 if they are equal, and infinite if they differ.
+    # Name of the field: tokens, response_mask, kv, hidden/..., or logits.
+    field: str
+    # Largest absolute difference; infinite if tokens or response_mask differ.
+    max_error: float
+    # `|stored - live| / |live|` in the L2 norm. For kv, it is the error of the worst layer. For
+    # tokens and response_mask, it is 0 if stored and live values are equal, and otherwise infinite.
     relative_error: float
     tolerance: float  # largest allowed relative error
     detail: str = ""  # text with details of the comparison, such as the worst layer
@@ -62,7 +65,10 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """All comparisons of an audit, with a note if some comparisons could not be made."""
+    """All comparisons of an audit.
+
+    If some comparisons could not be made, ``note`` says why. Otherwise it is empty.
+    """
 
     store: StorePath
     model: str
@@ -117,9 +123,10 @@ def audit(
 ) -> AuditReport:
     """Compare random sequences of a store with the live target.
 
-    The content hash of the stored tokens and response mask must equal the sequence's id. If the
-    dataset of the last run can be read, its rows are also tokenised again. For the activations, the
-    target is run on each sequence alone, without batching.
+    A sequence's id is the content hash of its tokens and response mask. The hash of the stored
+    tokens and mask must equal the id. If the dataset of the last extraction can be read, the rows
+    of the sequences are tokenised again and compared with the stored tokens and masks. To compare
+    the activations, the target runs on one sequence at a time, without batching.
 
     Args:
         samples: number of sequences to compare.
@@ -162,8 +169,8 @@ def _tokenize_again(
     """Tokenise the dataset rows of stored sequences again.
 
     Returns:
-        A dict from source row to tokenised chat, and a note. If the rows cannot be compared, the
-        dict is empty and the note says why.
+        A dict and a note. The dict maps the number of a dataset row to the row's tokenised chat. If
+        the rows cannot be compared, the dict is empty, and the note says why.
     """
     only = "tokens and masks were checked by their content hash only"
     extraction: Mapping[str, Any] = stored.manifest.extraction
@@ -255,11 +262,16 @@ def stored_tolerance(stored: ActivationStore, dtype: str) -> float:
 
 
 def _compare(values: Tensor, live: Tensor, spec: FieldSpec) -> tuple[float, float, str]:
-    """Compare stored and live values of one field, of shape [n, ...], or [n, L, ...] for kv.
+    """Compare stored and live values of one field.
+
+    Args:
+        values: the stored values. The shape is [n, ...] for n tokens, or [n, L, ...] for kv.
+        live: the live values, with the same shape.
+        spec: description of the field.
 
     Returns:
         The largest absolute difference, the relative L2 error, and a text with details. For kv, the
-        relative error is the one of the worst layer.
+        relative error of the worst layer is returned.
     """
     if spec.layer_axis is None:
         difference = Difference()

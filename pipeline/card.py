@@ -13,15 +13,15 @@ from ..storage.paths import StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec
 
-# The Hub's size categories. Each but the first and the last covers one power of ten.
+# The Hub's size categories of datasets. The first category is open below, and the last is open
+# above. Every other category covers one power of ten.
 _SIZE_CATEGORIES = (
     "n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B",
     "10B<n<100B", "100B<n<1T", "n>1T",
 )  # fmt: skip
-Licences = tuple[
-    str | None, str | None
-]  # Licences of the target and of the dataset, as the Hub names them. An unknown licence is None.
-# Key of the manifest's ``target`` -> text of the card about it.
+# Licences of the target and of the dataset, as the Hub names them. An unknown licence is None.
+Licences = tuple[str | None, str | None]
+# Maps a key of the manifest's entry ``target`` to the text in which the card shows its value.
 _SIZES = {
     "architecture": "{}",
     "n_layers": "{} layers",
@@ -142,8 +142,9 @@ def write_card(
 def card_text(store: StorePath, model: str, dataset: str, licences: Licences, command: str) -> str:
     """Return the text of a store's dataset card."""
     summary = summarize_store(store)
-    # The example of reading with plain Zarr needs a field that is stored uncoded, as one array with
-    # the field's name. A lossy codec stores codes, in arrays with other names.
+    # The card's second example reads a field with plain Zarr. It needs a field whose values are
+    # stored uncoded, in one array with the field's name. A lossy codec stores codes instead of
+    # values, in arrays with other names.
     uncoded: list[FieldSummary] = []
     for field in summary.fields:
         if [array.name for array in field.arrays] == [field.spec.name]:
@@ -183,7 +184,10 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
 
 
 def public_name(path_or_id: str) -> str:
-    """Return a name without folders for a model or dataset: its hub id, or its file's name."""
+    """Return the name of a model or dataset without folders.
+
+    It is the hub id, or the last component of a local path.
+    """
     is_path = (
         path_or_id.startswith((".", "/", "~"))
         or path_or_id.count("/") != 1
@@ -208,7 +212,7 @@ def _licence(one: str | None, other: str | None) -> str:
 
 
 def _sizes_of(target: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the sizes of a target as texts, as far as the manifest has them."""
+    """Yield a text about each size of the target that the manifest records."""
     for key, text in _SIZES.items():
         if key in target:
             yield text.format(target[key])

@@ -1,10 +1,13 @@
 """Compare two stores of the same sequences: sizes, errors by layer, and effects on the target.
 
-Usually, a store with a lossy codec is compared with a lossless one. Next-token distributions are
-compared in two ways. The first applies the LM head to the stored last hidden states, which gives
-the teacher's distributions for training drafters. The second needs the target: it takes the stored
-keys and values of a sequence's first half as its KV cache and computes the second half. Codecs of
-KV caches are usually judged in this second way.
+Usually, a store with a lossy codec is compared with a lossless reference store. Besides the stored
+values, next-token distributions are compared:
+
+- ``teacher``: The LM head is applied to the last hidden states of both stores. This gives the
+  distributions that a drafter learns from if it is trained on one store or the other.
+- ``continued``: The target computes the second half of each sequence. Its KV cache of the first
+  half is read from one store, and then from the other. Codecs of KV caches are usually judged in
+  this way.
 
 Shapes: T tokens, L layers, H KV heads, d head dim, V vocabulary.
 """
@@ -35,12 +38,13 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Total number of positions at which next-token distributions, computed from the hidden states of
-# both stores, are compared.
+# Number of positions at which the comparison ``teacher`` is made, in all sequences together.
 _TEACHER_POSITIONS = 2_048
 
-LayerCaches = dict[int, tuple[Tensor, Tensor]]  # keys and values of each layer, [H, T, d] each
-# The differences between two stores, by name: "keys", "values", or a field of hidden states.
+# Maps a layer to its keys and its values. Both have the shape [H, T, d].
+LayerCaches = dict[int, tuple[Tensor, Tensor]]
+# Maps a name to differences between the two stores. The names are "keys", "values", and the names
+# of the fields of hidden states.
 Errors = defaultdict[str, LayerDifferences]
 
 
@@ -55,13 +59,14 @@ class Comparison:
     bytes_per_token: float
     times_smaller: float  # compression ratio: bytes of the raw values per stored byte
     errors: Errors
-    # Divergence between the next-token distributions that the LM head gives for the last hidden
-    # states of both stores. If a store lacks last hidden states, or the reference store lacks the
-    # LM head, the value is None.
+    # Divergence between the next-token distributions that the LM head computes from the last hidden
+    # states of both stores. The value is None if a store lacks last hidden states, or if the
+    # reference store lacks the LM head.
     teacher: Divergence | None
-    # Divergence between the next-token distributions that the target gives for the second half of
-    # each sequence. Its KV cache of the first half is read from one store or from the other. If no
-    # target was given, the value is None.
+    # Divergence between two next-token distributions that the target computes for the second half
+    # of each sequence. For the first distribution, the KV cache of the first half is read from the
+    # reference store. For the second, it is read from the other store. The value is None if no
+    # target was given.
     continued: Divergence | None
 
     def lines(self) -> list[str]:
@@ -107,10 +112,12 @@ def compare(
     device: str = "auto",
     progress: Progress = SILENT,
 ) -> Comparison:
-    """Compare random sequences of a store with those of a reference store, usually a lossless one.
+    """Compare random sequences of a store with the same sequences of a reference store.
+
+    The reference store is usually lossless.
 
     Args:
-        model: the target of both stores, to compute the second half of each sequence from the
+        model: the target of both stores. It computes the second half of each sequence from the
             stored keys and values of the first half. If the argument is None, this comparison is
             skipped.
         samples: number of sequences.
@@ -207,7 +214,10 @@ def _read(store: ActivationStore, index: int, name: str) -> np.ndarray:
 def add_errors(errors: Errors, spec: FieldSpec, exact: np.ndarray, coded: np.ndarray) -> None:
     """Add the errors of one field of one sequence to ``errors``.
 
-    The values ``exact`` and ``coded`` have the shape [T, *token_shape].
+    Args:
+        spec: description of the field.
+        exact: the field's values in the reference store, [T, *token_shape].
+        coded: the field's values in the other store, [T, *token_shape].
     """
     if spec.layer_axis is None:
         errors[spec.name].total.add(torch.from_numpy(exact), torch.from_numpy(coded))
@@ -219,7 +229,10 @@ def add_errors(errors: Errors, spec: FieldSpec, exact: np.ndarray, coded: np.nda
 
 
 def keys_and_values(spec: FieldSpec, values: np.ndarray) -> dict[str, Tensor]:
-    """Split a field [T, *token_shape] into its keys and its values, [T, L, H, d] each."""
+    """Split the array of a KV field into keys and values.
+
+    The array has the shape [T, *token_shape]. Keys and values have the shape [T, L, H, d].
+    """
     tensor = torch.from_numpy(values)
     if spec.key_width is None:
         return {KEYS: tensor[..., 0, :], VALUES: tensor[..., 1, :]}
@@ -236,7 +249,7 @@ def compare_teachers(
 ) -> None:
     """Compare next-token distributions that the LM head computes from two stores' hidden states.
 
-    The positions are spread evenly over the sequence.
+    The compared positions are spread evenly over the sequence.
 
     Args:
         frozen: the target's LM head.
@@ -256,7 +269,8 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     """Load the target of a store.
 
     Raises:
-        OptionInvalid: the stored keys and values do not make up the entire cache of the target.
+        OptionInvalid: the store lacks a piece of the target's cache, such as the keys and values of
+            a layer, or recurrent states.
     """
     folder = plan.find_same_target(model, exact.path, exact.manifest)
     target = Target.load(str(folder), device=device)
@@ -276,7 +290,11 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
 
 
 def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarray]) -> LayerCaches:
-    """Split the stored fields of a sequence, [T, *token_shape], into the KV cache of each layer."""
+    """Split the stored fields of a sequence into the KV caches of the layers.
+
+    Each array in ``values`` has the shape [T, *token_shape]. Fields without layers, such as hidden
+    states, are skipped.
+    """
     caches = {}
     for name, field_values in values.items():
         spec = fields[name]
@@ -297,10 +315,10 @@ def compare_continued(
     values: Mapping[str, tuple[np.ndarray, np.ndarray]],
     divergence: Divergence,
 ) -> None:
-    """Compare what the target computes from the keys and values of two stores of a sequence.
+    """Compare the target's outputs for the second half of a sequence.
 
-    The first half of the sequence is in the target's KV cache, read from one store and then from
-    the other. The target's outputs for the second half are compared.
+    The target runs twice. Its KV cache of the first half is read from the reference store in the
+    first run, and from the other store in the second run.
 
     Args:
         tokens: token ids of the sequence, [T].
@@ -318,10 +336,12 @@ def compare_continued(
 def continued_states(
     target: Target, tokens: np.ndarray, caches: LayerCaches, n_cached: int
 ) -> Tensor:
-    """Run the target on a sequence whose first ``n_cached`` positions are in its KV cache already.
+    """Run the target on the positions of a sequence from ``n_cached`` on.
+
+    The KV cache of the earlier positions is not computed. It is filled from a store.
 
     Args:
-        caches: keys and values of the sequence by layer, from a store.
+        caches: keys and values of the sequence by layer, as read from the store.
 
     Returns:
         The last hidden states of the positions from ``n_cached`` on, [T - n_cached, E].

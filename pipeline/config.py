@@ -177,14 +177,18 @@ class ScaleSettings(Config):
 
     @property
     def n_local_workers(self) -> int:
-        """Number of workers that this command itself starts on this machine. With Ray, it is 1."""
+        """Number of workers that share the cores and the memory of this machine.
+
+        With Ray, the number is 1, because Ray starts the workers.
+        """
         return 1 if self.engine == "ray" else self.workers
 
 
 class ExtractConfig(Config):
     """Settings of `moa-data extract`: target, dataset, activations and output."""
 
-    # Let type checkers accept the names of all settings as arguments, also of those in groups.
+    # Type checkers use this signature. It accepts every setting as a keyword argument, including
+    # the settings of the groups ``data``, ``storage``, ``forward`` and ``scale``.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...
@@ -386,7 +390,8 @@ class RegenerateConfig(Config):
     def shape(self) -> "TreeShape":
         """Return the shape of the drafts.
 
-        The default is a fixed shape. The shape ``auto`` would depend on the machine's timing.
+        The default is a fixed shape. It is not ``auto``, because ``auto`` chooses the number of
+        drafts by the time that the target and the drafter take on this machine.
         """
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape
@@ -405,32 +410,39 @@ def resolve_encode_threads(wanted: int | None, n_workers: int = 1) -> int:
     """Return the number of encoding threads of a worker.
 
     Args:
-        wanted: the value of the setting. If it is None, a worker has one thread for each core of
-            its share, at most 16.
+        wanted: the value of the setting ``encode_threads``. If it is None, the workers divide the
+            machine's cores, and each worker has one thread per core, but at most 16 threads.
         n_workers: number of workers on this machine.
     """
     return wanted or min(core_share(n_workers), _MAX_ENCODE_THREADS)
 
 
 def core_share(n_workers: int) -> int:
-    """Return the number of CPU cores for each of the workers on this machine, at least 1."""
+    """Return the number of CPU cores per worker if ``n_workers`` workers share this machine.
+
+    The result is never below 1.
+    """
     return max(1, usable_cores() // n_workers)
 
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """Which activations a forward captures."""
+    """The activations that a forward of the target captures."""
 
-    kv: bool  # whether to capture the keys and values of all layers
-    last: bool  # whether to capture the hidden state after the final norm
-    # Decoder layers whose output is stored: counted from 0, ascending, without duplicates.
+    # Whether to capture the keys and values of all layers.
+    kv: bool
+    # Whether to capture the hidden state after the final norm.
+    last: bool
+    # Decoder layers whose outputs are captured. They are counted from 0, in ascending order and
+    # without duplicates.
     layers: tuple[int, ...]
-    # Fields of the keys and values. Layers that cache in different ways have different fields.
+    # Names of the store's fields of keys and values. There is one field for each group of layers
+    # with the same kind of attention and the same KV shape.
     kv_fields: tuple[str, ...] = (KV,)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """All store fields, in their order in the store."""
+        """Names of the store's fields for these activations, in the order of the store."""
         names = self.kv_fields * self.kv + ("hidden/last",) * self.last
         return names + tuple(f"hidden/layer_{layer}" for layer in self.layers)
 
@@ -442,10 +454,10 @@ def parse_activations(
 
     Args:
         names: kv, hidden:last or hidden:layer:K; a negative K counts from the end.
-        target_layers: number of last decoder layers in the bundle. Their input hidden state is
-            added to the activations.
+        target_layers: number of the target's last decoder layers that are copied to the store. The
+            hidden state that enters the first of these layers is added to the activations.
         n_layers: number of decoder layers of the target.
-        kv_fields: the fields in which this target's keys and values are stored.
+        kv_fields: names of the fields in which keys and values of this target are stored.
 
     Raises:
         OptionInvalid: a name is unknown, or the target lacks a layer.
@@ -477,7 +489,7 @@ def parse_fields(fields: Iterable[str]) -> ActivationSpec:
     """Return the activations that a store with these fields contains.
 
     Raises:
-        OptionInvalid: `extract` writes no field of that name.
+        OptionInvalid: `extract` does not write one of the fields.
     """
     names = [name for name in fields if name not in TEXT_FIELDS]
     for name in names:

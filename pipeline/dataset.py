@@ -2,14 +2,14 @@
 
 A row that cannot be read counts as one bad row. The rest of its file is still read.
 
-From a folder, one split is read, as on the Hub. The split of a file is found in the file's name or
-in its sub-folder's name: ``train-00000-of-00002.parquet``,
+If a dataset is a folder, one of its splits is read, as on the Hub. The split of a file is taken
+from the name of the file or of its sub-folder. Examples: ``train-00000-of-00002.parquet``,
 ``data/train_sft-00000-of-00001.parquet``, ``default/train/0000.parquet``, ``test.jsonl``,
 ``chats_validation.jsonl``.
 
-This module reads local files without the `datasets` library. That library refuses a whole file if
-one line is not JSON, adds nulls to rows that lack a key of another row, and copies all files to its
-cache.
+This module does not use the `datasets` library for local files. The library refuses an entire file
+if one line is not JSON. It adds nulls to a row that lacks keys of other rows. It also copies all
+files to its cache.
 """
 
 import hashlib
@@ -42,9 +42,10 @@ from ..text import counted, first_line, format_bytes
 
 MAX_ROW_BYTES = 1 << 28  # Maximum size of a row. Longer rows are not read into memory.
 MAX_EXPANSION = 200
-"""Largest allowed compression ratio of a Parquet row group above MAX_ROW_BYTES.
+"""Largest allowed compression ratio of a Parquet row group.
 
-Chats reach a ratio of about 10.
+The ratio of chats is about 10. The limit protects against small files that expand to gigabytes. Row
+groups that are decompressed to at most MAX_ROW_BYTES may have any ratio.
 """
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 _UNREAD = re.compile(
@@ -52,7 +53,7 @@ _UNREAD = re.compile(
     r"|(?:jsonl?|ndjson|jsonlines|csv|tsv|parquet|arrow)\.(?:gz|bz2|xz|zst|zip|lz4))",
     re.IGNORECASE,
 )
-"""Matches names of files that hold rows in a format that is not read."""
+"""Matches names of data files in formats that cannot be read here, such as CSV or gzip."""
 # The split in which UltraChat and similar datasets keep their chats.
 DEFAULT_SPLIT = "train_sft"
 # Suffix of the JSON file in which `regenerate` describes the chats that it wrote.
@@ -106,7 +107,8 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     """Choose the files of a dataset that are read.
 
     Args:
-        path: a file or a folder. If no file in the folder belongs to a split, all are chosen.
+        path: a file or a folder. If none of the folder's files belongs to a split, all files are
+            chosen.
         split: the split to read. If the argument is None, it is DEFAULT_SPLIT, or the only split of
             the folder.
 
@@ -139,7 +141,8 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     if chosen and len(chosen_splits) < 2:
         return chosen, wanted, len(split_of_file) - len(chosen)
     n_files_of_split = Counter(split_of_file.values())
-    # All files are read if none of them has a split, or if no split is given and there is only one.
+    # Choose all files if none of them belongs to a split. Also choose all files if they belong to
+    # the same split and the caller has not asked for a split.
     if len(n_files_of_split) == 1 and (split is None or None in n_files_of_split):
         return list(split_of_file), next(iter(n_files_of_split)), 0
     shown = [f"{name or 'without a split'} ({n})" for name, n in n_files_of_split.items()]
@@ -156,7 +159,10 @@ def _is_named(relative: Path, split: str) -> bool:
 
 
 def _files_by_split(folder: Path) -> dict[Path, str | None]:
-    """Map each file that may hold chats to its split, or to None. The paths are in sorted order."""
+    """Map each file that may hold chats to its split. The paths are sorted.
+
+    A file without a split is mapped to None.
+    """
     # `DatasetDict.save_to_disk` writes one folder per split.
     is_dict = (folder / _DICT).is_file()
     splits: dict[Path, str | None] = {}
@@ -212,8 +218,8 @@ def _missing_shards(files: Sequence[Path]) -> list[str]:
 def _split_of(relative: Path) -> str | None:
     """Guess the split of a file from its path.
 
-    The innermost folder that is named after a split decides. Without such a folder, the file's name
-    decides.
+    If folders of the path are named after splits, the innermost of them is used. Otherwise, the
+    file's name is used. The result is None if the file's name does not contain a split either.
     """
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):
@@ -230,9 +236,9 @@ def _split_of(relative: Path) -> str | None:
 class ChatSource:
     """The rows of a dataset in order, and a hash that identifies the dataset.
 
-    The hash of local files covers the bytes of the files. The hash of a Hub dataset covers the rows
-    as they are read, because the cached files of a Hub dataset depend on the version of the
-    `datasets` library.
+    For local files, the hash covers the bytes of the files. For a Hub dataset, it covers the rows
+    as they are read. It does not cover the cached files of the Hub dataset, because their bytes
+    depend on the version of the `datasets` library.
 
     Args:
         dataset: a file, a folder of files, or a hub id.
@@ -282,7 +288,10 @@ class ChatSource:
                 )
 
     def describe(self) -> str:
-        """Return a text with the dataset's name, its split, and which files are read or missing."""
+        """Return a text with the dataset's name, its split, and its numbers of files.
+
+        If a numbered series of files has gaps, the text names a missing file.
+        """
         n_files = len(self._files)
         text = self.name if self._split is None else f"{self.name}, split {self._split}"
         if self._n_others:
@@ -295,7 +304,8 @@ class ChatSource:
     def count_rows(self) -> int:
         """Estimate the number of rows, for progress.
 
-        Files of a format whose rows cannot be counted quickly add 0.
+        Only the rows of JSON lines files, Parquet files and Hub datasets are counted. Counting the
+        rows of other files would be slow, so these files count as 0.
         """
         return sum(map(_count_rows, self._files)) if self._hub is None else len(self._hub)
 
@@ -319,10 +329,10 @@ class ChatSource:
             yield _without_nulls(row)
 
     def origin(self) -> dict[str, str] | None:
-        """Return identifiers of the dataset that are known before any row is read.
+        """Return an identification of the dataset that is known before any row is read.
 
-        Local files are identified by their hash, a Hub dataset by its name and commit. The result
-        is None for a Hub dataset whose commit is not known.
+        Local files are identified by their hash. A Hub dataset is identified by its name,
+        configuration, split and commit. If its commit is not known, the result is None.
         """
         if self._hub is None:
             return {"sha256": self._files_sha256}
@@ -330,10 +340,10 @@ class ChatSource:
         return None if self.commit is None else named | {"commit": self.commit}
 
     def identity(self, n_rows: int) -> str:
-        """Return the sha256 of the dataset: of its files, or of the first rows of a Hub dataset.
+        """Return the sha256 of the local files, or of the first rows of the Hub dataset.
 
         Args:
-            n_rows: number of rows of a Hub dataset. These rows must have been read.
+            n_rows: number of rows of the Hub dataset to hash. They must have been read already.
         """
         return self._files_sha256 if self._hub is None else self._digests[n_rows].hex()
 
@@ -341,8 +351,8 @@ class ChatSource:
     def _files_sha256(self) -> str:
         digest = hashlib.sha256()
         for file in self._files:
-            # The name of a single file is not hashed, so that the file can be renamed. In a folder,
-            # the names are hashed, because they set the order of the rows.
+            # The name of a single file is not hashed, so that the file can be renamed. Names of
+            # several files are hashed, because the files are read in the order of their names.
             name = str(file.relative_to(self._root)) if len(self._files) > 1 else ""
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
@@ -445,8 +455,8 @@ def _read_arrow(path: Path) -> Iterator[Any]:
             file = pa.ipc.open_file(source)
             batches: Iterable[pa.RecordBatch] = map(file.get_batch, range(file.num_record_batches))
         except pa.ArrowInvalid:
-            # The file is not in Arrow's file format (Feather), so read it in Arrow's stream format,
-            # which the `datasets` library writes.
+            # The file is not in Arrow's file format (Feather), so read it in Arrow's stream format.
+            # The `datasets` library writes files in the stream format.
             source.seek(0)
             batches = pa.ipc.open_stream(source)
         for batch in batches:
@@ -477,10 +487,10 @@ def _arrow_row(batch: pa.RecordBatch) -> Any:
 def _without_nulls(row: Any) -> Any:
     """Drop null values inside the columns of a row.
 
-    All structs of an Arrow column have the same keys, so Arrow fills in null for each key that a
-    row lacks.
+    In an Arrow column, the structs of all rows have the same keys. If the original row lacks a key,
+    Arrow stores null for it.
     """
-    # Clean every column, because any column may hold the chat or a piece of it (see ``Columns``).
+    # Clean every column, because with ``--columns`` a chat can be made from any of the columns.
     return {name: _drop_nulls(value) for name, value in row.items()}
 
 
@@ -499,7 +509,7 @@ def parse_json(text: str | bytes) -> Any:
         # line as UTF-16.
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(decoded, object_pairs_hook=unique_keys)
-    # ValueError is also raised for invalid UTF-8 and for integers of thousands of digits.
+    # Python also raises ValueError for invalid UTF-8, and for integers with thousands of digits.
     except ValueError as error:
         return Rejection(RejectReason.MALFORMED_ROW, f"it is not valid JSON: {first_line(error)}")
     except RecursionError:
@@ -576,19 +586,22 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Maps the columns of a row to a chat, for datasets with separate columns for each role.
+    """Makes a chat from the columns of a row, as the setting ``columns`` describes it.
 
-    ``columns`` lists the columns of each role in the order of the chat, or names a format::
+    Some datasets have one column per role. Others have the entire chat in a column, but not in the
+    column ``messages``. The setting ``columns`` either lists the column of each role in the order
+    of the chat, or names a known format. Some values of the setting, each with a row that it fits::
 
         alpaca              {"instruction": "Add.", "input": "1, 2", "output": "3"}
         prompt-completion   {"prompt": "Add 1 and 2.", "completion": "3"}
         messages=chat       {"chat": [{"role": "user", "content": "Add 1 and 2."}, ...]}
     """
 
-    # The role of each message and the columns whose texts form the message. The texts are joined
-    # with an empty line between them. Empty texts are left out.
+    # One entry per message: the role, and the names of the columns that contain the message's text.
+    # The texts of several columns are concatenated, with an empty line between them. Empty texts
+    # are left out.
     turns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # Key of the chat (messages, tools or system) -> the column with the key's value.
+    # Maps a key of the chat (messages, tools or system) to the column that contains its value.
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -633,11 +646,11 @@ class Columns:
         return cls(tuple(turns), renamed)
 
     def describe(self) -> dict[str, str]:
-        """Return a dict from role to the role's column names, joined by ``+``, for store.json.
+        """Return a dict for store.json. It maps each role to its columns, separated by ``+``.
 
         The dict is empty if the rows are chats already.
         """
-        # A role may occur twice, so the key includes the message's position in the chat.
+        # A role may occur twice, so the key also contains the message's index in the chat.
         columns_of_turn: dict[str, str] = {}
         for index, (role, columns) in enumerate(self.turns):
             columns_of_turn[f"{index}.{role}"] = "+".join(columns)
@@ -649,9 +662,10 @@ class Columns:
         return [*chain.from_iterable(of_turns), *self.renamed.values()]
 
     def left_out(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the filled columns of a row that :meth:`apply` replaces by other columns.
+        """Return the names of a row's non-empty columns that :meth:`apply` ignores.
 
-        For example, if the messages are read from other columns, ``messages`` itself is left out.
+        For example, if the messages are made from other columns, the row's column ``messages`` is
+        ignored.
         """
         wanted = self._wanted
         if not wanted:
@@ -660,10 +674,10 @@ class Columns:
         return [name for name in row if name in replaced and row[name]]
 
     def apply(self, row: Any) -> Any | Rejection:
-        """Return the chat that a row contains.
+        """Return the chat that is made from a row.
 
-        If the row lacks a column, return a Rejection. A row that is not a mapping is returned
-        unchanged.
+        If the row lacks a column, the result is a Rejection. A row that is not a mapping is
+        returned unchanged.
         """
         wanted = self._wanted
         if not wanted or not isinstance(row, Mapping):
@@ -688,10 +702,10 @@ class Columns:
 
 
 def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list[Any]:
-    """Return the messages of one turn, usually a single message.
+    """Return the messages of one turn. Usually it is a single message.
 
-    A column may also hold a list of messages, as in TRL's conversational prompts. Such a list is
-    returned unchanged.
+    The texts of several columns are concatenated. A single column may also hold a list of messages,
+    as in TRL's conversational prompts. Such a list is returned unchanged.
     """
     values = [row[name] for name in columns if row[name] not in (None, "")]
     content = values[0] if len(values) == 1 else None

@@ -14,14 +14,14 @@ _POSITIONS_AT_ONCE = 64
 
 @dataclass
 class Difference:
-    """Running sums that measure the difference between approximate and exact values."""
+    """Measures the difference between approximate and exact values, which are added piece by piece."""
 
     squared_error: float = 0.0
     squared_norm: float = 0.0  # sum of the squared exact values
     largest: float = 0.0  # largest absolute difference; infinite if a value is not finite
 
     def add(self, exact: Tensor, values: Tensor) -> None:
-        """Add exact values and their approximations, of equal shape."""
+        """Add exact values and their approximations. Both have the same shape."""
         difference = (values - exact).double()
         squared_error = float(difference.square().sum())
         is_finite = math.isfinite(squared_error)
@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """L2 norm of the differences, divided by the L2 norm of the exact values.
+        """Relative error: L2 norm of the differences, divided by the L2 norm of the exact values.
 
         The result is infinite if any value is not finite.
         """
@@ -80,18 +80,22 @@ class LayerDifferences:
 
 @dataclass
 class Divergence(Difference):
-    """The difference between logits, and between the next-token distributions they define."""
+    """Differences between exact and approximate logits, and between their distributions.
+
+    The distribution of a position is the softmax of its logits.
+    """
 
     n_positions: int = 0
     n_agreeing: int = 0
     kl_sum: float = 0.0
 
     def add(self, exact: Tensor, values: Tensor) -> None:
-        """Add exact and approximate logits of n positions, [n, V] each."""
+        """Add exact and approximate logits of n positions. Both have the shape [n, V]."""
         super().add(exact, values)
         log_p = exact.double().log_softmax(-1)
         log_q = values.double().log_softmax(-1)
-        # A logit of -inf gives probability 0 and the product 0 * inf, which must count as 0.
+        # A logit of -inf gives the probability 0, and the product 0 * inf = NaN. By the definition
+        # of the KL divergence, the product counts as 0.
         self.kl_sum += float((log_p.exp() * (log_p - log_q)).nan_to_num(0.0, 0.0, 0.0).sum())
         self.n_agreeing += int((exact.argmax(-1) == values.argmax(-1)).sum())
         self.n_positions += len(exact)
@@ -103,11 +107,11 @@ class Divergence(Difference):
         exact_head: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> None:
-        """Compute logits from exact and approximate last hidden states, [n, E], and add the logits.
+        """Compute logits from exact and from approximate last hidden states, and add the logits.
 
         Args:
-            exact: the exact states.
-            values: the approximate states.
+            exact: the exact states, [n, E].
+            values: the approximate states, [n, E].
             exact_head: maps the exact states to logits.
             head: maps the approximate states to logits.
         """
@@ -117,10 +121,7 @@ class Divergence(Difference):
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence of the approximate distributions from the exact ones, in nats.
-
-        It is the mean of ``KL(exact || approximate)`` over all positions.
-        """
+        """Mean of ``KL(exact || approximate)`` over all positions, in nats."""
         return self.kl_sum / self.n_positions
 
     @property

@@ -1,12 +1,13 @@
 """Plan the forwards of the target, and estimate their memory, disk space and time.
 
-A forward runs the target on one batch of sequences. A store consists of parts (ranges of sequences
-that are written and committed as a whole) and of the folder ``target/``, the bundle of the target's
-config, tokenizer, embeddings, final norm and LM head.
+A forward runs the target on one batch of sequences. A store consists of parts and of the folder
+``target/``. A part is a range of sequences that is written and committed as a whole. The folder
+``target/`` is also called the bundle. It contains the target's config, tokenizer, embeddings, final
+norm and LM head.
 
-To estimate the time, three batches of the plan are run through a model with random weights and the
-target's widths, so that only the target's config.json is needed. The code of the extraction writes
-the activations to a temporary store on the output's disk.
+To estimate the time, three batches of the plan are run through a test model. This model has random
+weights and the target's widths, so it can be made from the target's config.json alone. The code of
+the extraction writes the activations to a temporary store on the disk of the planned store.
 """
 
 import copy
@@ -56,18 +57,22 @@ from .report import Timings
 from .sequences import TokensAndMask
 
 _N_BATCHES = 3
-# Lower and upper bound of a store's size, as multiples of the size that the codec is expected to
-# write. The upper bound includes alignment, indexes and metadata.
+# Lower and upper bound of the size of a store's parts, as multiples of the expected size of the
+# encoded activations. The upper bound includes alignment, indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06
-# Bytes per token in texts.arrow, and bytes per sequence in texts.arrow and plan.parquet together.
+# The first number is the bytes per token in texts.arrow. The second number is the bytes per sequence
+# in texts.arrow and plan.parquet together.
 _TEXT_BYTES, _ROW_BYTES = 5, 200
-_RECORD_BYTES = 100_000  # Size of manifests, commit files, records of runs and the dataset card.
+# Size of manifests, commit files, records of runs and the dataset card.
+_RECORD_BYTES = 100_000
 # Memory of the encoding and writing threads, with the libraries that these threads load.
 _THREAD_BYTES = 200 << 20
-_CUDA_LIBRARY_BYTES = 3 << 30  # Upper bound of the host memory of CUDA's libraries.
-# Uncertainty of the estimated time, measured: a run takes at most 1.2 times the time extrapolated
-# from the slowest batch, and at least the time extrapolated from the fastest batch divided by 1.2.
+# Upper bound of the host memory of CUDA's libraries.
+_CUDA_LIBRARY_BYTES = 3 << 30
+# Uncertainty of the estimated time. Each of the three test batches predicts a time. In measurements,
+# a run took at most the longest predicted time multiplied by 1.2, and at least the shortest
+# predicted time divided by 1.2.
 _TIME_SHARE = 1.2
 _MAX_WEIGHTS = 250_000_000
 """Maximum number of weights in the timed model on a CPU.
@@ -113,7 +118,10 @@ def field_specs(
 
 
 def has_device(device: str) -> bool:
-    """Whether this machine has the device. With Ray, only the workers' machines may have it."""
+    """Whether this machine has the device.
+
+    With Ray, the workers may run on other machines. It is enough if those machines have the device.
+    """
     return torch.device(device).type != "cuda" or torch.cuda.is_available()
 
 
@@ -128,7 +136,7 @@ def free_device_memory(device: str) -> int | None:
 
 @dataclass(frozen=True)
 class ForwardPlan(CaptureSettings):
-    """Settings of the target's forwards, and estimates of the memory that they need.
+    """Settings of the target's forwards, and estimates of the memory that the forwards need.
 
     The attribute ``codec`` may be a codec that is not yet fitted to data.
     """
@@ -155,7 +163,7 @@ class ForwardPlan(CaptureSettings):
 
     @property
     def kept_bytes(self) -> int:
-        """Size of all fields per token before encoding, in bytes."""
+        """Number of bytes per token of all fields together, before encoding."""
         return sum(codec.spec.token_bytes for codec in self.codec.fields.values())
 
     @property
@@ -169,44 +177,47 @@ class ForwardPlan(CaptureSettings):
         itemsize = getattr(torch, self.compute_dtype).itemsize
         kept_bytes = self.kept_bytes
         n_tokens = max(self.batch_tokens, self.longest_tokens)
-        # Number of elements per token of the intermediate values of one layer.
+        # Number of intermediate values that one layer computes per token.
         layer = 4 * facts.hidden_size + 2 * facts.n_heads * facts.head_dim + 3 * facts.mlp_width
-        # While activations are gathered, they exist three times: in the storage dtype, packed, and
-        # as a temporary tensor of the check for finite values.
+        # While activations are gathered, memory holds three copies: the values in the storage
+        # dtype, the same values packed into one tensor, and a temporary tensor that is used to
+        # check that all values are finite.
         forward_bytes = n_tokens * ((facts.cache_width + layer) * itemsize + 3 * kept_bytes)
         waiting_bytes = N_HOST_BATCHES * n_tokens * kept_bytes
-        # Weights are loaded to host memory before they are moved to an accelerator.
         host_bytes = self.weight_bytes + forward_bytes + waiting_bytes
         device_bytes = 0
         if self.device_type == "cuda":
+            # The weights are loaded to host memory, moved to the device, and freed on the host.
+            # Batches wait in host memory only after that.
             host_bytes = max(self.weight_bytes, waiting_bytes)
             # The activations of the previous batch stay on the device until they have been copied.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
         return host_bytes * self.n_workers, device_bytes
 
     def host_range(self, n_batch_tokens: int) -> tuple[int, int]:
-        """Return bounds of the host memory of all processes of an extraction on this machine.
+        """Return a lower and an upper bound of the host memory of an extraction, in bytes.
 
-        The bounds are in bytes, and include Python and the libraries that the processes load.
+        The bounds cover all processes of the extraction on this machine. They include Python and
+        the libraries that the processes load.
 
         Args:
             n_batch_tokens: number of tokens in the plan's largest batch, padding included.
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
-        # While 16-bit weights are converted to float32, the weight files, which have half the size
-        # of the converted weights, are memory-mapped.
+        # The weight files are memory-mapped while their 16-bit weights are converted to float32.
+        # The files have half the size of the converted weights.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
-        # A codec is fitted to one piece (keys or values) of one group of layers at a time. Three
-        # float32 copies are then in memory: the values as read, the values without their means, and
-        # the components.
+        # A codec is fitted to one piece (keys or values) of one group of layers at a time. During
+        # this, three float32 arrays of the same size are in memory: the values of the sample, the
+        # values minus their means, and the components.
         most_width = 0
         for codec in self.codec.learned.values():
             for group in codec.groups:
                 most_width = max(most_width, len(group) * codec.layer_width)
         most_bytes += 3 * 4 * SAMPLE_TOKENS * most_width
-        # If there are several workers, the command itself is one more process.
+        # If there are several workers, the command itself is an additional process.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
             program_bytes + self.n_workers * least_bytes,
@@ -258,12 +269,12 @@ class ForwardPlan(CaptureSettings):
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The sequences whose activations will be written to a store, and the disk space they need."""
+    """The sequences whose activations will be written to a store, and the disk space for them."""
 
     store: StorePath
     forward: ForwardPlan
-    # The rows of plan.parquet whose sequences will be run through the target. Columns: sequence_id,
-    # source_row, n_tokens, n_response_tokens, part, first_token.
+    # The rows of plan.parquet for the sequences that the target will process. The table has the
+    # columns sequence_id, source_row, n_tokens, n_response_tokens, part and first_token.
     table: pa.Table = field(repr=False)
     # Number of decoder layers to write to the store's folder target/. If the folder is not written,
     # the value is None.
@@ -282,7 +293,7 @@ class WritePlan:
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
-        """Lower and upper bound of the size in bytes of each component of the store, by name."""
+        """Maps each component of the store to a lower and an upper bound of its size in bytes."""
         facts = self.forward.facts
         codec = self.forward.codec
         bits = sum(
@@ -320,7 +331,7 @@ class WritePlan:
 
     @property
     def stored_bytes(self) -> int:
-        """Largest size of the store on disk that the estimate allows for, in bytes."""
+        """Estimated upper bound of the size of the store on disk, in bytes."""
         return sum(upper_bytes for _, upper_bytes in self.disk_ranges.values())
 
     @property
@@ -331,7 +342,8 @@ class WritePlan:
     def check_disk(self) -> None:
         """Refuse a plan if the disk does not have enough free space for it."""
         needed = max(0, self.stored_bytes - self.present_bytes)
-        # The advice must not name an option of `extract`, because `add` and `repair` may lack it.
+        # `add` and `repair` also call this method and lack options of `extract`, so the advice must
+        # not name an option.
         advice = "Free some space."
         # For a remote store, the local disk needs room only for shards that are being uploaded.
         if backend_of(self.store).uploads:
@@ -357,7 +369,8 @@ class WritePlan:
         def read(row: int) -> dict[str, np.ndarray]:
             tokens = tokens_of(row)
             captured = forward.capture(target, [tokens])
-            # Codecs refuse such values too, but give advice that does not help if a target overflows.
+            # Refuse infinities and NaNs here. Codecs refuse them too, but the advice in their error
+            # does not help if the target overflows.
             captured.check_finite([f"{row} of the plan"])
             arrays: dict[str, np.ndarray] = {}
             for name, values in captured.fields.items():
@@ -390,9 +403,10 @@ class WritePlan:
 
 
 def estimate(plan: WritePlan) -> tuple[float, float]:
-    """Estimate the time of a plan by running three of its batches, which takes some seconds.
+    """Estimate the time of a plan by running three of its batches. This takes some seconds.
 
-    The batches are those with the shortest, the median and the longest sequences.
+    The batches are those with the shortest, the median and the longest sequences. A model with
+    random weights takes the place of the target.
 
     Returns:
         Lower and upper estimate of the plan's time in seconds.
@@ -409,15 +423,15 @@ def estimate(plan: WritePlan) -> tuple[float, float]:
         layers=tuple(sorted(layers)),
         kv_fields=tuple(group.field for group in facts.kv_groups),
     )
-    # A codec that must be fitted cannot encode yet. Time the lossless codec in its place, which is
-    # about as fast as the fitted codec.
+    # A codec that must be fitted to data cannot encode yet. Time the lossless codec in its place,
+    # because both are about equally fast.
     name = LOSSLESS if forward.codec.learned else forward.codec.name
     codec = StoreCodec(name, field_specs(spec, facts, forward.dtype))
     timed_forward = replace(forward, spec=spec, codec=codec)
     n_padded = sum(map(_padded_tokens, batched))
     chosen = np.linspace(0, len(batched) - 1, _N_BATCHES).round().astype(int).tolist()
-    # On a GPU, encoding and writing overlap with the next forwards, so the lower estimate counts
-    # only the slower of the two.
+    # On a GPU, a batch is encoded and written during the forward of the next batch. So the lower
+    # estimate counts either the forward or the encoding and writing, whichever takes longer.
     is_parallel = forward.device_type == "cuda"
     seconds: list[tuple[float, float]] = []
     for index in [chosen[0], *chosen]:
@@ -482,9 +496,10 @@ def _padded_tokens(batch: pa.Table) -> int:
 def _most_basis_bytes(codec: TransformCodec, facts: TargetFacts) -> int:
     """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
-    The parameters are axes, prediction weights and token features, all stored in float16.
-    Components that get no bits are left out. If the codec weighs errors with a matrix, it stores
-    two matrices of axes: one for encoding and one for decoding.
+    The parameters are the axes of the components, prediction weights and token features, all in
+    float16. If the codec weighs errors with a matrix, it stores each axis twice, once for encoding
+    and once for decoding. The bound assumes this. It also assumes that every component gets bits.
+    The axes of a component without bits are not stored.
     """
     n_features = KV_FEATURES + MAX_FEATURES + facts.hidden_size
     n_values = facts.vocab_size * min(facts.hidden_size, MAX_FEATURES) * codec.needs_tokens
@@ -525,11 +540,12 @@ def _layer_weights(facts: TargetFacts) -> int:
 
 
 def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
-    """Make a model with the target's widths and random weights. On a CPU it has fewer layers.
+    """Make a model with random weights and the target's widths. On a CPU it may have fewer layers.
 
     Args:
-        n_tokens: vocabulary size of the model. It should exceed the number of tokens in a batch,
-            because repeated tokens give repeated values, which compress differently.
+        n_tokens: vocabulary size of the model. It should exceed the number of tokens in a batch, so
+            that no token has to occur twice. Repeated tokens would give repeated activations, which
+            do not compress like those of real text.
     """
     from transformers import AutoModelForCausalLM
 
@@ -543,12 +559,13 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         )
     n_layers = config.num_hidden_layers
     if n_layers < facts.n_layers and getattr(config, "num_kv_shared_layers", 0):
-        # Some families share the KV of one layer with later layers. The shared layers may have been
-        # removed above, so switch the sharing off.
+        # In some families, the last layers reuse the KV of earlier layers. With a reduced number of
+        # layers, the config's number of such layers may be too large. So switch the reuse off.
         config.num_kv_shared_layers = 0
     kinds = getattr(config, "layer_types", None) or ()
-    # Keep the first layers. But in families with recurrent layers, keep the last layers, because
-    # the last layer of these families has KV.
+    # Keep the kinds of the target's first layers. For families with recurrent layers, keep the
+    # kinds of the last layers instead: the last layer of these families always has KV, and the
+    # model needs a layer with KV.
     if len(kinds) > n_layers:
         config.layer_types = kinds[-n_layers:] if facts.family.carries_state else kinds[:n_layers]
     with torch.device("meta"):
@@ -564,8 +581,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
-    # Initialise the buffers, which must not be random. The buffers of the rotary embedding, for
-    # example, are computed from the config.
+    # Initialise the buffers. Unlike weights, buffers must have their right values. Those of the
+    # rotary embedding, for example, are computed from the config.
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)

@@ -1,7 +1,7 @@
 """Run the target over every pending part of the plan and write the store.
 
-A part of a store is a range of sequences that is written and committed as a whole. A part without a
-commit is pending. A chat passes through these steps::
+A part of a store is a range of sequences that is written and committed as a whole. A part is
+pending until it has a commit. A chat passes through these steps::
 
     dataset row             {"messages": [...]}                        dataset.py
       -> tokens, mask       int32 [T], uint8 [T], named by their hash  sequences.py
@@ -67,12 +67,13 @@ def extract(
 
     Args:
         progress: reports the phases ``tokenise``, ``hash weights``, ``learn``, ``load the target``,
-            ``verify`` and ``extract``, as far as they are necessary.
+            ``verify`` and ``extract``. A phase that is not necessary is skipped.
         provenance: entries for the JSON file of the run, such as the command line.
         repairs: whether to check every byte of the store when it is opened, so that damaged parts
             are written again.
-        share: (k, n) if this process is worker k of n workers. A worker writes parts but no record
-            of the run. If this process is the command itself, the argument is None.
+        share: (k, n) if this process is worker k of n workers. The argument is None if this process
+            is the command itself. A worker writes parts, and the command writes the record of the
+            run.
 
     Raises:
         MoaDataError: the input cannot be used.
@@ -94,8 +95,8 @@ def extract(
             forwards = _prove_target(plan, codec, target, progress, opened)
             target = None
         store = opened.enter_context(_open_store(plan, codec, progress, repairs))
-        # Write the token ids and masks to a file of the store. From then on they are memory-mapped
-        # from that file instead of being kept in memory.
+        # Move the token ids and masks from memory to a file of the store. From now on, they are
+        # read through a memory map of this file.
         with store.publishing("texts"):
             sequences = keep_texts(store.path, plan.sequences, plan.texts_origin)
             plan = replace(plan, sequences=sequences)
@@ -125,8 +126,8 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
     with store.publishing("card"):
         write_card(store.path, plan.config.model, plan.config.dataset, plan.config.storage.licences)
     counts = plan.sequences
-    # Settings, counts and examples of rejected rows may differ between runs that produce equal
-    # data, so record them in the run's JSON file rather than in store.json.
+    # Two runs with the same activations may differ in settings, counts and examples of rejected
+    # rows. These details must not change store.json, so record them in the run's JSON file.
     details: dict[str, Any] = {
         "config": plan.config.named(),
         ANSWERS_BY: writer_of_answers(plan.config.dataset),
@@ -142,7 +143,7 @@ def _finish(plan: ExtractPlan, store: StoreWriter, record: Mapping[str, Any]) ->
 
 
 def _learn_codec(plan: ExtractPlan, progress: Progress) -> tuple[StoreCodec, Target | None]:
-    """Fit the codec to activations of a sample of the plan, unless an earlier run has fitted it.
+    """Fit the codec to activations of a sample of sequences, unless an earlier run has fitted it.
 
     Returns:
         The fitted codec, and the target if it had to be loaded.
@@ -172,8 +173,8 @@ def _prove_target(
     Returns:
         The object that runs the target, or None if workers will load the target.
     """
-    # With Ray, the target is loaded by workers on other machines, and may be too large for this
-    # machine. Check its weights without loading it.
+    # With Ray, workers on other machines load the target. The target may be too large for this
+    # machine, so check its weight files without loading them.
     if plan.config.scale.engine == "ray":
         check_weights(plan.forward.folder, getattr(torch, plan.forward.compute_dtype))
         return None
@@ -193,7 +194,7 @@ def _load_forwards(
     progress: Progress,
     opened: ExitStack,
 ) -> Forwards:
-    """Load the target, and start vLLM if vLLM is the engine that runs the target."""
+    """Load the target unless it is loaded already. Start vLLM if it is to run the target."""
     target = target or plan.forward.load_target(progress)
     forwards = Forwards(replace(plan.forward, codec=codec), target, plan.sequences.text)
     if plan.config.forward.source == "vllm":
@@ -209,7 +210,8 @@ def _open_store(
 ) -> StoreWriter:
     """Create the store, or resume an existing one.
 
-    If another run has fitted the codec in the meantime, the other run's codec is used.
+    Another run may have fitted the codec in the meantime. In that case, the codec of the other run
+    is used.
     """
     codec = learned_before(codec, plan.store, plan.manifest) or codec
     return StoreWriter.create_or_resume(
@@ -238,7 +240,7 @@ def _work(
         store: the store.
         forwards: runs the target over batches in this process. If worker processes run the target,
             the argument is None.
-        progress: reports the tokens.
+        progress: reports the number of processed tokens.
         share: (k, n) if this process is worker k of n workers.
 
     Returns:
@@ -263,10 +265,10 @@ def _work(
 
 
 def _run_workers(plan: ExtractPlan, store: StoreWriter, progress: Progress) -> Total:
-    """Run this extraction in several worker processes until all parts are done."""
+    """Run this extraction in worker processes until all parts are committed."""
     config = plan.config
     scale = config.scale
-    # The test forward has left GPU memory in PyTorch's cache. Free that memory for a worker.
+    # After the test forward, PyTorch's cache still holds GPU memory. Free it for a worker.
     torch.cuda.empty_cache()
     # Make all paths absolute, because Ray starts workers in other working directories.
     single = config.replaced(

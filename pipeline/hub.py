@@ -29,7 +29,7 @@ DRAFTER_FILE = "drafter.json"
 # and machines.
 _PUSHED = KNOWN_NAMES - LOCK_NAMES - {RUNS_NAME}
 _NOT_OURS = [".gitattributes", ".gitignore"]
-_CACHE = ".cache"  # subfolder in which the Hub's client keeps unfinished downloads
+_CACHE = ".cache"  # Subfolder in which the Hub's client keeps unfinished downloads.
 _DRAFTER_CARD = """---
 library_name: moa-data
 pipeline_tag: text-generation
@@ -92,7 +92,7 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         if CARD_NAME not in files:
             card = drafter_card(json.loads((folder / DRAFTER_FILE).read_text(encoding="utf-8")))
             operations.append(CommitOperationAdd(CARD_NAME, card.encode()))
-        # One commit has all files, so an unfinished push changes nothing in the repository.
+        # Add all files in one commit, so that an interrupted push does not change the repository.
         api.create_commit(
             repo, operations, repo_type=repo_type, commit_message="Push with moa-data"
         )
@@ -123,8 +123,8 @@ def pull(repo: str, folder: Path, revision: str | None = None, progress: Progres
         refuse_other_files(folder, "an interrupted pull")
     api = _connect()
     with _one_line(repo):
-        # Look up the commit first, so that all files are of the same commit even if somebody pushes
-        # in the meantime.
+        # Look up the commit first. Somebody may push during the download, and all files must come
+        # from the same commit.
         repo_type = "dataset" if api.repo_exists(repo, repo_type="dataset") else "model"
         commit = str(api.repo_info(repo, repo_type=repo_type, revision=revision).sha)
         files = _remote_files(api, repo, repo_type, commit)
@@ -177,7 +177,8 @@ def _damaged(message: str) -> DatasetError:
 def _what(path: Path) -> tuple[Path, str]:
     """Return the folder to push, and the type of its Hub repository: dataset or model.
 
-    The folder is a store, or the drafter at the path.
+    For a store or a drafter, the folder is the path itself. For a run of `moa-data train`, it is
+    the folder of the run's drafter.
     """
     if (path / MANIFEST_NAME).is_file():
         summary = summarize_store(path)
@@ -234,7 +235,7 @@ def _remote_files(
 
 
 def _connect() -> HfApi:
-    """Return a client of the Hub that uses HF_ENDPOINT and HF_TOKEN, and no stored login."""
+    """Return a client of the Hub. Its token comes from HF_TOKEN, and a stored login is ignored."""
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get("HF_TOKEN") or False)
 
 

@@ -3,8 +3,9 @@
 Sequences are divided into parts. Each part is later written and committed as a whole.
 
 ``store.json`` identifies the inputs of a store by the content hashes of the target and the dataset.
-If the target or the dataset comes from the Hub, ``extraction.sources`` also records its commit, and
-later runs load that commit rather than a newer one. Local files and folders have no entry::
+If the target or the dataset comes from the Hub, ``extraction.sources`` also records the commit.
+Later runs load this commit, even if the Hub has a newer one. Local files and folders have no
+entry::
 
     "sources": {
       "model": {"id": "Qwen/Qwen3-8B", "revision": "main", "commit": "b968826d..."},
@@ -86,7 +87,7 @@ class Source(TypedDict):
     commit: str
 
 
-Sources = dict[str, Source]  # "model" or "dataset" -> its source
+Sources = dict[str, Source]  # Maps "model" or "dataset" to its source.
 _SOURCE = TypeAdapter(Source)
 _MAIN = "main"
 
@@ -96,11 +97,11 @@ class ExtractPlan(WritePlan):
     """The plan of an extraction: its settings, sequences and manifest, and the needed space."""
 
     config: ExtractConfig
-    manifest: StoreManifest  # Content of store.json, possibly with a codec not yet fitted to data.
+    manifest: StoreManifest  # Content of store.json. Its codec may not be fitted to data yet.
     sequences: Sequences = field(repr=False)
     # All inputs that determine the token ids (see the function ``texts_origin``). The value is None
-    # if the dataset can only be identified by reading all rows, or if the output folder already
-    # holds the tokenised sequences.
+    # if the dataset can only be identified by reading all rows. It is also None if the output
+    # folder already holds the tokenised sequences.
     texts_origin: Mapping[str, Any] | None = field(repr=False)
     dataset: str  # text with the dataset's name, its split and the number of files
     template: ChatTemplate = field(repr=False)
@@ -166,8 +167,8 @@ class ExtractPlan(WritePlan):
         """Return a line of text about fitting the codec to a sample of the sequences."""
         n_sample = min(self.n_tokens, SAMPLE_TOKENS)
         learned = self.forward.codec.learned.values()
-        # During calibration, the disk holds each value of the sample in float32 (4 bytes), and each
-        # component computed from the values in 16 bits (2 bytes).
+        # While the codec is fitted, the disk holds the values of the sample in float32 (4 bytes
+        # each), and the same number of components in 16 bits (2 bytes each).
         n_values = sum(math.prod(codec.spec.token_shape) for codec in learned)
         return (
             f"learn        before the first part, the target runs over {n_sample:,} tokens to fit "
@@ -187,7 +188,7 @@ class ExtractPlan(WritePlan):
 def build_plan(
     config: ExtractConfig, progress: Progress = SILENT, with_weights: bool = False
 ) -> ExtractPlan:
-    """Plan an extraction without running the target or writing anything.
+    """Plan an extraction. The target does not run, and nothing is written.
 
     Equal inputs give equal plans.
 
@@ -195,8 +196,8 @@ def build_plan(
         config: the settings of the extraction.
         progress: reports the chats that are tokenised, and then the bytes of weights that are
             hashed.
-        with_weights: whether to hash the target's weights, too. The store records this hash to
-            identify the target. The weights of a Hub target are downloaded to be hashed.
+        with_weights: whether to also hash the target's weights. The store records the hash to
+            identify the target. If the target comes from the Hub, the weights are downloaded.
     """
     # Parse ``columns`` and ``template_kwargs`` first, so that mistakes in them are refused before
     # anything is downloaded.
@@ -211,7 +212,8 @@ def build_plan(
         )
     out = open_path(config.out)
     stored = _stored_extraction(out)
-    # A store without parts may still be created from other inputs.
+    # Use the recorded commits only if the store has parts. A store without parts may be replaced by
+    # a store from other inputs.
     sources = recorded_sources(stored) if stored and has_parts(out) else None
     revision = pinned_revision(sources, "model", config.model, config.revision)
     folder = resolve_model_folder(config.model, False, revision)
@@ -266,7 +268,7 @@ def build_plan(
 def _plan_forwards(
     config: ExtractConfig, folder: Path, with_weights: bool, stored: Mapping[str, Any]
 ) -> tuple[ExtractConfig, ForwardPlan, Mapping[str, str] | None]:
-    """Choose the settings that are not given, and refuse targets and settings that cannot be run.
+    """Choose the settings that are not given. Refuse targets and settings that are not supported.
 
     This function runs before weights are downloaded and chats are read.
 
@@ -277,12 +279,12 @@ def _plan_forwards(
         stored: the entry ``extraction`` of the store's manifest; empty for a new store.
 
     Returns:
-        The settings, in which all choices are made; the plan of the forwards; and the name and
-        version of vLLM. If transformers runs the target, the name and version are None.
+        The settings, in which all choices are made; the plan of the forwards; and a dict with the
+        name and version of vLLM. If transformers runs the target, the dict is None.
     """
     facts = load_facts(folder, with_weights)
-    # Raise an error if drafters do not support the target's LM head. This is checked only for model
-    # families without a KV cache, because the LM heads of the others are known to be supported.
+    # Refuse a target if drafters do not support its LM head. Families with a KV cache need no check,
+    # because their LM heads are known to be supported.
     if not facts.family.keeps_kv:
         frozen_weights(empty_model(facts.config))
     uses_vllm = config.forward.source == "vllm"
@@ -291,7 +293,7 @@ def _plan_forwards(
     if spec.kv:
         facts.check_kv()
     if config.target_layers:
-        # This call raises if no drafter can use the target's layers.
+        # This call raises an error if no drafter can use the target's layers.
         facts.layer_sizes()
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
@@ -305,8 +307,8 @@ def _plan_forwards(
     config = config.replaced(max_length=max_length)
     longest = min(max_length, n_positions)
     engine = check_vllm(facts, longest) if uses_vllm else None
-    # If vLLM runs the target, transformers only loads the weights for the store's bundle, and does
-    # so on the CPU.
+    # If vLLM runs the target, transformers also loads the target on the CPU, to copy weights to the
+    # store and to compute the final norm.
     device = "cpu" if uses_vllm else _pick_device(config)
     is_cpu = torch.device(device).type == "cpu"
     try:
@@ -356,15 +358,16 @@ def _choose_compute_dtype(config: ExtractConfig, device: str, stored: Mapping[st
         return str(stored["compute_dtype"])
     if kind != "cpu" or config.forward.source == "vllm":
         return dtype
-    # CPUs with fast bfloat16 also use float32, so that a store does not depend on the kind of CPU.
+    # Use float32 even on a CPU with fast bfloat16, so that a store does not depend on the kind of
+    # CPU.
     return "float32"
 
 
 def _pick_device(config: ExtractConfig) -> str:
     """Return the device on which the target runs.
 
-    With Ray, ``gpus_per_worker`` decides between CPU and GPU, because the workers may run on
-    machines with GPUs while this machine has none.
+    With Ray, the workers may run on machines with GPUs even if this machine has none. So the setting
+    ``gpus_per_worker``, if it is given, decides between CPU and GPU.
     """
     wanted = config.forward.device
     n_gpus = config.scale.gpus_per_worker
@@ -403,7 +406,7 @@ def _extraction(
 
 
 def _conventions(facts: TargetFacts) -> Mapping[str, str]:
-    """Return notes on how the target's keys and values differ from those of Llama.
+    """Return notes on how the target's keys and values differ from Llama's.
 
     If they do not differ, the result is empty.
     """
@@ -413,7 +416,7 @@ def _conventions(facts: TargetFacts) -> Mapping[str, str]:
 
 
 def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
-    """Return the entry ``sources`` (Hub ids and commits) of a manifest's ``extraction``.
+    """Return the Hub ids and commits that ``sources`` in a manifest's ``extraction`` records.
 
     A malformed entry is left out.
     """
@@ -426,7 +429,10 @@ def recorded_sources(extraction: Mapping[str, Any]) -> Sources:
 
 
 def _stored_extraction(store: StorePath) -> Mapping[str, Any]:
-    """Return the entry ``extraction`` of a store's manifest; empty if no manifest can be read."""
+    """Return the entry ``extraction`` of a store's manifest.
+
+    The result is empty if the manifest does not exist or cannot be read.
+    """
     try:
         return read_manifest(store).extraction
     except StorageUnavailable:
@@ -440,8 +446,8 @@ def pinned_revision(
 ) -> str | None:
     """Return the revision of a model or dataset to load.
 
-    If the store records a commit for the requested revision, that commit is returned. Otherwise,
-    the requested revision is returned.
+    If the store records a commit for the requested revision, the result is this commit. Otherwise,
+    it is the requested revision.
 
     Args:
         sources: the Hub ids and commits that the store records. The argument is None if the store
@@ -482,7 +488,10 @@ def find_same_target(
 
 
 def open_dataset(config: ExtractConfig, sources: Sources | None) -> ChatSource:
-    """Open the dataset of an extraction. A Hub dataset is read at the commit that sources record."""
+    """Open the dataset of an extraction.
+
+    If ``sources`` records the commit of a Hub dataset, this commit is read.
+    """
     revision = pinned_revision(sources, "dataset", config.dataset, config.data.dataset_revision)
     return ChatSource(config.dataset, config.data.split, config.data.dataset_config, revision)
 
@@ -492,12 +501,15 @@ def sources_record(
 ) -> dict[str, Any]:
     """Return the entry ``sources`` for a manifest's ``extraction``.
 
+    For an existing store, it is the recorded entry. If a commit in this entry is not the current
+    commit, its source is replaced. Other sources are not added: for a model or dataset without a
+    recorded source, the content hashes show whether it has changed.
+
     Args:
         config: the settings of the extraction.
         folder: the model's folder. In the cache of the Hub, the folder's name is the commit.
         dataset: the dataset.
-        before: the entry in an existing store, or None. Its model or dataset is replaced only if
-            the commit differs. Without a commit, only content hashes show whether the data changed.
+        before: the entry that an existing store records, or None for a new store.
     """
     current: Sources = {}
     if not Path(config.model).expanduser().exists():
@@ -520,7 +532,10 @@ def weight_identities(folder: Path, progress: Progress = SILENT) -> dict[str, st
 
 
 def tokenizer_identities(folder: Path, tokenizer: Any) -> dict[str, str]:
-    """Return the hashes ``tokenizer.sha256`` and ``template.sha256`` (of the chat template)."""
+    """Return the hashes of the tokenizer and of its chat template.
+
+    Their keys are ``tokenizer.sha256`` and ``template.sha256``.
+    """
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():

@@ -33,8 +33,8 @@ from .report import Provenance, Timings, WriteReport
 # Approximate number of tokens in the sample for ``KVMetrics``, the measurement of how much errors
 # in keys and values affect a drafter.
 _METRIC_TOKENS = 60_000
-# Minimum number of response tokens in the sequences of this measurement (``KVMetrics``). A shorter
-# response has no room for draft rounds.
+# Minimum number of response tokens of a sequence in the sample for ``KVMetrics``. A shorter response
+# has no room for draft rounds.
 _MIN_RESPONSE = 8
 
 
@@ -43,7 +43,7 @@ class KVMetrics(Protocol):
 
     @property
     def identity(self) -> str:
-        """Hash of the drafter. A run can only be resumed with a drafter of the same hash."""
+        """Hash of the drafter. A run can be resumed only with a drafter that has the same hash."""
 
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
@@ -51,8 +51,9 @@ class KVMetrics(Protocol):
         """Measure on sequences of a store how much errors in keys and values matter to a drafter.
 
         Returns:
-            For each of the codec's layer groups, one matrix for the keys and one for the values.
-            The cost of an error ``e`` is proportional to ``e @ matrix @ e``.
+            One entry per layer group of the codec. The entry has two matrices: one for the keys,
+            and one for the values. The cost of an error vector ``e`` is proportional to
+            ``e @ matrix @ e``.
         """
 
 
@@ -74,9 +75,9 @@ def recode(
         codec: name of the new codec.
         out: the new store.
         progress: reports the tokens of each phase.
-        kv_metrics: measures how much errors in keys and values matter to a drafter. A transform
-            codec for keys and values is fitted with the result. It is not called if an earlier run
-            has fitted the codec.
+        kv_metrics: measures how much errors in keys and values matter to a drafter. The result is
+            used to fit a transform codec for keys and values. If an earlier run has fitted the
+            codec, nothing is measured.
 
     Raises:
         OptionInvalid: the source store is not lossless, or the arguments do not match each other.
@@ -93,7 +94,7 @@ def recode(
                 "extract again with `codec=lossless`."
             )
         folders = str(target_store), str(source.path)
-        # URLs of buckets do not exist as local paths, so they are compared as texts.
+        # The URL of a bucket is not a local path, so URLs are compared as texts.
         are_local = all(map(os.path.exists, folders))
         if os.path.samefile(*folders) if are_local else folders[0] == folders[1]:
             raise OptionInvalid(
@@ -181,8 +182,8 @@ def _learned_codec(
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
-    # Load the target's weights after the measurement with ``kv_metrics``, which needs much memory
-    # itself.
+    # The measurement with ``kv_metrics`` needs much memory, so load the target's weights only after
+    # it.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", backend_of(out).local_folder(), progress)
     calibrate(
@@ -200,8 +201,8 @@ def _learned_codec(
 def _copy_target(source: ActivationStore, writer: StoreWriter) -> None:
     if not writer.has_target and backend_of(source.path / TARGET_NAME).exists():
         with writer.target() as folder:
-            # Copy each file by itself, because shutil.copytree would hide a full disk's OSError in
-            # a list of tuples.
+            # Copy file by file. If the disk is full, callers expect an OSError, but shutil.copytree
+            # would raise another error with a list of tuples.
             for root, _, names in walk(source.target_path):
                 copy = folder / root.relative_to(source.target_path)
                 copy.mkdir(exist_ok=True)
@@ -226,8 +227,8 @@ def write_parts(
     """Write and commit all pending parts of a store, sequence by sequence.
 
     Args:
-        read: maps a row of the plan to a dict from field name to values, as ``PartWriter.write``
-            takes it.
+        read: maps a row of the plan to a dict. The dict maps the name of each field to the values
+            for ``PartWriter.write``.
         progress: reports the number of tokens in the phase of the caller.
     """
     timings = Timings()

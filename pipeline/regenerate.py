@@ -1,17 +1,19 @@
-"""Let a target answer the questions of a dataset, or its own, and write chats for ``extract``.
+"""Let a target answer questions, and write the chats to a file for ``extract``.
 
-The assistant's messages of a row are dropped. The remaining messages are divided into turns. The
-target answers one turn after the other, and sees its own answers to the earlier turns::
+The questions come from a dataset. The assistant's messages of each row are dropped, and the other
+messages are divided into turns. The target answers one turn after the other, and sees its own
+answers to the earlier turns::
 
     row       system  user  assistant  user  assistant        turns      [system, user]  [user]
     answered  system  user  ANSWER     user  ANSWER
 
-If an answer reaches its token limit, the chat ends with it. The row then has the ``finish_reason``
-``length``, as in OpenAI's API, so that no drafter learns an end of turn that the target did not
-write.
+If an answer reaches its token limit, the chat ends with this answer. The row then has the
+``finish_reason`` ``length``, as in OpenAI's API. Without this mark, a drafter would learn an end of
+turn that the target did not write.
 
-Without a dataset, the target writes the questions too (Magpie, arXiv 2406.08464). It continues the
-empty user turn of its chat template up to the token that ends a user turn.
+Without a dataset, the target writes the questions too (Magpie, arXiv 2406.08464). The target gets
+its chat template up to the start of the first user message. It continues this text, until it writes
+the token that ends a user turn.
 
 The JSON file OUT.regeneration.json, next to OUT, records the settings and the progress.
 """
@@ -50,17 +52,19 @@ from .config import RegenerateConfig
 from .dataset import RECORD_SUFFIX, ChatSource, Columns
 from .report import reason_lines
 
-_FILE = "chats.jsonl"  # name of the output file if the output is a folder
-# Number of prompt tokens, and of new tokens, per sequence when the speed is measured.
+# Name of the output file if the output is a folder.
+_FILE = "chats.jsonl"
+# To measure the speed, each sequence gets a prompt of this number of tokens, and generates the same
+# number of new tokens.
 _TIMED_TOKENS = 16
-# Limit for unusable questions among those that the target writes. When n questions have been
+# Limit for unusable questions if the target writes the questions. When n questions have been
 # answered, at most `_FEW_DROPPED + _MOST_DROPPED * n` questions may have been unusable. Otherwise
 # the run stops.
 _MOST_DROPPED = 9
 _FEW_DROPPED = 64
-# The first seed for questions is `seed + 1` times this factor. The factor is large, so that the
-# seeds of questions differ from the seeds of answers, and from the seeds of questions in runs with
-# another `seed`.
+# The first seed for questions is `seed + 1` times this factor. The seeds for answers are `seed`
+# plus the row number. The factor is large, so that seeds for questions differ from seeds for
+# answers, and from seeds for questions in runs with another `seed`.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -86,14 +90,17 @@ class LossReason(StrEnum):
 class Row:
     """One row of the dataset, with its questions and the answers so far."""
 
-    row: int  # row number in the dataset, from 0
-    # The chat up to and including the last answer. It is empty if the row is rejected.
+    # Row number in the dataset, from 0.
+    row: int
+    # The chat up to and including the last answer. The list is empty if the row is rejected.
     messages: list[Message] = field(default_factory=list)
     n_answers: int = 0
-    n_tokens: int = 0  # number of tokens in the answers
-    is_cut: bool = False  # whether the last answer reached its token limit
-    # Why the row is rejected, or why its later turns are not answered. Empty if all turns are
-    # answered.
+    # Number of tokens in the answers.
+    n_tokens: int = 0
+    # Whether the last answer reached its token limit.
+    is_cut: bool = False
+    # The reason why the row is rejected, or why its later turns are not answered. The text is empty
+    # if all turns are answered.
     reason: str = ""
     detail: str = ""
     # The turns that are not yet asked. A turn consists of the messages between two answers.
@@ -111,8 +118,8 @@ class Row:
         chat = parse_prompt(columns.apply(content))
         if isinstance(chat, Rejection):
             return cls(row, reason=chat.reason.value, detail=printable(chat.detail))
-        # Reject chats with tools. The target might call other tools than the dataset's assistant,
-        # and the results of its calls are unknown.
+        # Reject chats with tools. The target might call other tools than the dataset's assistant
+        # did, and the results of these calls would be unknown.
         uses_tools = any(item["role"] == "tool" or "tool_calls" in item for item in chat.messages)
         if chat.tools or uses_tools:
             return cls(row, reason=LossReason.TOOLS.value)
@@ -133,7 +140,7 @@ class Row:
         return cls(row, turns=[turn for turn in turns if turn])
 
     def begin_turn(self) -> bool:
-        """Set the prompt to the chat up to the next turn. Return False if the chat has ended."""
+        """Set ``prompt`` to the chat and its next turn. Return False if the chat has ended."""
         if self.reason or not self.turns:
             return False
         self.prompt = [*self.messages, *self.turns.pop(0)]
@@ -146,10 +153,11 @@ class Row:
             text: the answer.
             n_tokens: number of tokens in the answer.
             is_cut: whether the answer reached its token limit.
-            keep_cut: whether such an answer is kept.
+            keep_cut: whether an answer that reached its token limit is kept.
         """
         if is_cut:
-            # The cut may leave an incomplete last character, decoded as replacement characters.
+            # The limit may cut the last character in two. The incomplete character is decoded as
+            # replacement characters.
             text = text.rstrip("\ufffd")
         if is_cut and not keep_cut:
             self.end(LossReason.NO_END, f"{n_tokens:,} tokens")
@@ -167,7 +175,7 @@ class Row:
                 self.end(LossReason.NO_END)
 
     def json_line(self) -> str:
-        """Return the line of the output file that holds this chat."""
+        """Return this chat as a line of the output file."""
         line = {
             "row": self.row,
             "messages": self.messages,
@@ -197,12 +205,13 @@ class RowCounts(BaseModel):
     n_rows: int = 0
     n_answers: int = 0
     n_tokens: int = 0
-    n_at_limit: int = 0  # number of chats whose last answer reached its token limit
-    # Reason -> number of questions that the target wrote and that were unusable.
+    # Number of chats whose last answer reached its token limit.
+    n_at_limit: int = 0
+    # For each reason, the number of questions by the target that were unusable.
     dropped: Counter[str] = Counter()
-    rejected: Counter[str] = Counter()  # rejection reason -> number of rows left out of the output
-    cut: Counter[str] = Counter()  # reason -> number of chats whose later turns were not answered
-    examples: dict[str, str] = {}  # reason -> text about the first row with this reason
+    rejected: Counter[str] = Counter()  # For each reason, the number of rows without a chat.
+    cut: Counter[str] = Counter()  # For each reason, the number of chats that ended too early.
+    examples: dict[str, str] = {}  # For each reason, a text about the first row with this reason.
 
     @property
     def n_chats(self) -> int:
@@ -222,14 +231,18 @@ class RowCounts(BaseModel):
 
 
 class Work(NamedTuple):
-    """The questions that a run asks: where they come from, and how many answers they need."""
+    """The questions that a run asks: their source, and the number of answers that they need."""
 
     # The dataset with the questions. If the target writes the questions itself, the value is None.
     source: ChatSource | None
     n_rows: int
-    n_answers: int  # number of answers that the questions ask for
-    settings: dict[str, Any]  # settings that determine the questions
-    text: str  # summarises the questions, and ends in "answers"
+    # Number of answers that the questions ask for.
+    n_answers: int
+    # Settings that determine the questions.
+    settings: dict[str, Any]
+    # Text about the questions. It ends with the word "answers", so that callers can append the
+    # limit of tokens.
+    text: str
 
 
 def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
@@ -285,10 +298,12 @@ def preview(config: RegenerateConfig, progress: Progress = SILENT) -> str:
 
 
 def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFile":
-    """Let the target answer the questions of a dataset, or its own. Resume an earlier run.
+    """Let the target answer questions and write the chats to a file, or resume an earlier run.
+
+    The questions come from a dataset, or the target writes them.
 
     Returns:
-        The file of answered chats, which is already closed.
+        The file of answered chats. It is closed already.
 
     Raises:
         DatasetError: the dataset has no questions, or more rows are rejected than allowed.
@@ -322,7 +337,8 @@ def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFi
         out, settings, work.n_rows, max_rejected_fraction=limit, progress=progress
     ) as chat_file:
         n_done = chat_file.counts.n_rows
-        # The estimate takes time, because it measures the speed of the target.
+        # The estimate measures the speed of the target. This takes time, so only do it if the
+        # progress is shown.
         if progress.show is not None and isinstance(answering, LocalTarget):
             n_answers = work.n_answers * (1 - n_done / work.n_rows)
             progress(n_done, work.n_rows, answering.estimate(n_answers))
@@ -359,13 +375,15 @@ def open_chat_file(
 class _Record(BaseModel):
     """Content of the JSON file next to the file of chats.
 
-    The JSON file contains no times, so that a resumed run writes the same bytes.
+    The JSON file contains no times. So an interrupted and resumed run writes the same bytes as a
+    run without an interruption.
     """
 
     moa_data: str = __version__
     settings: dict[str, Any]
     rows: RowCounts = RowCounts()
-    n_bytes: int = 0  # size of the file of chats
+    # Size of the file of chats.
+    n_bytes: int = 0
     # Hash of the file of chats. The value is None until the file is complete.
     sha256: str | None = None
 
@@ -374,7 +392,8 @@ class _Record(BaseModel):
 class ChatFile:
     """The file of answered chats.
 
-    ``record`` is the path of the JSON file next to the chats, with the settings and the progress.
+    ``record`` is the path of a JSON file next to this file. The JSON file contains the settings and
+    the progress.
     """
 
     path: Path
@@ -389,7 +408,8 @@ class ChatFile:
         self._record = _Record(settings=dict(self.settings))
         self._resume()
         self._keeps_questions = "question_tokens" in self.settings
-        # The questions in the file of chats. The set stays empty if a dataset has the questions.
+        # The questions in the file of chats. If the questions come from a dataset, the set stays
+        # empty.
         self.asked = set[str]()
         if self._keeps_questions:
             for line in self.path.read_bytes().splitlines():
@@ -404,7 +424,7 @@ class ChatFile:
         return self._record.rows
 
     def _resume(self) -> None:
-        """Load the counts of an earlier run, and delete the uncounted chats at the end of the file.
+        """Load the counts of an earlier run, and delete uncounted chats at the end of the file.
 
         Raises:
             OutputOccupied: the file was not written by a run with these settings.
@@ -423,10 +443,10 @@ class ChatFile:
                 f"{self.path} exists already, and was not written by `moa-data regenerate`. "
                 "Choose another `out`."
             )
-        # If no row is counted, nothing was answered with the earlier settings, and new settings are
-        # allowed.
+        # The settings must be the same as those of the earlier run, unless the earlier run has
+        # answered nothing.
         if recorded.rows.n_rows:
-            # A setting that this run lacks, such as the drafter, counts as None.
+            # Settings that this run lacks, such as the drafter, count as None.
             current = dict.fromkeys(recorded.settings) | self._record.settings
             refuse_other_inputs(self.path, recorded.settings, current)
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
@@ -448,8 +468,8 @@ class ChatFile:
             self.file.write(data)
             self.file.flush()
             os.fsync(self.file.fileno())
-            # Update the JSON file with the counts only after the chats are on the disk. If the
-            # process is killed in between, the uncounted chats are truncated on resume.
+            # Update the counts in the JSON file only after the chats are on the disk. If the
+            # process is killed in between, the next run deletes the uncounted chats.
             self._record.n_bytes += len(data)
             for row in rows:
                 self.counts.add(row)
@@ -469,7 +489,7 @@ class ChatFile:
         write_atomic(self.record, self._record.model_dump_json(indent=1).encode() + b"\n")
 
     def _check_rejected(self) -> None:
-        """Raise as soon as more rows are rejected than the entire run may reject.
+        """Raise an error as soon as more rows are rejected than the entire run may reject.
 
         Raises:
             DatasetError: too many rows are rejected.
@@ -515,7 +535,7 @@ class ChatFile:
 class LocalTarget:
     """A target that is loaded in this process, with a drafter if one is given.
 
-    ``facts`` identify the target and the drafter in the JSON file next to the chats.
+    ``facts`` are the entries for the JSON file that identify the target and the drafter.
     """
 
     def __init__(self, config: RegenerateConfig) -> None:
@@ -549,9 +569,9 @@ class LocalTarget:
 
     def answer(self, rows: Iterator[Row], chat_file: ChatFile) -> None:
         """Answer all turns of the rows, batch by batch, and write each batch to the file."""
-        # The answers of a batch are written to the file together. After an interruption, all rows
-        # of the unfinished batch are asked again, because the rounding of a forward depends on all
-        # rows in its batch.
+        # Write the answers of a batch together. After an interruption, all rows of the unfinished
+        # batch are answered again. The batch must have the same rows, because the rounding in a
+        # forward depends on all rows of the batch, and may change answers.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, chat_file)
@@ -565,9 +585,10 @@ class LocalTarget:
             chat_file.append([self._checked(row) for row in batch])
 
     def estimate(self, n_answers: float) -> str:
-        """Return a text with an upper bound of the time for some answers, and for their questions.
+        """Return a text with an upper bound of the time for ``n_answers`` answers.
 
-        The speed is measured with a batch of short prompts.
+        If the target writes the questions, the time includes them. The speed is measured with a
+        batch of short prompts.
         """
         most_tokens = n_answers * self._config.max_new_tokens
         if self._config.self_prompted is not None:
@@ -593,7 +614,8 @@ class LocalTarget:
         dropped = chat_file.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
-        questions: dict[str, list[Message]] = {}  # question as one line -> the turn that asks it
+        # Maps a question as one line of text to the turn that asks the question.
+        questions: dict[str, list[Message]] = {}
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
                 reasons = "; ".join(reason_lines(dropped, {}))
@@ -629,7 +651,7 @@ class LocalTarget:
     def _prompt(self, row: Row) -> list[int]:
         """Return the token ids of a row's prompt.
 
-        The list is empty, and the row is ended, if the prompt cannot be rendered or is too long.
+        If the prompt cannot be rendered or is too long, end the row and return an empty list.
         """
         try:
             tokens = prompt_tokens(self._template, row.prompt)
@@ -642,8 +664,9 @@ class LocalTarget:
         return tokens
 
     def _generate(self, prompts: Sequence[tuple[Row, list[int]]]) -> None:
-        # The shortest prompt leaves the most room for an answer. Use this room as the limit of the
-        # whole batch. Longer prompts have less room, so their answers are truncated afterwards.
+        # All prompts of a batch have the same limit of new tokens: the room that the shortest
+        # prompt leaves for an answer. Longer prompts leave less room, so their answers are
+        # truncated afterwards.
         token_lists = [tokens for _, tokens in prompts]
         room = self._max_tokens - min(map(len, token_lists), default=0)
         seeds = [self._config.sampling.seed + row.row for row, _ in prompts]
@@ -657,9 +680,9 @@ class LocalTarget:
             row.take(text, len(tokens), is_cut, self._config.questions.keep_cut)
 
     def _checked(self, row: Row) -> Row:
-        """Turn a row that `extract` would reject into a rejected row.
+        """Return the row, or a rejected row if `extract` would reject its chat.
 
-        For example, a chat template may refuse the target's own answers, or rewrite them.
+        For example, a chat template may refuse or rewrite the target's own answers.
         """
         if row.messages:
             length = self._config.questions.max_length
@@ -672,7 +695,7 @@ class LocalTarget:
 
 
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-_REFUSALS = (400, 408, 413, 422)  # HTTP statuses with which a server refuses a single request.
+_REFUSALS = (400, 408, 413, 422)  # HTTP statuses of a server that refuses a single request.
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 20.0
 _ADVICE = "Check `server`, `model` and OPENAI_API_KEY."
@@ -681,7 +704,7 @@ _ADVICE = "Check `server`, `model` and OPENAI_API_KEY."
 class Server:
     """A server with OpenAI's API that runs the target.
 
-    Requests run in parallel. The answered rows are written to the file in their order.
+    Requests run in parallel. Answered rows are written to the file in the order of the dataset.
     """
 
     def __init__(self, config: RegenerateConfig) -> None:
@@ -716,8 +739,8 @@ class Server:
                 for row in rows:
                     waiting.append(asyncio.create_task(self._converse(client, row)))
                     # Rows are written in order, so finished rows wait for the oldest unfinished
-                    # row. Up to four rows per connection are started, so that the connections stay
-                    # busy while the oldest row waits for a long answer.
+                    # row. If the oldest row has a long answer, connections could become idle. To
+                    # keep them busy, start up to four rows per connection.
                     if len(waiting) == 4 * self._config.n_together:
                         await commit_finished()
                 while waiting:
@@ -730,8 +753,8 @@ class Server:
     def _client(self) -> httpx.AsyncClient:
         n_together = self._config.n_together
         limits = httpx.Limits(max_connections=n_together, max_keepalive_connections=n_together)
-        # Waiting for a free connection of the pool has no timeout, because more rows are started
-        # than there are connections.
+        # Do not limit the time to wait for a free connection of the pool, because there are more
+        # started rows than connections.
         timeout = httpx.Timeout(30, read=self._config.serving.answer_s, pool=None)
         return httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
 
@@ -805,8 +828,8 @@ class Server:
             n_tokens = int(usage.get("completion_tokens") or 0)
             n_prompt = int(usage.get("prompt_tokens") or 0)
             text = message.get("content") or ""
-        # Refuse a server that returns reasoning separately from the answer. A drafter would learn
-        # to draft answers without the reasoning that the target writes before them.
+        # Refuse a server that returns reasoning separately from the answer. The chats would lack
+        # the reasoning, and a drafter trained on them would not learn to draft it.
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ServingError(
                 f"The server {self._url} returns the reasoning separately from the answer, so the "
@@ -839,8 +862,8 @@ class Server:
                 raise  # Do not retry: the server is still working on the request.
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"cannot be reached ({first_line(error)})"
-            # Count `patience_s` from the first failure, not from the call, because a request may
-            # wait long for a free connection.
+            # Count `patience_s` from the first failure. The start of the call may be much earlier,
+            # because a request may wait long for a free connection.
             last_s = min(last_s, time.monotonic() + self._config.serving.patience_s)
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(

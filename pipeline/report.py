@@ -16,7 +16,7 @@ from ..storage.write.addition import StoreAddition
 from ..storage.write.store import StoreWriter
 from ..text import Progress, counted, format_bytes, format_hours
 
-# Entries for the JSON file of a run that say where it came from, such as the command line.
+# Entries for the JSON file of a run. They say how the run was started, such as the command line.
 Provenance = Mapping[str, Any]
 
 
@@ -24,26 +24,36 @@ Provenance = Mapping[str, Any]
 class Timings:
     """Durations in seconds, and counts of tokens and parts, of a run that writes a store."""
 
-    # Duration of the forwards and of gathering the activations. On a GPU it is device time.
+    # Duration of the forwards, including the time to gather the activations. On a GPU, it is
+    # measured on the device.
     forward_s: float = 0.0
-    copy_s: float = 0.0  # duration of copies from a GPU to the host, which overlap with forwards
-    wait_s: float = 0.0  # time in which no forward ran because the writer thread was behind
-    writer_s: float = 0.0  # CPU time of the writer thread
-    encode_s: float = 0.0  # CPU time of all encoding threads
-    extract_s: float = 0.0  # time from the first forward to the last commit
-    wall_s: float = 0.0  # duration of the entire run
-    n_tokens: int = 0  # number of tokens in the parts that this run committed
-    # Number of tokens in this run's forwards, including those of parts that another run committed
-    # first.
+    # Duration of the copies from a GPU to the host. Copies run at the same time as forwards.
+    copy_s: float = 0.0
+    # Time for which the main thread waited to put a batch into the writer thread's queue.
+    wait_s: float = 0.0
+    # CPU time of the writer thread.
+    writer_s: float = 0.0
+    # CPU time of all encoding threads.
+    encode_s: float = 0.0
+    # Time from the first forward to the last commit.
+    extract_s: float = 0.0
+    # Duration of the entire run.
+    wall_s: float = 0.0
+    # Number of tokens in the parts that this run committed.
+    n_tokens: int = 0
+    # Number of tokens in this run's forwards, without padding. Tokens also count if another run has
+    # committed their part first.
     n_computed_tokens: int = 0
-    n_padded_tokens: int = 0  # number of tokens in this run's forwards, padding included
-    n_parts: int = 0  # number of parts that this run committed
+    # Number of tokens in this run's forwards, padding included.
+    n_padded_tokens: int = 0
+    # Number of parts that this run committed.
+    n_parts: int = 0
     # Number of parts that this run wrote, but that another run committed first.
     n_late: int = 0
 
     @property
     def padding_fraction(self) -> float:
-        """Fraction of the positions computed by the target that were padding."""
+        """Fraction of padding among all positions that the target has processed."""
         return 1.0 - self.n_computed_tokens / self.n_padded_tokens if self.n_padded_tokens else 0.0
 
     @property
@@ -64,7 +74,11 @@ class Timings:
         self.n_tokens += n_tokens * was_first
 
     def __add__(self, other: "Timings") -> "Timings":
-        """Add two workers' timings. Of ``extract_s`` and ``wall_s``, keep the larger value."""
+        """Add the timings of two workers.
+
+        ``extract_s`` and ``wall_s`` are not added, because workers run at the same time. Their
+        larger values are kept.
+        """
         total = asdict(self)
         for name, value in asdict(other).items():
             if name in ("extract_s", "wall_s"):
@@ -98,17 +112,20 @@ class Timings:
 
 @dataclass
 class WriteReport:
-    """Report on a store that a command has written, and on the parts that this run has added."""
+    """Report on a store to which a command has written, and on the parts written by this run."""
 
     store: StorePath
-    # The next four fields are about all committed parts of the store, also those of earlier runs.
+    # The next four fields are about all committed parts of the store, including the parts of
+    # earlier runs.
     n_sequences: int
     n_tokens: int
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    lines: list[str] = field(default_factory=list)  # further lines of text from the command
-    # Whether this run replaced a store that was in the folder, had other inputs and had no parts.
+    # Further lines of text from the command.
+    lines: list[str] = field(default_factory=list)
+    # Whether this run replaced an earlier store in the folder. An earlier store is replaced only if
+    # it was made from other inputs and has no parts.
     has_begun_anew: bool = False
 
     @classmethod
@@ -155,7 +172,7 @@ class WriteReport:
     def record(self, provenance: Provenance | None) -> dict[str, Any]:
         """Return the content of the run's JSON file in runs/.
 
-        Its values may differ between runs that write equal data.
+        The content may differ between two runs that write equal data.
         """
         return {
             "provenance": dict(provenance or {}),
@@ -169,8 +186,9 @@ def reason_lines(counts: Counter[str], examples: Mapping[str, str], start: str =
     """Return a line of text for each reason, most frequent first.
 
     Args:
-        counts: reason -> number of rows.
-        examples: reason -> text about the first row with this reason, as far as it is known.
+        counts: maps a reason to its number of rows.
+        examples: maps a reason to a text about the first row with this reason. Not every reason has
+            an example.
         start: text at the start of each line.
     """
     lines: list[str] = []
@@ -181,7 +199,9 @@ def reason_lines(counts: Counter[str], examples: Mapping[str, str], start: str =
 
 
 class PartProgress:
-    """Reports the committed parts of a store, and their tokens and those of this run's forwards.
+    """Reports how many parts of a store are committed, and how many tokens are done.
+
+    A token is done if its part is committed, or if this run's forwards have processed it.
 
     Args:
         progress: reports the phase in which the parts are written.
@@ -197,7 +217,7 @@ class PartProgress:
         self._n_before_parts = self._n_committed
 
     def look(self) -> int:
-        """Count the commits, also those of other processes. Return the number of pending parts."""
+        """Count the commits of all processes. Return the number of pending parts."""
         pending = self._store.pending_parts()
         n_pending_tokens = sum(self._store.part_tokens[part] for part in pending)
         self._n_committed_tokens = self._n_tokens - n_pending_tokens
@@ -208,8 +228,8 @@ class PartProgress:
         """Report the tokens that are done.
 
         Args:
-            timings: the timings and counts of this run. They may contain parts that were committed
-                after the last call of :meth:`look`.
+            timings: the timings and counts of this run. They may already count parts that this run
+                has committed after the last call of :meth:`look`.
             note: text at the end of the progress line.
         """
         n_computed = min(self._n_before_tokens + timings.n_computed_tokens, self._n_tokens)

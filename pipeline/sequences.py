@@ -1,10 +1,10 @@
 """Tokenise the chats of a dataset, drop duplicates, count rejected rows, and cache the sequences.
 
-A sequence is a tokenised chat: token ids and a response mask. ``texts.arrow`` in the store caches
-all sequences, one per row, so that chats are not tokenised again at every start. Readers memory-map
-the file. Its metadata holds the inputs that determine the tokens (their origin), the counts of
-rows, and a sha256 of the content. If the origin has changed or the file is damaged, the file is
-written again.
+A sequence is a tokenised chat: token ids and a response mask. The file ``texts.arrow`` in the store
+caches all sequences, one per row, so that chats are not tokenised again at every start. Readers
+memory-map the file. The metadata of the file contains the origin of the tokens, counts of rows, and
+a sha256 of the content. The origin is all inputs that determine the tokens. If the origin has
+changed or the file is damaged, the file is written again.
 """
 
 import contextlib
@@ -61,17 +61,20 @@ from .report import reason_lines
 # rows in one process.
 MIN_ROWS = 2000
 ROWS_PER_PROCESS = 16_384
-"""Maximum number of rows per process and block. A block is a list of rows that is read at once and
-divided among processes. A process tokenises this number of rows in some seconds, which is much
-longer than starting a process takes."""
+"""Maximum number of rows that a process gets from one block.
+
+A block is a list of rows that is read at once and divided among processes. A process needs some
+seconds for this number of rows. Starting a process takes much less time.
+"""
 _BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block of rows.
 Tokenised = tuple[TokenizedChat | Rejection, bool]
-"""Result of tokenising a row: its sequence or rejection, and a flag.
+"""Result of tokenising a row: the sequence or a rejection, and a flag.
 
-The flag says whether the chat template has asked for the time in any row of the process so far.
+The flag says whether the chat template has asked for the current time, in this row or in an earlier
+row of the same process.
 """
 Tokenise = Callable[[Any], Tokenised]
-# Token ids (int32) and response mask (uint8) of a sequence, [n_tokens] each.
+# Token ids, int32 [n_tokens], and response mask, uint8 [n_tokens], of a sequence.
 TokensAndMask = tuple[np.ndarray, np.ndarray]
 _REPORT_ROWS = 64
 _COUNTS = (
@@ -86,39 +89,46 @@ _COUNTS = (
 )
 _COUNTS_KEY = b"counts"
 _ORIGIN_KEY = b"origin"
-# Version of the tokenisation code. Increase it if a change of the code gives chats other tokens, so
-# that cached tokens in ``texts.arrow`` are not used any more.
+# Version of the tokenisation code. Increase it whenever the code gives chats other tokens than
+# before. Tokens in ``texts.arrow`` with an earlier version are then not used any more.
 _ORIGIN_VERSION = 5
-# The columns of the rows that `regenerate` writes. A row with exactly these columns has answers
-# that the target has written right after the generation prompt, which matters if an answer was cut
-# at its token limit.
+# The columns of the rows that `regenerate` writes. If a row has exactly these columns, the target
+# has written the row's answers after the generation prompt of its template. This matters for an
+# answer that was cut at its token limit. Such an answer must be tokenised after the generation
+# prompt, and some templates write other text before the answers of a finished chat.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
-_MOST_NAMES = 12  # maximum number of columns and keys that a report lists
-_ALL_COLUMNS = Columns()  # for rows that are chats already
+_MOST_NAMES = 12  # Maximum number of columns and keys that a report lists.
+_ALL_COLUMNS = Columns()  # For rows that are chats already.
 
 
 @dataclass
 class Sequences:
-    """Token ids and masks of all sequences, concatenated, and counts of the rows that have none."""
+    """Token ids and response masks of all sequences, and counts of rows without a sequence.
 
-    # Maps the id of each sequence to its index. The id is the sha256 of tokens and mask, so equal
-    # sequences have the same id.
+    The token ids of all sequences are concatenated into one array, and so are the masks.
+    """
+
+    # Maps the id of each sequence to the sequence's index. The id is the sha256 of tokens and mask,
+    # so equal sequences have the same id.
     ids: dict[str, int] = field(default_factory=dict)
-    # Row number in the dataset of each sequence, int64.
+    # For each sequence, the number of its row in the dataset: int64 [n_sequences].
     source_rows: Any = field(default_factory=lambda: array("q"))
-    # Index of the first token of each sequence in the concatenated tokens, then the total number of
-    # tokens: int64 [n_sequences + 1].
+    # int64 [n_sequences + 1]. Entry i is the index of the first token of sequence i in the
+    # concatenated tokens. The last entry is the total number of tokens.
     offsets: Any = field(default_factory=lambda: array("q", [0]))
     n_rows: int = 0
     n_duplicates: int = 0
     n_truncated: int = 0
-    asked_the_time: bool = False  # whether the chat template has asked for the current time
-    dataset_sha256: str = ""  # hash of the rows or files that were read (``ChatSource.identity``)
-    # Counts of content that is not part of the tokens. The key is the name of a column or of a key
-    # of messages. The value is the number of sequences that have it.
+    # Whether the chat template has asked for the current time.
+    asked_the_time: bool = False
+    # Hash of the rows or files that were read (``ChatSource.identity``).
+    dataset_sha256: str = ""
+    # Content of the dataset that is not part of the tokens. Maps the name of a column, or of a key
+    # of messages, to the number of sequences with such content.
     beside: Counter[str] = field(default_factory=Counter)
-    rejections: Counter[str] = field(default_factory=Counter)  # rejection reason -> number of rows
-    # Rejection reason -> text with details about the first row rejected for this reason.
+    # Maps a rejection reason to the number of rows that were rejected for it.
+    rejections: Counter[str] = field(default_factory=Counter)
+    # Maps a rejection reason to details about the first row that was rejected for this reason.
     examples: dict[str, str] = field(default_factory=dict)
     _tokens: Any = field(default_factory=lambda: array("i"), repr=False)
     _mask: Any = field(default_factory=bytearray, repr=False)
@@ -140,9 +150,11 @@ class Sequences:
         return tokens[span], mask[span]
 
     def add(self, row: int, chat: TokenizedChat) -> None:
-        """Add a tokenised chat. If there is an equal sequence already, count a duplicate instead.
+        """Add a tokenised chat. If an equal sequence exists already, count a duplicate instead.
 
-        ``row`` is the number of the chat's row in the dataset.
+        Args:
+            row: number of the chat's row in the dataset.
+            chat: the tokenised chat.
         """
         sequence_id = content_id(chat.tokens, chat.response_mask)
         if sequence_id in self.ids:
@@ -157,7 +169,7 @@ class Sequences:
         self.beside.update(chat.beside)
 
     def reject(self, row: int, rejection: Rejection) -> None:
-        """Count a rejected row by its reason, and keep the first row of each reason as example."""
+        """Count a rejected row by its reason. The first row with a reason is kept as an example."""
         reason = rejection.reason.value
         self.rejections[reason] += 1
         self.examples.setdefault(reason, f"row {row}: {rejection.detail}".removesuffix(": "))
@@ -173,13 +185,13 @@ class Sequences:
         ]
 
     def table(self) -> pa.Table:
-        """Return a table with one row per sequence, from which the parts of a store are planned.
+        """Return a table with one row per sequence. The parts of a store are planned from it.
 
-        Its columns are sequence_id, source_row, n_tokens and n_response_tokens.
+        The columns are sequence_id, source_row, n_tokens and n_response_tokens.
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # Number of response tokens before each position of the token axis, [n_tokens + 1].
+        # The shape is [n_tokens + 1]. Entry i is the number of response tokens before token i.
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {
@@ -191,7 +203,7 @@ class Sequences:
         )
 
     def to_arrow(self) -> pa.Table:
-        """Return all fields as an Arrow table, which :meth:`from_arrow` reads.
+        """Return all fields as an Arrow table. The method :meth:`from_arrow` reads such a table.
 
         Token ids and masks are not copied.
         """
@@ -244,7 +256,7 @@ def read_sequences(
     facts: TargetFacts,
     progress: Progress = SILENT,
 ) -> Sequences:
-    """Tokenise the rows of a dataset in order, up to ``max_sequences`` usable sequences."""
+    """Tokenise the rows of a dataset in order, until there are ``max_sequences`` sequences."""
     sequences = Sequences()
     limit = config.data.max_sequences
     total = limit or source.count_rows()
@@ -295,7 +307,8 @@ def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> 
             raise row
         return tokenise(row)
 
-    # The blocks grow, because the caller may need only a few sequences.
+    # Start with a small block, because the caller may need only a few sequences. Later blocks are
+    # larger.
     n_rows = MIN_ROWS
     rows = _ending_in_error(rows)
     while block := _read_block(rows, n_rows):
@@ -308,7 +321,10 @@ def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> 
 
 
 def _ending_in_error(rows: Iterator[Any]) -> Iterator[Any]:
-    """Yield rows. If reading the next row raises an error, yield the error and stop."""
+    """Yield rows. If reading a row raises a DatasetError, yield the error as the last row.
+
+    So the rows before the error are tokenised first.
+    """
     try:
         yield from rows
     except DatasetError as error:
@@ -334,13 +350,14 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 
     With n processes, process k tokenises the rows k, k + n, k + 2 n and so on.
     """
-    # Forked processes inherit the rows, the tokenizer and the template. The forks are killed when
-    # the caller stops iterating. If this process is killed, the pipes break and the forks exit.
+    # Use forks, because a fork inherits the rows, the tokenizer and the template without copying
+    # them. When the caller stops iterating, this process kills the forks. If this process itself is
+    # killed, the pipes break, and the forks exit.
     forks: list[tuple[int, Connection]] = []
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns about forking a process with threads, because a fork may need a lock
-            # that a thread held. The code in these forks needs no such lock.
+            # Since Python 3.12, forking a process with threads gives a warning: the fork may need a
+            # lock that a thread has held. The code in these forks does not need such a lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             for first in range(n_processes):
                 receiver, sender = Pipe(duplex=False)
@@ -368,7 +385,7 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
 def _work(contents: Sequence[Any], tokenise: Tokenise, sender: Connection) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            # Ignore these signals, because the parent process kills its forks itself.
+            # Ignore signals that end the command, because the parent process kills its forks.
             signal.signal(number, signal.SIG_IGN)
         # The tokenizer must not use its threads, because threads do not survive a fork.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -386,15 +403,15 @@ def tokenize_row(
 ) -> TokenizedChat | Rejection:
     """Turn a row of a dataset into token ids and a response mask, both truncated to ``max_length``.
 
-    A row may say in a column such as ``finish_reason`` that its last answer was cut off at a token
-    limit; see :func:`.find_cuts`.
+    The last answer of a row may have been cut off at a token limit. A column such as
+    ``finish_reason`` says so; see :func:`.find_cuts`.
     """
-    row = columns.apply(content)
+    row: Any = columns.apply(content)
     chat = parse_chat(row)
     if isinstance(chat, Rejection):
         return chat
     n_answers = sum(message["role"] == "assistant" for message in chat.messages)
-    is_cut = bool(find_cuts(content, n_answers)[-1] or find_cuts(chat.messages[-1])[0])
+    is_cut = bool(find_cuts(row, n_answers)[-1] or find_cuts(chat.messages[-1])[0])
     is_generated = content.keys() == REGENERATED_COLUMNS
     tokenized = tokenize_chat(template, chat.messages, max_length, chat.tools, is_cut, is_generated)
     if isinstance(tokenized, Rejection):
@@ -485,7 +502,10 @@ def texts_origin(
 
 
 def read_texts(store: StorePath, origin: Mapping[str, Any] | None) -> Sequences | None:
-    """Return the sequences cached in a store, or None if there are none from the given origin."""
+    """Return the sequences that are cached in a store.
+
+    The result is None if the store has no cache, or if the cache is damaged or has another origin.
+    """
     path = store / TEXTS_NAME
     if origin is None or (isinstance(path, Path) and (path.is_symlink() or not path.is_file())):
         return None
@@ -510,13 +530,13 @@ def keep_texts(
     Args:
         store: the store.
         sequences: the sequences.
-        origin: all inputs that determine the sequences (:func:`texts_origin`). If it is None, they
-            are unknown. A later run could then not tell whether the file is still valid, so nothing
-            is written.
+        origin: all inputs that determine the sequences (:func:`texts_origin`), or None if they are
+            unknown. Without an origin, nothing is written, because a later run could not check
+            whether the file is still valid.
 
     Returns:
         The sequences, memory-mapped from the file, so that the copy in memory can be freed. If
-        nothing is written, the sequences in memory.
+        nothing was written, the given sequences.
     """
     if origin is None:
         return sequences

@@ -1,13 +1,13 @@
 """Extract with several workers. Each worker runs the same command in one process on its own device.
 
-Workers coordinate through the store. Its sequences are divided into parts, which are committed one
-by one. A worker chooses an uncommitted part that no other worker is writing, runs the target over
-the part's sequences and commits the part. If two workers write the same part, the first commit
-wins. If a worker is killed, other workers write its unfinished parts. A command on another machine
-that writes to the same store is a worker too.
+Workers coordinate through the store. The sequences of the store are divided into parts, and each
+part is committed on its own. A worker chooses an uncommitted part that no other worker is writing,
+runs the target over the part's sequences and commits the part. If two workers write the same part,
+the first commit wins. If a worker is killed, other workers write its unfinished parts. A command on
+another machine that writes to the same store is a worker too.
 
 The command that starts the workers also watches and ends them. A worker is a process on this
-machine, or a Ray task that starts such a process on a machine of a cluster.
+machine, or a Ray task that starts a process on a machine of a cluster.
 """
 
 import json
@@ -39,24 +39,26 @@ TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
 # Seconds that a worker waits between two checks for commits of other workers.
 _LOOK_EVERY_S = 1.0
-# After this many seconds without any commit, a worker also writes parts that others have locked.
+# After this number of seconds without a commit, a worker also writes parts that other workers have
+# locked.
 _PATIENCE_S = 600.0
-_POLL_EVERY_S = 0.5  # seconds between two polls of the workers
+# Seconds between two polls of the workers.
+_POLL_EVERY_S = 0.5
 # Seconds in which a terminated worker must discard its unfinished parts. The command itself must
 # end within three seconds after an interruption, so its workers have less time.
 _LEAVE_S = 2.0
-# Seconds that workers have to end after everything is committed. The limit is needed because some
-# Ray tasks may never start.
+# After everything is committed, the command waits at most this number of seconds for its workers to
+# end. Without a limit it could wait forever, because a queued Ray task may never start.
 _END_S = 10.0
-# With Ray, a lost worker is started again, as long as fewer workers than this number times the
-# number of workers were lost since the last commit.
+# Limit for restarts with Ray. For n workers, a lost worker is started again only if fewer than
+# n * _MAX_LOST workers were lost since the last commit.
 _MAX_LOST = 5
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray uses this value by default for a cluster that it starts. Setting it avoids a warning.
+    # This is Ray's default for a cluster that it starts itself. Setting it avoids a warning.
     "RAY_AUTH_MODE": "token",
 }
 
@@ -64,8 +66,8 @@ _QUIET = {
 Outcome = Timings | str
 # The sum of the workers' timings, and one text for each lost worker.
 Total = tuple[Timings, list[str]]
-# Function that polls a worker. The function returns None while the worker is running or queued, and
-# then its exit code and text (see ``WorkerProcess.ended``).
+# Function that polls a worker. It returns None while the worker is running or queued. After that,
+# it returns the worker's exit code and text (see ``WorkerProcess.ended``).
 Poll = Callable[[], tuple[int, str] | None]
 
 
@@ -73,7 +75,7 @@ Poll = Callable[[], tuple[int, str] | None]
 class Worker:
     """One of the workers that share an extraction."""
 
-    # The settings of the command, but for a single process on this worker's device.
+    # The settings of the command, changed to those of a single process on this worker's device.
     config: ExtractConfig
     index: int
     n_workers: int
@@ -87,9 +89,9 @@ def is_done(store: StoreWriter) -> bool:
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
     """Yield the numbers of parts that a worker should write. Committed parts are skipped.
 
-    Each part is locked before it is yielded. The parts of the worker's own share come first, then
-    those of the other workers. While other workers are writing all remaining parts, None is
-    yielded.
+    Each part is locked before it is yielded. The parts of the worker's own share come first, and
+    then the parts of the other workers. If other workers have locked all remaining parts, None is
+    yielded, and the caller should ask again.
 
     Args:
         store: the store.
@@ -123,7 +125,10 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
 
 
 def start_command(worker: Worker, folder: Path, n_threads: int) -> "subprocess.Popen[bytes]":
-    """Start the command of a worker as a process, which ends when its standard input is closed."""
+    """Start the command of a worker as a process.
+
+    The process ends by itself when its standard input is closed.
+    """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(n_threads),
@@ -153,7 +158,8 @@ class WorkerProcess:
     Args:
         worker: the worker.
         n_here: number of workers that share the cores of this machine.
-        start: starts the process, which writes a log and a JSON file with its timings to a folder.
+        start: starts the process. The process writes a log and a JSON file with its timings to a
+            folder.
     """
 
     def __init__(
@@ -174,13 +180,13 @@ class WorkerProcess:
         """Wait for the end of the process.
 
         Returns:
-            The exit code, which is negative if a signal ended the process, and a text. The text
-            holds the timings as JSON, or the reason for a failure.
+            The exit code and a text. The exit code is negative if a signal ended the process. The
+            text contains the timings as JSON, or the reason for a failure.
         """
         code = self.process.wait()
         if code == 0:
             output = (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
-            # The timings are the last line, because libraries may print lines before it.
+            # The last line contains the timings. Libraries may have printed lines before it.
             return code, output.splitlines()[-1]
         log = self._folder / LOG_NAME
         text = log.read_text(encoding="utf-8", errors="replace")
@@ -195,7 +201,7 @@ class WorkerProcess:
         return code, f"{reason} (log: {log})"
 
     def close(self) -> None:
-        """Kill the process if it runs, and delete its files. Keep the log of a lost worker."""
+        """Kill the process if it runs, and delete its files. If the worker is lost, keep its log."""
         self.process.kill()
         self.process.wait()
         if self.process.stdin is not None:
@@ -215,7 +221,7 @@ def outcome_of(code: int, text: str) -> Outcome:
         The timings of a worker that finished, or a text about a lost worker.
 
     Raises:
-        WorkerError: the worker failed with an error that every other worker would meet too.
+        WorkerError: the worker failed with an error that would occur in every other worker, too.
     """
     if code == 0:
         return Timings(**json.loads(text))
@@ -242,14 +248,15 @@ def direct(
         workers: the workers.
         store: the store that the workers write.
         progress: reports the tokens in the phase of the caller.
-        restarts: whether a lost worker is restarted. If not, the other workers write its parts.
+        restarts: whether lost workers are started again. Otherwise, the other workers write the
+            parts of a lost worker.
 
     Returns:
         The sum of the workers' timings, and one text for each lost worker.
 
     Raises:
-        WorkerError: a worker has failed, and the caller must end the other workers. Or no worker is
-            left although parts are pending.
+        WorkerError: a worker has failed with an error, and the caller must end the other workers.
+            This error is also raised if parts are pending but no worker is left.
     """
     timings = Timings()
     lost = list[str]()
@@ -261,8 +268,8 @@ def direct(
     while running and time.monotonic() < end_s:
         # With Ray, some workers may still be queued.
         counter.report(timings, f", up to {counted(len(running), 'worker')}")
-        # Sleep in Python rather than in Ray. If a signal interrupts a wait in Ray, the number of
-        # the signal is lost.
+        # Sleep in Python rather than wait in Ray. If a signal interrupted a wait in Ray, this
+        # process would not learn the number of the signal.
         time.sleep(_POLL_EVERY_S)
         for index, poll in list(running.items()):
             ended = poll()
@@ -301,7 +308,7 @@ def run_processes(
 ) -> Total:
     """Run workers as processes on this machine until all parts are done.
 
-    Arguments and results are described in :func:`direct`.
+    The arguments and the result are those of :func:`direct`.
     """
     processes = list[WorkerProcess]()
 
@@ -321,7 +328,10 @@ def run_processes(
 
 
 def _end(workers: Sequence[WorkerProcess]) -> None:
-    """End the workers that are still running, after some time to discard their unfinished parts."""
+    """End the workers that are still running.
+
+    They get some time to discard their unfinished parts.
+    """
     for worker in workers:
         worker.process.terminate()
     until_s = time.monotonic() + _LEAVE_S
@@ -336,7 +346,7 @@ def run_on_ray(
 ) -> Total:
     """Run workers with Ray until all parts are done; see :func:`direct`.
 
-    Each worker is a Ray task, which is queued until the cluster has room for it. While the workers
+    Each worker is a Ray task. Ray queues a task until the cluster has room for it. While the workers
     run, machines may join and leave the cluster.
     """
     n_gpus = 0.0 if workers[0].config.forward.device == "cpu" else scale.gpus_per_worker or 1.0
@@ -356,8 +366,8 @@ def run_on_ray(
 
             return direct(start, workers, store, progress, restarts=True)
     except BaseException:
-        # Ray does not report when the processes that it kills have ended. When they end, they
-        # release the store's lock, so wait for the lock.
+        # Ray kills the processes of its tasks, but does not report when they have ended. An ended
+        # process releases its lock of the store, so wait for the lock.
         store.sweep(_LEAVE_S)
         raise
 
@@ -367,14 +377,14 @@ def _ended_task(ray: Any, reference: Any) -> tuple[int, str] | None:
         return None
     try:
         ended: tuple[int, str] = ray.get(reference)
-    # Ray raises a RayError if the task was lost, for example with its machine.
+    # Ray raises a RayError if the task was lost, for example because its machine has failed.
     except ray.exceptions.RayError as error:
         return -signal.SIGKILL, _last_line(str(error)) or type(error).__name__
     return ended
 
 
 def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
-    """Run a worker in a process on its share of a cluster's machine.
+    """Run a worker as a process on a machine of a cluster, with a share of the machine's cores.
 
     Args:
         worker: the worker.
@@ -397,7 +407,7 @@ def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
 
 
 def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """Return how many workers fit on a machine, at least 1.
+    """Return how many workers fit on a machine. The result is never below 1.
 
     Args:
         resources: the CPUs and GPUs of the machine.

@@ -1,10 +1,10 @@
 """Access to a server: bearer tokens, rate limits, foreign web pages, open connections.
 
-A server without bearer tokens may be used by everyone who can reach it. On a machine with a
-browser, this includes every web page. A browser sends a form or text/plain to any address without
-asking the server first, and a page whose own host name resolves to 127.0.0.1 can read the answers.
+Everyone who can reach a server without bearer tokens may use it. On a machine with a browser, this
+includes every web page: a browser sends a form or text/plain to any address without asking the
+server first. A page can even read the answers if the host name of the page resolves to 127.0.0.1.
 So a server without tokens accepts only JSON, and refuses web pages of other sites by the ``Origin``
-header. On a loopback address it also refuses other host names in the ``Host`` header.
+header. On a loopback address, it also refuses other host names in the ``Host`` header.
 
 This module adds deadlines to uvicorn, which has none for a request's head, a TLS handshake or a
 slow reader. It also counts connections per address. A connection is *waiting* until its request has
@@ -15,8 +15,8 @@ and ``write_s`` are the deadlines::
               '---- waiting ----------'   working   '-- waiting --'
               '------ head_s ----' body_s write_s
 
-If too many connections are open, a new one replaces the one that has waited longest. So connections
-that send nothing, or send slowly, cannot block others, whatever their number.
+If too many connections are open, a new connection replaces the connection that has waited longest.
+So connections that send nothing, or send slowly, cannot block others, whatever their number.
 """
 
 import asyncio
@@ -49,10 +49,11 @@ _LOG = logging.getLogger(__name__)
 _SCHEME = "bearer "
 # Pause in seconds before the next connection is accepted, if the process has too many open files.
 _RETRY_S = 0.1
-# For this many seconds after it was opened, a connection is *young*, and is not closed to make room
-# for others. A busy process may not have read its request yet.
+# A connection is *young* for this many seconds after it began to wait for a request. Young
+# connections are not closed to make room for others, because a busy process may not have read their
+# requests yet.
 _YOUNG_S = 1.0
-# Young connections may exceed the limit on connections by up to this many times the limit.
+# If connections are young, their number may exceed a limit by up to this many times the limit.
 _BURST = 3
 # If a client reads nothing of its answer for this many seconds, its connection may be dropped to
 # make room for another request.
@@ -88,7 +89,8 @@ class BearerTokens:
     """The bearer tokens that give access to a server. If there are none, everybody has access."""
 
     def __init__(self, tokens: Iterable[str] = ()) -> None:
-        # Hashes have equal length, so comparing them reveals nothing about a token's length.
+        # Compare hashes instead of tokens. All hashes have the same length, so the time of a
+        # comparison reveals nothing about the length of a token.
         self._hashes = [_hash(token) for token in tokens]
         self.is_open = not self._hashes
 
@@ -112,7 +114,7 @@ class BearerTokens:
                 "run `moa-data chat --token-file FILE`."
             )
         digest = _hash(header[len(_SCHEME) :].strip())
-        # Compare with all tokens, so that the time does not depend on which one matches.
+        # Compare with all tokens, so that the time does not depend on which token matches.
         matches = [hmac.compare_digest(digest, known) for known in self._hashes]
         if not any(matches):
             raise NotAllowed(
@@ -129,8 +131,8 @@ def _hash(token: str) -> bytes:
 class Rate:
     """Limits a rate of events by a token bucket.
 
-    Events are served at ``per_second`` in the long run. After a pause, ``at_once`` are served at
-    once.
+    In the long run, ``per_second`` events are served per second. After a pause, ``at_once`` events
+    are served immediately.
     """
 
     def __init__(self, per_second: float, at_once: float) -> None:
@@ -149,7 +151,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Guard:
-    """Middleware of all routes: refuses requests of surplus connections and of foreign web pages.
+    """Middleware of all routes. It refuses foreign web pages, and connections above the limit.
 
     ``/health`` is open to everybody. The request log wraps this middleware, so the log also
     contains the refused requests.
@@ -257,18 +259,18 @@ class Connection(H11Protocol):
         self._routes, self.app = self.app, self._respond
         # Whether a request has arrived completely and is not answered yet.
         self.is_working = False
-        # Whether this connection exceeds a limit on connections. Its requests are then refused.
-        # This happens only if no other connection was waiting when it arrived, because a waiting
-        # connection is closed to make room.
+        # Whether this connection exceeds a limit on connections, so that its requests are refused.
+        # This happens only if all other connections are working when it arrives. Otherwise a
+        # waiting connection is closed to make room.
         self.is_surplus = False
         self.is_cut = False  # Whether the server aborted the connection.
         # Whether the present request was refused because its body is not HTTP.
         self.is_malformed = False
         self.has_asked = False  # Whether the client has ever sent the head of a request.
         self.since = time.monotonic()  # Time at which the connection began to wait for a request.
-        # The time at which the present answer must be complete; infinity if it has no deadline.
-        # Then the time since which the client has read nothing of the answer; infinity if nothing
-        # waits to be read.
+        # ``ends_s`` is the time at which the present answer must be complete. It is infinity if the
+        # answer has no deadline. ``blocked_s`` is the time since which the client has read nothing
+        # of the answer. It is infinity if nothing waits to be read.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -280,7 +282,7 @@ class Connection(H11Protocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not HTTP with the status 400, and close the connection.
+        """Reject bytes that are not HTTP with the status 400, and close the connection.
 
         uvicorn calls this method. If the bytes are in the body of a request, the request ends, even
         if its answer has already been sent in part or completely.
@@ -386,17 +388,18 @@ class Connections:
         connection.wait()
 
     def make_room(self, crowd: set[Connection], most: int) -> bool:
-        """Abort waiting connections, if necessary, so that one more fits into a limit.
+        """Abort waiting connections, if necessary, so that one more connection fits into a limit.
 
-        Connections that never sent a request go first, then those that have waited longest.
+        Connections that never sent a request are aborted first. Of the rest, the connection that
+        has waited longest comes first.
 
         Args:
             crowd: the open connections to which the limit applies.
             most: the limit.
 
         Returns:
-            Whether there is room for one more. True also if the connections that could make room
-            are still too young to be aborted.
+            Whether there is room for one more connection. True also if waiting connections could
+            make room, but are too young to be aborted.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
@@ -426,8 +429,8 @@ class Connections:
         stuck.abort()
         return True
 
-    # The next three methods are the interface of ``asyncio.Server`` that uvicorn uses. asyncio's
-    # own server would not count a connection before the end of its TLS handshake.
+    # The next three methods replace the class ``asyncio.Server`` that uvicorn normally uses. That
+    # class would not count a connection before the end of its TLS handshake.
 
     def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
         """Start accepting connections on a listening socket."""

@@ -31,12 +31,12 @@ from .post import call_in
 
 JsonObject = dict[str, Any]
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-# A commit is the new tokens of one target call. A sequence is paused when this many of its commits
-# wait to be read (first number), and resumed when only this many are left (second number).
+# A commit is the new tokens of one target call. When ``_HOLD_AT`` commits of a sequence wait to be
+# read, the sequence is paused. When only ``_RELEASE_AT`` commits are left, the sequence is resumed.
 _HOLD_AT, _RELEASE_AT = 64, 8
 
 # Settings of OpenAI's or vLLM's API that this server does not support. For each of them, the server
-# accepts null and the values listed here, because they change nothing.
+# accepts null and the values listed here, because these values change nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],),
     "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
@@ -108,7 +108,7 @@ class _StreamOptions(BaseModel):
 
 
 # A body of a megabyte can contain half a million wrong items. An error for each of them would take
-# seconds, so validation stops at the first one.
+# seconds, so validation stops at the first wrong item.
 _FAILS_FAST = Field(fail_fast=True)
 _MAX_MESSAGES = 10_000
 _MAX_STOPS = 4
@@ -134,7 +134,8 @@ _Stops = Annotated[
 _Tokens = Annotated[list[int], _FAILS_FAST]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
-# Setting whose value may have one of several types -> the message for any wrong value.
+# Some settings accept values of several types. This dict maps their names to the error message for
+# any wrong value.
 _HINTS = {
     "prompt": "prompt must be a string, a list of token ids, a list of strings, or a list of lists "
     f"of token ids. The number of prompts, multiplied by n, may be at most {_MAX_CHOICES}.",
@@ -369,7 +370,8 @@ def _invalid(error: ValidationError) -> ApiError:
 class CompletionOutput:
     """One answer of a request.
 
-    The engine's thread passes its tokens to this object. Code in the event loop reads their text.
+    The engine's thread passes the new tokens of the answer to this object. Code in the event loop
+    then reads the text of these tokens from the object.
     """
 
     def __init__(
@@ -451,7 +453,7 @@ class CompletionOutput:
 class RequestOutput:
     """The answers of one request.
 
-    At the time ``ends_s`` of ``time.monotonic()``, the answers end, even if they are incomplete.
+    At the time ``ends_s`` (of ``time.monotonic()``), the answers end even if they are incomplete.
     """
 
     def __init__(
@@ -483,7 +485,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> str:
-        """Why the answers have ended, each reason once. Empty while any answer is unfinished."""
+        """The reasons why the answers ended, without repeats. Empty until all have ended."""
         reasons = [output.finish_reason for output in self.outputs]
         return ", ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
@@ -515,7 +517,7 @@ class RequestOutput:
             output.text += piece
 
     def close(self) -> None:
-        """Remove the sequences from the engine, because the answers have ended or nobody reads them."""
+        """Remove the sequences from the engine, for example because nobody reads the answers."""
         self._timer.cancel()
         for output in self.outputs:
             output.close()
@@ -560,13 +562,13 @@ class ResponseFormatter:
         }
 
     def first(self, request_output: RequestOutput) -> bytes:
-        """Return the events before all text. They name the role of a chat; a completion has none."""
+        """Return the events before the text: the role for a chat, nothing for a completion."""
         outputs = request_output.outputs if self._is_chat else ()
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._delta(output, delta, None) for output in outputs)
 
     def piece(self, output: CompletionOutput, text: str) -> bytes:
-        """Return the event of a piece of text, followed by the final event after the last piece."""
+        """Return the event of a piece of text. After the last piece, add the final event."""
         content = {"content": text} if self._is_chat else text
         events = self._delta(output, content, None) if text else b""
         if reason := output.finish_reason:
@@ -624,8 +626,9 @@ class ResponseFormatter:
         tops = []
         for text, (_, (logprob_of_text, likeliest)) in zip(tokens, output.scored, strict=True):
             values.append(max(logprob_of_text, _MIN_LOGPROB))
-            # Several tokens with incomplete characters can decode to the same text. Of these tokens
-            # keep the one in the answer, or else the most likely one.
+            # Several tokens with incomplete characters can decode to the same text. Of these
+            # tokens, keep the token of the answer if it is among them, otherwise the most likely
+            # token.
             top: dict[str, float] = {}
             for token, logprob in reversed(likeliest):
                 top[self._decode([token])] = max(logprob, _MIN_LOGPROB)

@@ -1,6 +1,7 @@
 """Settings of `moa-data serve`, which the engine and the servers use directly.
 
-This module does not import torch, because the command line reads it for its help.
+The command line imports this module to show its help. So this module does not import torch, which
+takes long to load.
 """
 
 from pathlib import Path
@@ -51,7 +52,7 @@ class EngineOptions(Config):
 
     @property
     def shape(self) -> "TreeShape | None":
-        """The shape of the server's own drafts; None for auto.
+        """The shape of the drafts that the server itself makes. None for ``auto``.
 
         Raises:
             DrafterError: ``tree`` is not a shape.
@@ -176,7 +177,7 @@ class ServeConfig(TargetSettings):
 
     @property
     def tls(self) -> tuple[Path, Path] | None:
-        """Files of the certificate chain and its key; None without TLS."""
+        """Files of the certificate chain and of its key. None without TLS."""
         if not self.tls_cert or not self.tls_key:
             return None
         return Path(self.tls_cert).expanduser(), Path(self.tls_key).expanduser()

@@ -2,29 +2,29 @@
 
 from collections.abc import Callable, Sequence
 
-# The text of the last tokens is held back while it ends with an incomplete character, but only for
-# fewer tokens than this. This many tokens have more bytes than any character, so the bytes must be
-# invalid.
+# If the text ends with an incomplete character, the text of the last tokens is held back until the
+# character is complete. If it is still incomplete after this many tokens, the text is returned
+# anyway. These tokens have more bytes than any character, so their bytes must be invalid.
 _LONGEST = 16
 
 
 class Detokenizer:
     """The text of an answer that grows token by token and can be rolled back.
 
-    ``decode`` must skip special tokens.
+    ``decode`` turns tokens into text. It must skip special tokens.
     """
 
     # The text of a token depends on the tokens before it. For example, the token may have the last
     # byte of a character, and some tokenizers drop the space before the first word of a text. So
     # each step decodes a window of the last tokens twice, with and without the new token. The
-    # window begins after a token at which the text was complete. The tokens before the window are
-    # not decoded again.
+    # difference is the new text. The window begins after a token at which the text was complete.
+    # The tokens before the window are not decoded again.
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        # For each number of tokens so far, a pair: the index at which the window of the next token
-        # begins, and the number of tokens whose text was returned.
+        # Item n describes the state after n tokens. It is a pair: the index at which the window of
+        # the next token begins, and the number of tokens whose text was returned.
         self._windows: list[tuple[int, int]] = [(0, 0)]
 
     def append(self, token: int) -> str:
@@ -40,7 +40,7 @@ class Detokenizer:
         return after[len(before) :]
 
     def truncate(self, n_tokens: int) -> None:
-        """Remove all tokens but the first ``n_tokens``."""
+        """Remove all tokens except the first ``n_tokens``."""
         del self._tokens[n_tokens:], self._windows[n_tokens + 1 :]
 
     @property
@@ -51,7 +51,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text that arrives in pieces at the first stop string.
+    """Cuts a text at its first stop string. The text arrives in pieces.
 
     Args:
         stops: the stop strings.
@@ -74,7 +74,8 @@ class StopStrings:
             return "" if self.is_found else text
         n_held = len(self._held)
         text = self._held + text
-        # The end and the start of the first occurrence of each stop string in the text.
+        # For each stop string that occurs in the text: the end and the start of its first
+        # occurrence.
         matches: list[tuple[int, int]] = []
         for stop in self._stops:
             start = text.find(stop, max(0, n_held + 1 - len(stop)))
@@ -97,7 +98,7 @@ class StopStrings:
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Return the index in the text where a stop string may have begun, or the text's length."""
+    """Return the index at which an incomplete stop string may begin, or the text's length."""
     for start in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[start:]):
             return start

@@ -1,7 +1,7 @@
-"""Constrain answers: which tokens may come next under a JSON schema or a regular expression.
+"""Make answers follow a JSON schema or a regular expression.
 
-A grammar is evaluated for the tokens of an answer and for the drafts that follow them. If drafts
-are rejected, it is rolled back.
+A grammar says which tokens may come next. It is evaluated for the tokens of an answer and for the
+drafts that follow them. If drafts are rejected, the grammar is rolled back.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Grammar:
     def __call__(self, answer: Sequence[int]) -> np.ndarray:
         """Return the tokens that may follow an answer.
 
-        The grammar keeps the state of the last answer. It rolls back to the tokens that both
-        answers have in common, and consumes the rest. Each token of the answer must have been
-        allowed at its position.
+        Each token of the answer must have been allowed at its position. The grammar still has the
+        state after the answer of the previous call. It rolls back to the tokens that both answers
+        have in common, and then consumes the other tokens of the new answer.
         """
         matcher = self._matcher
         consumed = self._taken

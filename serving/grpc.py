@@ -1,10 +1,10 @@
 """The gRPC server of ``moa.v1``, the protocol in docs/protocol.md.
 
 A *stream* is one gRPC call, which carries messages in both directions. A *session* (see
-``sessions``) is one sequence, a prompt and its answer, that the engine decodes for a client that
+``sessions``) is one sequence: a prompt and its answer. The engine decodes it for a client that
 drafts. A session has one stream at a time. If the connection is lost, the session continues on the
-client's next stream. An invalid message can end at most its own stream, with a ``Failure`` message
-and the matching gRPC status.
+client's next stream. An invalid message can end only the stream on which it arrives. The server
+then sends a ``Failure`` message and the matching gRPC status.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 # Maximum number of open connections. Further connections are closed at once.
 _MAX_CONNECTIONS = 8192
 # If the client of a session has neither sent nor read anything for this many seconds, a new session
-# may replace it.
+# may replace this session.
 _SILENT_S = 10.0
 
 
@@ -50,7 +50,7 @@ _SILENT_S = 10.0
 class Identities:
     """Hashes of target, tokenizer and drafters, computed in ``wire``.
 
-    An empty hash counts as equal to any other.
+    An empty hash counts as equal to every other hash.
     """
 
     target: str = ""
@@ -76,9 +76,10 @@ class Identities:
                 )
 
     def drafter(self, identity: str) -> str:
-        """Return the name of the drafter whose contexts a client needs.
+        """Return the name of the server's drafter that is the same as a client's drafter.
 
-        Contexts are the data that the drafter reads of the target.
+        The server's drafter encodes contexts for the client. These are the data of the target that
+        the client's drafter reads.
 
         Args:
             identity: the hash of the client's drafter. If it is empty, the first drafter is
@@ -129,7 +130,7 @@ class DraftingCounts:
 
 
 class DraftingServer:
-    """Serves the streams of all clients, and keeps their sessions."""
+    """Serves the gRPC streams of all clients, and keeps their sessions."""
 
     def __init__(
         self, engine: Engine, identities: Identities, config: ServeConfig, tokens: BearerTokens
@@ -158,7 +159,7 @@ class DraftingServer:
         self._server = server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_body_bytes),
-                # Limit on the streams of one connection.
+                # Maximum number of streams of one connection.
                 ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
@@ -172,14 +173,14 @@ class DraftingServer:
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
                 # Clients may ping too, at most once per second.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-                ("grpc.so_reuseport", 0),  # A port that is in use is an error.
+                ("grpc.so_reuseport", 0),  # A port in use causes an error.
             ],
             # Allow twice as many streams as sessions, because a session that is resumed has two
             # streams for a moment.
             maximum_concurrent_rpcs=2 * settings.max_sessions,
         )
-        # Messages are received as bytes and parsed here. If grpc parsed them, a malformed one would
-        # end the stream as if the server had failed.
+        # Messages are received as bytes and parsed here. If grpc parsed them, a malformed message
+        # would end the stream as if the server had failed.
         methods = {"Session": grpc.stream_stream_rpc_method_handler(self._serve)}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("moa.v1.Drafting", methods),)
@@ -422,7 +423,7 @@ class DraftingServer:
             stream.send_contexts(session.contexts, body.codec, request.n_context, width)
 
     async def _resume(self, known: ServerSession, request: Request) -> bool:
-        """Prepare a session for another stream: detach the current one, and stop the engine's work.
+        """Prepare a session for another stream: detach the old stream, and stop the engine's work.
 
         Returns:
             Whether the session's sequence was added to the engine again, and so is prefilled again.
@@ -456,8 +457,8 @@ class DraftingServer:
         try:
             session = ServerSession(stream, self._engine, request, self._forget)
         except Overloaded:
-            # Make room for the client's next attempt. This attempt fails anyway, because the engine
-            # removes a sequence only between two target calls.
+            # Make room for the client's next attempt to open a session. The present attempt fails
+            # anyway, because the engine removes a sequence only between two target calls.
             self._make_room(self._sessions.values())
             raise
         self._sessions[session.id] = session
@@ -468,8 +469,8 @@ class DraftingServer:
     def _make_room(self, sessions: Collection[ServerSession]) -> None:
         """Remove the unused session whose client has been silent for the longest time.
 
-        Sessions without a stream are removed first. Sessions with a stream are removed only if
-        their client has been silent for ``_SILENT_S`` seconds.
+        Sessions without a stream are removed first. A session with a stream counts as unused only
+        if its client has been silent for ``_SILENT_S`` seconds.
 
         Raises:
             Overloaded: all sessions are in use.

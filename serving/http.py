@@ -2,7 +2,7 @@
 
 A request passes these layers::
 
-    access        limits on connections and times
+    access        limits connections and times
     metrics       counts and logs the request
     access        refuses foreign web pages
     this module   checks token and rate, reads the body, tokenizes the prompt in a thread
@@ -59,8 +59,8 @@ from .wire import target_identity
 
 _T = TypeVar("_T")
 _B = TypeVar("_B", bound=Body)
-# Smallest value of top_p that is used. It replaces smaller values such as 0, and keeps only the
-# most likely token.
+# This value replaces every smaller ``top_p``, such as 0. With it, sampling keeps only the most
+# likely token.
 _MIN_TOP_P = 1e-9
 # If the engine is full, another connection may be dropped to make room for a request. The request
 # then waits up to this many seconds until the engine has removed the dropped sequence.
@@ -69,15 +69,16 @@ _ROOM_S = 5.0
 _MAX_OWNERS = 10_000
 # HTTP status in the request log if the client has disconnected. It is never sent.
 _CLIENT_GONE = 499
-# Maximum number of characters of a short prompt. Tokenizing it takes a few hundredths of a second.
+# Maximum number of characters of a short prompt. Tokenizing a prompt of this length takes a few
+# hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# How many short prompts, how many long prompts, and how many forms of answers (JSON schemas,
-# regular expressions) may wait to be processed. Further requests are refused.
+# Three maximum numbers: of waiting short prompts, of waiting long prompts, and of waiting forms of
+# answers (JSON schemas, regular expressions). Further requests are refused.
 _MAX_WAITING = (1024, 16, 1024)
 
 
 class Service:
-    """The routes and their state.
+    """The routes of the HTTP server, and the state that they share.
 
     If a request names no drafter, the engine's first drafter is used.
     """
@@ -92,7 +93,7 @@ class Service:
         weights = target_identity(self.target.identity)
         # Tells clients, in the field ``system_fingerprint``, which weights the target has.
         self._fingerprint = f"fp_{weights[:12]}" if weights else None
-        # While draining, the server is stopping and refuses requests.
+        # ``is_draining`` is true while the server shuts down. It then refuses requests.
         self.is_draining, self._created = False, int(time.time())
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once
@@ -101,7 +102,8 @@ class Service:
         self._max_chars = engine.max_positions * max_token_chars
         self._grammars = cache(lambda: Grammars(self.target))
         # There are three threads: for short prompts, for long prompts, and for forms of answers
-        # (JSON schemas, regular expressions). So short prompts never wait for the others.
+        # (JSON schemas, regular expressions). So short prompts never wait for long prompts or
+        # forms.
         self._tokenizers = [
             _Tokenizer(self.target.template, max_waiting) for max_waiting in _MAX_WAITING
         ]
@@ -212,7 +214,7 @@ class Service:
     # Checks, which raise ApiError or ServingError
 
     def _admit(self, request: HttpRequest) -> None:
-        """Check the token and the rate of a request; the HTTP errors are 401 and 429."""
+        """Check the bearer token and the rate of a request. The HTTP errors are 401 and 429."""
         owner = self._check_token(request)
         if self.limits.requests_per_s <= 0:
             return
@@ -258,7 +260,8 @@ class Service:
             None,
             "request_too_large",
         )
-        # If the headers announce a body that is too large, refuse it before it is sent.
+        # If the headers announce a body that is too large, refuse the request before the client
+        # sends the body.
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limits.max_body_bytes:
             raise too_large
@@ -310,10 +313,10 @@ class Service:
         Args:
             request: the request that has the prompt.
             n_chars: length of the prompt in characters.
-            encode: tokenizes the prompt.
+            encode: a function that tokenizes the prompt.
         """
-        # A prompt with more characters has too many tokens, even if each of them is the longest
-        # token of the vocabulary.
+        # A prompt with more characters has too many tokens, even if every token is as long as the
+        # longest token of the vocabulary.
         if n_chars > self._max_chars:
             message = (
                 f"the prompt has {n_chars} characters, far more than the context of the model can "
@@ -335,7 +338,8 @@ class Service:
     ) -> Response:
         """Answer prompts.
 
-        The middleware of the request log closes the answers in any case, so this method need not.
+        This method need not close the answers. The middleware of the request log closes them, even
+        after an error.
         """
         output = await self._begin(asked, prompts, request.scope["moa_data.connection"])
         facts: Facts = request.scope["moa_data.facts"]
@@ -357,7 +361,7 @@ class Service:
     ) -> RequestOutput:
         """Start the answers.
 
-        If the engine is full, drop a connection whose client has stopped reading, to make room.
+        If the engine is full, make room by dropping a connection whose client has stopped reading.
         """
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same

@@ -91,7 +91,7 @@ class Facts:
 
 
 class RequestLog:
-    """Middleware of all routes: logs and counts each request, and closes its answers when it ends."""
+    """Middleware of all routes. It logs and counts each request, and finally closes its answers."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -156,12 +156,14 @@ class RequestLog:
 
 
 def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.LogRecord], bool]:
-    """Return a log filter that keeps at most ``most`` records of each kind per ``window_s`` seconds.
+    """Return a log filter that keeps up to ``most`` records per kind and ``window_s`` seconds.
 
-    So clients cannot fill a disk, whatever they send. Refused requests with the same HTTP status
-    are of one kind. All other records that the same line of code logs are of one kind, too.
-    Successful requests are all kept. The first record of a new time window has the number of
-    records of its kind that were dropped in the last one, as ``left_out``.
+    Records of successful requests are all kept. Refused requests are of one kind if they have the
+    same HTTP status. Other records are of one kind if the same line of code logs them. So clients
+    cannot fill a disk with errors.
+
+    The first record of a new time window has the attribute ``left_out``. It is the number of
+    records of the same kind that were dropped in the window before.
     """
     # Kind -> start of its current time window, and number of its records since then.
     windows: dict[Hashable, tuple[float, int]] = {}

@@ -33,7 +33,8 @@ _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_FILES = 1 << 16
-# Kernel send buffer of each connection: enough text for hundreds of tokens.
+# Size of the kernel's send buffer of each connection. The buffer holds the text of hundreds of
+# tokens.
 _SEND_BUFFER_BYTES = 1 << 16
 
 
@@ -42,8 +43,8 @@ class ServerRun:
 
     Args:
         service: the HTTP service.
-        on_ready: called once requests are accepted, with the address of HTTP and the address of
-            gRPC (None if gRPC is off).
+        on_ready: a function that is called as soon as the server accepts requests. Its arguments
+            are the address of HTTP, and the address of gRPC (None if gRPC is off).
         identities: hashes by which drafting clients check that they have the server's target,
             tokenizer and drafter. If it is None, gRPC is off.
     """
@@ -154,7 +155,7 @@ class ServerRun:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Let signals end the run. Python allows this only if the event loop is in the main thread."""
+        """Let signals end the run. Python allows this only in the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             # Don't use loop.add_signal_handler: it would replace the wakeup descriptor that

@@ -1,16 +1,16 @@
-"""Drafting sessions: the engine decodes the sequence of each session on request of its client.
+"""Drafting sessions: the engine decodes one sequence per session when the client requests it.
 
 A *sequence* is the tokens of one prompt and its answer. A *stream* is one gRPC call, in which
 client and server exchange messages. If the connection is lost, the session continues on the
-client's next stream. A *context* is what the client's drafter reads about one position of the
-sequence.
+client's next stream. A *context* is the data that the client's drafter reads about one position of
+the sequence.
 
-This module runs in the event loop. Commits, the results of target calls, come from the engine's
+This module runs in the event loop. Commits (the results of target calls) come from the engine's
 thread. Messages are processed in order, one at a time, because the meaning of a message depends on
 the tokens that are committed when it is processed. The states of a session::
 
     idle        the engine has nothing to do for the session
-    verifying   the engine works on one Verify message, and its commit is the answer
+    verifying   the engine works on one Verify message, and its next commit answers the message
     running     the engine decodes, and each commit is sent
     stopping    the engine was told to stop, and confirms this after its last commit
 
@@ -42,17 +42,19 @@ from .wire import bytes_per_position, encode, n_common
 # sends two messages before it gets an answer.
 _MAX_PENDING = 16
 _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
-# Maximum bytes of contexts in one message. Other messages wait while such a message is sent, which
-# takes 3 ms at 20 Mbit/s.
+# Maximum bytes of contexts (data for the client's drafter) in one message. Other messages wait
+# while such a message is sent, which takes 3 ms at 20 Mbit/s.
 _CHUNK_BYTES = 8192
 # If this many messages are not sent yet, the client counts as a slow reader, and its sequence is
 # paused.
 _MAX_MESSAGES = 64
-# If this many bytes of contexts are not sent yet, the client counts as a slow reader, too. The
-# number is high, so that the many contexts of a prompt do not pause the decoding of the answer.
+# If this many bytes of contexts (data for the client's drafter) are not sent yet, the client counts
+# as a slow reader, too. The number is high, so that the many contexts of a prompt do not pause the
+# decoding of the answer.
 _MAX_UNSENT = 32 << 20
-# Bytes of contexts that are kept after they were sent. If the connection is lost, some of them have
-# not arrived, and are sent again.
+# Maximum bytes of contexts (data for the client's drafter) that the server keeps after it has sent
+# them. If the connection is lost, some of these contexts have not arrived, and the server sends
+# them again.
 _MAX_KEPT = 4 << 20
 
 
@@ -66,7 +68,7 @@ class ServerSession:
         opener: the stream on which the client opened the session.
         engine: the engine that decodes the sequence.
         request: the client's prompt and settings.
-        on_lost: called if the engine fails to decode the sequence.
+        on_lost: a function that is called if the engine fails to decode the sequence.
     """
 
     def __init__(
@@ -88,8 +90,9 @@ class ServerSession:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        # The Verify message that the engine works on: the number of the message, the position of
-        # its first draft, and how many of its drafts were committed before it was processed.
+        # Three numbers about the Verify message that the engine works on: the number of the
+        # message, the position of its first draft, and the number of its drafts that were already
+        # committed when the message was processed.
         self._asked = (0, 0, 0)
         self._state = _State.IDLE
         self._tag = 0
@@ -97,7 +100,7 @@ class ServerSession:
         self._is_held = self._ends_when_idle = False
         self.stopped = asyncio.Event()  # Set while the engine has no work for the session.
         self.stopped.set()
-        # Number of tokens that the client has, including those that were sent and are on their way.
+        # Number of tokens that the client has, including tokens that are still on their way.
         self._n_sent = 0
         self.begin(request)
 
@@ -124,11 +127,12 @@ class ServerSession:
     def check_text(self, request: Request) -> None:
         """Raise RequestInvalid if a stream cannot resume this session with its request.
 
-        The request must have the settings and the prompt of the session. Its tokens may be fewer or
-        more than those of the session, but must not contradict them.
+        The request must have the same settings and the same prompt as the session. It may have
+        fewer or more tokens than the session. The shorter of the two must be the beginning of the
+        longer one.
         """
-        # If the server has lost the session, this check is impossible, and the client's tokens
-        # become the sequence of a new session.
+        # This check is impossible if the server has lost the session. In this case the client's
+        # tokens become the sequence of a new session.
         known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
         settings = (known.n_prompt, known.max_new_tokens, known.sampling, known.seed)
@@ -146,8 +150,8 @@ class ServerSession:
     def must_rebuild(self, request: Request) -> bool:
         """Return whether the sequence must be prefilled again when a client resumes the session.
 
-        This is necessary if the client needs contexts that the server no longer has, or if the
-        client has more tokens than the session.
+        This is necessary if the client needs contexts (data for its drafter) that the server no
+        longer has, or if the client has more tokens than the session.
         """
         if self.finish:
             return False
@@ -159,7 +163,7 @@ class ServerSession:
         return lacks_contexts or len(request.tokens) > len(self.tokens)
 
     def attach(self, stream: "Stream", n_known: int) -> None:
-        """From now on send messages to this stream, beginning with tokens that the client lacks.
+        """Send all further messages to this stream. First send the tokens that the client lacks.
 
         Args:
             stream: the stream.
@@ -302,8 +306,9 @@ class ServerSession:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # Whether the contexts of the whole prompt are there. Only then may they be sent, because on
-        # a slow network they would delay the first tokens of the answer.
+        # Whether the target has read the whole prompt, so that all contexts of the prompt exist.
+        # Before that, no contexts are sent. On a slow network they would delay the first tokens of
+        # the answer.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
@@ -359,9 +364,9 @@ def _microseconds(seconds: float) -> int:
 
 
 class ContextLog:
-    """Contexts of one sequence, by position: all that were not sent yet, and the newest sent ones.
+    """Contexts of one sequence, by position. The log keeps all unsent and the newest sent contexts.
 
-    A context is what the client's drafter reads about one position.
+    A context is the data that the client's drafter reads about one position.
     """
 
     def __init__(self, start: int) -> None:
@@ -373,7 +378,7 @@ class ContextLog:
 
     @property
     def stop(self) -> int:
-        """The position after the last one in the log."""
+        """The position after the last position in the log."""
         return self.first + len(self._rows)
 
     def append(self, start: int, context: Tensor) -> None:
@@ -386,8 +391,9 @@ class ContextLog:
 
     def release(self) -> None:
         """Allow all contexts in the log to be sent."""
-        # Contexts are not sent as soon as they are appended, because those of a prompt are computed
-        # before the first token of the answer. On a slow network they would delay this token.
+        # Contexts are not sent as soon as they are appended. The contexts of a prompt are computed
+        # before the first token of the answer. On a slow network, sending them would delay this
+        # token.
         self.released = self.stop
 
     def n_unsent_bytes(self, sent: int) -> int:
@@ -404,7 +410,7 @@ class ContextLog:
         )
 
     def drop_sent(self, sent: int) -> None:
-        """Drop contexts before position ``sent``, but keep the newest ``_MAX_KEPT`` bytes of them."""
+        """Drop contexts before position ``sent``, except the newest ``_MAX_KEPT`` bytes of them."""
         n_useless = max(0, sent - self.first - _MAX_KEPT // max(1, self._row_bytes))
         del self._rows[:n_useless]
         self.first += n_useless
@@ -417,7 +423,7 @@ class ContextLog:
 class Stream:
     """One stream, and the messages that are queued for its client.
 
-    All other messages are sent before contexts.
+    A context is sent only if no other message is queued.
     """
 
     # The stream is full if the client reads slowly. Then decoding is paused, and no more messages
@@ -448,8 +454,9 @@ class Stream:
         Args:
             contexts: the contexts of the sequence.
             codec: the encoding of contexts in messages.
-            n_context: the first position to send, the number of contexts that the client has.
-            width: the number of numbers of a context.
+            n_context: the number of contexts that the client has. It is also the first position to
+                send.
+            width: the size of a context, W.
         """
         self._contexts = contexts
         self._codec = codec
@@ -492,7 +499,7 @@ class Stream:
         return len(self._replies) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def next(self) -> pb.ServerMessage | None:
-        """Wait for the next message to send. None if the stream is closed and its queue is empty."""
+        """Wait for the next message to send. None if the stream is closed and nothing is left."""
         while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()

@@ -1,17 +1,18 @@
 """What client and server of ``moa.v1`` share: codecs of contexts, identities, channel options.
 
-A *context* is what a client's drafter reads about one position that the target has processed: W
-numbers. A codec defines how the contexts of n positions are encoded in messages. A lossy codec
-changes how often drafts are accepted, never the text. Numbers are little-endian. Each position is
-encoded independently, so a message may contain any number of positions. For W = 100, the encoding
-of one position is::
+A *context* is the data that a client's drafter reads about one position that the target has
+processed. It consists of W numbers. A codec defines how the contexts of n positions are encoded in
+messages. A lossy codec changes how often drafts are accepted, never the text. Numbers are
+little-endian. Each position is encoded independently, so a message may contain any number of
+positions. For W = 100, the encoding of one position is::
 
     bf16    100 x 2 bytes                                                            200 bytes
     int8    2 scales x 2 bytes, then 100 x 1 byte                                    104 bytes
     int4    2 scales x 2 bytes, then 50 bytes, the first number in the lower bits     54 bytes
 
-The integer codecs have one scale for each group of 64 numbers (fewer at the end of the position).
-The scale is the largest magnitude of the group divided by 127 (int8) or 7 (int4), as bfloat16.
+The integer codecs have one scale for each group of 64 numbers. The last group of a position may be
+smaller. The scale is the largest magnitude of the group divided by 127 (int8) or 7 (int4), as
+bfloat16.
 
 Shapes: n positions, W numbers of a position, G groups.
 """
@@ -43,17 +44,17 @@ STATUSES = {
 }  # fmt: skip
 """Code of a Failure message that ends a stream -> gRPC status of the stream."""
 
-# gRPC's window limits how many bytes the server may send ahead of the client's reading. By default
-# it grows with the network. Then the contexts of a prompt fill a slow network, and the tokens after
-# them wait for seconds. On a network with 20 Mbit/s and a round trip of 42 ms, the fixed window
-# reduces the time until an answer arrives from 145 to 60 ms. The contexts of a prompt then take
-# 1.4 s instead of 0.7 s.
+# gRPC's window limits how many bytes the server may send before the client has read them. By
+# default, gRPC enlarges the window until the network is full. Then tokens that follow the contexts
+# of a prompt wait for seconds on a slow network. So the window has a fixed size. On a network with
+# 20 Mbit/s and a round trip of 42 ms, this reduces the time until an answer arrives from 145 to 60
+# ms. In return, the contexts of a prompt take 1.4 s instead of 0.7 s.
 CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
 """Options of a client's connection: a fixed window of 64 kB."""
 
-# How many numbers of a position share a scale. A single scale per position would be too coarse:
-# some numbers, especially those of keys, are many times larger than the others, so the others would
-# be rounded to 0.
+# Number of neighbouring numbers of a context that share a scale. A single scale per context would
+# be too coarse. In a context, some numbers (especially attention keys) are many times larger than
+# the rest, so the rest would be rounded to 0.
 GROUP = 64
 # Largest code of each integer codec. The smallest code is its negative.
 _MAX_CODE = {"int8": 127, "int4": 7}
@@ -145,7 +146,7 @@ def _finite(values: Tensor) -> Tensor:
 
 
 # Identities: hashes by which client and server check that they have the same target, tokenizer and
-# drafter. They do not depend on how each side loads its files.
+# drafter. The hashes do not depend on how each side loads its files.
 
 
 def target_identity(hashes: dict[str, str]) -> str:

@@ -1,8 +1,9 @@
-"""Read and write the files of a store: whole files, and byte ranges of shards.
+"""Reads and writes the files of a store: whole files, and byte ranges of shards.
 
 A store is in a local folder, or below a prefix of a bucket (``object_store.ObjectStore``).
-:func:`open_path` converts a URL to a path. :func:`backend_of` returns the object that reads and
-writes a path: a :class:`LocalBackend` or a ``RemotePath``. Both have the same methods.
+:func:`open_path` converts a path or URL to a path object. :func:`backend_of` returns an object
+that reads and writes the file or folder at a path. The object is a :class:`LocalBackend` or a
+``RemotePath``. Both have the same methods.
 """
 
 import errno
@@ -32,7 +33,7 @@ MISSING = (FileNotFoundError, NotADirectoryError)
 MAX_OPEN_FILES = 128
 """Upper bound on the number of files that readers hold open at once.
 
-It is half of the default limit of a process on macOS, which is the lowest of all systems.
+By default, a process on macOS can open twice this number of files. Other systems allow more.
 """
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
@@ -67,10 +68,9 @@ class LocalBackend:
 
     path: Path
     uploads = False
-    """Whether new files are uploaded to a bucket.
+    """Whether new files are uploaded to a bucket. The server then copies them to their final names.
 
-    The server then copies them to their final names. If false, files are written in the folder of
-    the store, and renamed while the store is locked.
+    If false, new files are written in the folder of the store, and renamed while it is locked.
     """
 
     def exists(self) -> bool:
@@ -97,7 +97,7 @@ class LocalBackend:
     def start_read(self) -> Callable[[], bytes]:
         """Return a function that returns the content of the file.
 
-        The content of a remote file is prefetched in the background.
+        A remote file is fetched in the background from now on.
         """
         return self.read
 
@@ -118,8 +118,8 @@ class LocalBackend:
         """Write the file only if it does not exist yet.
 
         Returns:
-            Whether the file now holds ``data``. This is also true if another writer wrote the same
-            data.
+            Whether the content of the file is now ``data``. This is also true if another writer has
+            written the same content.
         """
         path = self.path
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.PARTIAL_SUFFIX}")
@@ -132,8 +132,8 @@ class LocalBackend:
                 except FileExistsError:
                     raise
                 # Any other OSError means that the file system has no hard links. In that case,
-                # check whether the file exists and then rename. The store's lock keeps other
-                # writers out in between.
+                # check whether the file exists, and then rename. No other writer can create the
+                # file in between, because this process holds the store's lock.
                 except OSError:
                     if path.exists():
                         raise FileExistsError(path) from None
@@ -147,7 +147,8 @@ class LocalBackend:
 
     def replace(self, old: bytes, new: bytes) -> bool:
         """Replace the file if its content is ``old``. Return whether its content is now ``new``."""
-        # Comparing and then replacing is not atomic, but the store's lock keeps other writers out.
+        # The comparison and the replacement together are not atomic. No other writer can change the
+        # file in between, because this process holds the store's lock.
         if not self._holds(old):
             return False
         files.write_atomic(self.path, new)
@@ -158,7 +159,9 @@ class LocalBackend:
         return self.path.stat().st_size == n_bytes and self.read(n_bytes) == data
 
     def move_in(self, local: Path) -> None:
-        """Move a local file to this path durably. An object store leaves the local file in place.
+        """Move a local file to this path durably.
+
+        For an object store, the file is uploaded, and the local file stays.
 
         Raises:
             StorageUnavailable: the uploaded file does not have the size of the local file.
@@ -219,10 +222,10 @@ class LocalBackend:
         return {}
 
     def local_folder(self) -> Path:
-        """Return an existing folder on the local disk to which new files are first written.
+        """Return an existing local folder. New files are first written to the disk of this folder.
 
-        It is the path itself or its nearest parent that exists. For a path in a bucket, it is the
-        folder for temporary files.
+        For a local path, it is the path itself or the nearest parent that exists. For a path in a
+        bucket, it is the system's folder for temporary files.
         """
         return files.nearest_folder(self.path.expanduser())
 
@@ -230,8 +233,8 @@ class LocalBackend:
 def backend_of(path: StorePath) -> LocalBackend | RemotePath:
     """Return the object that reads and writes a file or folder.
 
-    For a local path, it is a new ``LocalBackend``. A remote path has the methods itself, so it is
-    returned.
+    For a local path, it is a new ``LocalBackend``. A ``RemotePath`` is returned unchanged, because
+    it has these methods itself.
     """
     return path if isinstance(path, RemotePath) else LocalBackend(path)
 
@@ -242,7 +245,7 @@ def backend_of(path: StorePath) -> LocalBackend | RemotePath:
 def reads_of(paths: Iterable[StorePath]) -> list[tuple[StorePath, Callable[[], bytes]]]:
     """Return each path with a function that returns the content of the file.
 
-    All remote files are prefetched in parallel.
+    All remote files are fetched in parallel in the background.
     """
     return [(path, backend_of(path).start_read()) for path in paths]
 
@@ -263,25 +266,25 @@ def download(folder: StorePath, target: Path, names: Iterable[str]) -> None:
 
 def crc32c(data: bytes | bytearray | memoryview | np.ndarray, crc: int = 0) -> int:
     """Extend the CRC-32C (Castagnoli) checksum ``crc`` by contiguous bytes or a NumPy array."""
-    # The C extension accepts bytes and NumPy arrays, but neither memoryview nor bytearray.
+    # The C extension accepts only bytes and NumPy arrays.
     plain = data if isinstance(data, bytes | np.ndarray) else np.frombuffer(data, np.uint8)
     return int(google_crc32c.extend(crc, plain))
 
 
 def file_crc32(path: StorePath) -> int:
     """Return the CRC-32 of a whole file, as ``zlib.crc32`` computes it."""
-    # Use CRC-32, because CRC-32C would not detect that two shards were swapped. Each chunk of a
-    # shard ends with its own CRC-32C. The CRC-32C of bytes that end with their own CRC-32C does not
-    # depend on these bytes. So the CRC-32C of a whole shard would depend only on the lengths of its
-    # chunks.
+    # CRC-32C would not detect that two shards were swapped. Each chunk of a shard ends with its own
+    # CRC-32C, and the CRC-32C of any data that ends in this way is the same constant. So the
+    # CRC-32C of a whole shard would depend only on the lengths of its chunks. CRC-32 does not have
+    # this problem.
     crc = 0
     for block in backend_of(path).blocks():
         crc = zlib.crc32(block, crc)
     return crc
 
 
-# An I/O error or a lack of memory does not mean that a file is damaged. No file may be deleted
-# because of such an error.
+# If a file cannot be checked because of an I/O error or a lack of memory, it may be undamaged. So
+# no file may be deleted after such an error.
 
 
 def reason(error: OSError | MemoryError) -> str:
@@ -310,7 +313,7 @@ def check_incomplete(
 
 @contextmanager
 def check_guard(store: StorePath) -> Iterator[None]:
-    """Convert I/O errors in the ``with`` block, which inspects a store, to StorageUnavailable."""
+    """Convert I/O errors in the ``with`` block to StorageUnavailable. The block checks a store."""
     try:
         yield
     except MoaDataError:  # Errors of moa_data already say what the user can do.
@@ -334,9 +337,9 @@ class _Descriptor:
 
 
 _opened: "deque[weakref.ref[LocalFile]]" = deque()
-"""The open files of this process, oldest first.
+"""The open files of this process. The file that was opened first comes first.
 
-If there are more than MAX_OPEN_FILES, the oldest file is closed. The operations of a deque are
+If there are more than MAX_OPEN_FILES, the first file is closed. The operations of a deque are
 atomic, so no lock is needed.
 """
 
@@ -346,16 +349,17 @@ class LocalFile:
 
     Threads and forked processes may share a LocalFile, because ``pread`` does not use the file
     position. The file is opened on first use. It is closed when too many files are open, or when
-    this object is garbage collected.
+    this object is garbage collected. After that, the next use opens it again.
     """
 
     max_read_bytes = 512 << 10
     """Largest number of bytes that one read should return.
 
-    After a longer read, the data would no longer be in the CPU cache when it is decoded.
+    The data of a longer read would not fit into the CPU cache, and would be decoded from memory.
     """
-    # Maximum size in bytes of one read-ahead request. The kernel truncates a request that is longer
-    # than the largest transfer of the disk, so longer ranges are split into several requests.
+    # Largest number of bytes of one read-ahead request. The kernel truncates requests that are
+    # longer than the largest transfer of the disk. So longer ranges are split into several
+    # requests.
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
@@ -400,9 +404,10 @@ _scratch = threading.local()
 
 
 def scratch_bytes(name: str, n_bytes: int) -> np.ndarray:
-    """Return ``n_bytes`` of a uint8 scratch buffer, with the content of earlier uses.
+    """Return a scratch buffer, uint8 [n_bytes], whose content is arbitrary.
 
-    Each thread has one buffer per ``name``. All calls with this name return the same memory.
+    Each thread has one buffer per ``name``. All calls of a thread with the same name return the
+    same memory.
     """
     buffer: np.ndarray | None = getattr(_scratch, name, None)
     if buffer is None or len(buffer) < n_bytes:

@@ -1,25 +1,26 @@
 """The byte chain: the lossless codecs that encode the inner chunks of every stored array to bytes.
 
-The chain consists of codecs of the Zarr v3 specification, so that any Zarr library can decode the
-chunks: ``bytes`` (little endian), ``blosc`` (zstd level 1, byte shuffle, one block of up to 1 MiB)
-and ``crc32c``.
+The chain consists of three codecs of the Zarr v3 specification, so that any Zarr library can decode
+the chunks: ``bytes`` (little endian), ``blosc`` (zstd level 1, byte shuffle, one block of up to
+1 MiB) and ``crc32c``.
 
-This module builds most blosc frames itself. Its frames are smaller than those of the blosc library,
-which encodes many short matches, and they take less time to process::
+Most chunks are not encoded by the blosc library, because it encodes many short matches. Instead,
+this module builds the blosc frames. For activations, its frames are smaller and take less time to
+encode and decode. They have the standard format::
 
     | version 2 | zstd format 1 | flags | typesize | n_bytes u32 | block_bytes u32 |    header
     | frame_bytes u32 |
     | offset of the one block: u32 |
     | n_bytes u32, plane 0 | n_bytes u32, plane 1 | ...                                 one block
 
-The byte shuffle splits the values into planes: plane i holds byte i of every value. The low byte of
-a bfloat16 or float16 activation is noise, so its plane is stored uncompressed. The high byte (sign
-and exponent, or a quantised code) has few distinct values but no useful matches, so zstd is
-configured for entropy coding only.
+The byte shuffle splits the values into planes: plane i consists of byte i of every value. The low
+byte of a bfloat16 or float16 activation is noise, so its plane is stored uncompressed. The high
+byte (sign and exponent, or a quantised code) has few distinct values, but its plane has no useful
+matches. So zstd is configured to do only entropy coding.
 
-A frame that the blosc library builds has one block, too. The library's default is many small
-blocks. With them, chunks take 0.78 of the raw size instead of 0.69, and three times as long to
-decode.
+If the blosc library encodes a chunk, it is also configured to write one block. By default, it
+writes many small blocks. With them, chunks take 0.78 of the raw size instead of 0.69, and decoding
+takes three times as long.
 """
 
 import struct
@@ -38,8 +39,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from ..errors import StoreDamaged
 from .backend import crc32c, scratch_bytes
 
-# With threads of its own, blosc would write blocks in an order that depends on timing, and would
-# not work after a fork. Callers of this module encode on several threads instead.
+# Turn off the threads of the blosc library. With them, the order of blocks in a frame would depend
+# on timing, and the library would not work after a fork. Callers encode on several threads instead.
 numcodecs.blosc.use_threads = False
 
 BLOSC_BLOCK_BYTES = 1 << 20
@@ -47,8 +48,8 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The names of the codecs that encode every inner chunk, as ``store.json`` records them."""
 
-# Layout of a blosc header: number of raw bytes and number of frame bytes. Its other fields are
-# skipped.
+# Reads two numbers of a blosc header: the number of raw bytes and the number of frame bytes. The
+# other fields are skipped.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
@@ -112,15 +113,16 @@ def decode_chunk(buffer: np.ndarray, out: np.ndarray) -> None:
             f"a chunk has {len(buffer)} bytes, too few for its own header and checksum"
         )
     n_bytes = len(buffer) - CRC_BYTES
-    # Compute the checksum of the whole buffer, which includes the stored checksum, instead of
-    # slicing the buffer. Each Python operation is slow here, because the decompression of the
-    # previous chunk has evicted the interpreter from the CPU caches.
+    # Compute the checksum of the whole buffer, including the stored checksum. Computing it without
+    # the stored checksum would take more Python operations. Each Python operation is slow here,
+    # because the decompression of the previous chunk has evicted the interpreter from the CPU
+    # caches.
     if crc32c(buffer) != _CRC_OF_CHECKED:
         got = crc32c(buffer[:n_bytes])
         (expected,) = _CRC.unpack_from(buffer.data, n_bytes)
         raise StoreDamaged(f"the checksum of a chunk is {got:#010x}, expected {expected:#010x}")
     n_raw_bytes, n_frame_bytes = _BLOSC_HEADER.unpack_from(buffer.data)
-    # Check the sizes in the header, because blosc trusts them.
+    # Check the sizes in the header, because the blosc library does not check them.
     if n_raw_bytes != out.nbytes or n_frame_bytes != n_bytes:
         raise StoreDamaged(
             f"the header of a chunk gives its size as {n_frame_bytes} bytes encoded and "
@@ -141,10 +143,10 @@ _MIN_PLANE_BYTES = 128
 _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
-# If more than this share of the sampled words are repeated, the blosc library encodes the chunk,
-# because the library searches for matches. The search takes time, and if matches are rare, it makes
-# the chunk larger. If only the values of layer 0 repeat in a chunk of eight layers, the share of
-# repeated words is below this limit, and this module encodes the chunk.
+# Some 8-byte words of each chunk are sampled. If more than this share of them are repeated, the
+# blosc library encodes the chunk, because it searches for repetitions. For other chunks, the search
+# would take time and make the chunk larger. The limit is high enough that this module also encodes
+# a chunk of eight layers in which only the values of layer 0 repeat.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -154,14 +156,15 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
     """Encode values as one blosc frame.
 
     Args:
-        values: C-contiguous, little endian. Axis 0 is the axis of tokens, or of blocks of tokens.
+        values: C-contiguous, little endian. Each index along axis 0 is a token or a block of
+            tokens.
 
     Returns:
-        The consecutive pieces of the frame, which are valid until the next call on this thread. The
-        result is None if the caller should use the encoder of the blosc library. That encoder is
-        better for items of more than two bytes, for tiny or narrow arrays, and for arrays in which
-        many rows are equal. For example, the attention values of the target's first layer are equal
-        for equal tokens.
+        The consecutive pieces of the frame. They are valid until the next call on this thread. The
+        result is None if the caller should use the blosc library instead. The library is better for
+        items of more than two bytes, for tiny or narrow arrays, and for arrays in which many rows
+        are equal. For example, equal tokens have equal attention values in the target's first
+        layer.
     """
     planes = _planes(values)
     if planes is None:
@@ -178,8 +181,8 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
 def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Split values into a plane of their low bytes and a plane of their high bytes.
 
-    For one-byte values, both planes are the same array. If the blosc library should encode the
-    values, the result is None.
+    For one-byte values, both planes are the same array. The result is None if the blosc library
+    should encode the values.
     """
     if values.itemsize > 2 or values.ndim < 2 or not len(values):
         return None
@@ -190,14 +193,15 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         return low, low
     words = values.view(np.uint16).reshape(-1)
     n = len(words)
-    # Reuse a buffer: the kernel maps a new array of this size page by page, which takes longer than
-    # the encoding.
+    # Reuse a buffer. The operating system would map a new array of this size page by page, which
+    # takes longer than the encoding.
     scratch = scratch_bytes("planes", 2 * n)
     low = scratch[:n]
     high = scratch[n:]
     np.copyto(low, words, casting="unsafe")
-    # View the memory as 16-bit words from the second byte on. The low half of each such word is the
-    # high byte of a value. Copying these words takes half as long as shifting all values.
+    # View the memory as 16-bit words, beginning at its second byte. The low byte of such a word is
+    # the high byte of a value. Casting these words to bytes takes half as long as shifting all
+    # values.
     shifted = words.view(np.uint8)[1:-1].view("<u2")
     np.copyto(high[:-1], shifted, casting="unsafe")
     high[-1] = words[-1] >> 8
@@ -205,11 +209,14 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Sample a plane: return whether many of its rows repeat, and whether its bytes are noise.
+    """Look at a sample of a plane, which contains one byte of every value.
 
     Args:
-        plane: one byte of every value, uint8 [n_rows * width], at least 8 bytes.
+        plane: uint8 [n_rows * width], at least 8 bytes.
         n_rows: number of rows in the plane.
+
+    Returns:
+        Whether many 8-byte words of the sample are repeated, and whether its bytes are noise.
     """
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES
@@ -218,8 +225,8 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Plain Python is as fast here as a single NumPy call, because the code of NumPy has been
-    # evicted from the CPU caches.
+    # Count in plain Python. It takes no longer than a single NumPy call, because the code of NumPy
+    # has been evicted from the CPU caches.
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
@@ -232,9 +239,9 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane, one byte of every value.
+    """Entropy-code a plane, which contains one byte of every value.
 
-    If coding does not make the plane smaller, it is returned unchanged.
+    If this does not make the plane smaller, the plane is returned unchanged.
     """
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
@@ -265,8 +272,8 @@ _Result = TypeVar("_Result")
 _AHEAD_PER_THREAD = 4
 """Number of queued tasks per thread.
 
-With fewer tasks, threads would wait if the tasks take unequal time. More tasks would only use more
-memory.
+Tasks take unequal time. With fewer queued tasks, some threads would wait for work. With more, only
+the memory would grow.
 """
 
 
@@ -278,8 +285,8 @@ class EncodePool(AbstractContextManager["EncodePool"]):
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        # Upper bound on the number of unfinished encoding tasks of one shard, which limits the
-        # memory. When it is reached, the writer of the shard waits for its oldest task.
+        # Upper bound on the number of unfinished encoding tasks of one shard. It limits the memory.
+        # When a shard has this many tasks, the writer of the shard waits for the oldest one.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
         self.busy_s = 0.0  # CPU time of encoding in seconds, summed over all threads.
         self._counting = threading.Lock()

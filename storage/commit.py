@@ -1,10 +1,11 @@
 """Reads and writes commits: JSON files that list files of a store with sizes and checksums.
 
-``commits/part-K.json`` lists the files of part K of the store. Readers ignore a part that has no
-commit. ``commits/target.json`` lists the files of the target bundle (``target/``).
-``commits/store.json`` lists the files that are read when a store is opened: store.json,
-plan.parquet and the Zarr metadata of the arrays. If a store has no ``commits/store.json``, these
-files are read without a check.
+- ``commits/part-K.json`` lists the files of part K of the store. Readers ignore a part that has no
+  commit.
+- ``commits/target.json`` lists the files of the target bundle (``target/``).
+- ``commits/store.json`` lists the files that describe the store: store.json, plan.parquet and the
+  zarr.json files of the arrays. If a store has no ``commits/store.json``, these files are read
+  without a check.
 """
 
 import contextlib
@@ -61,10 +62,10 @@ def record_of(content: bytes) -> FileRecord:
 
 @dataclass(frozen=True)
 class PartCommit:
-    """The content of ``commits/part-<k>.json``: the file that completes part k of a store.
+    """The content of ``commits/part-<k>.json``, the file that completes part k of a store.
 
-    It lists the files of the part. The names in ``files`` are relative to ``parts/``.
-    ``allocated_tokens`` is the number of tokens including padding.
+    ``files`` maps the names of the files of the part, relative to ``parts/``, to their sizes and
+    checksums. ``allocated_tokens`` is the number of tokens including padding.
     """
 
     part: schema.Natural
@@ -83,7 +84,7 @@ class PartCommit:
         return files_json(**vars(self))
 
     def check_counts(self, store: StorePath, part: int, planned: Mapping[str, int]) -> None:
-        """Compare the numbers of sequences and tokens with the plan of the store.
+        """Compare the counts in this commit with the plan of the store.
 
         Args:
             store: the store that contains this commit.
@@ -91,7 +92,7 @@ class PartCommit:
             planned: the item of ``plan.part_counts`` for this part.
 
         Raises:
-            StoreDamaged: a count differs. The message names all of them.
+            StoreDamaged: a count differs. The message names all counts that differ.
         """
         differences: list[str] = []
         for name, expected in planned.items():
@@ -120,8 +121,8 @@ def read_part_commit(path: StorePath, read: Callable[[], bytes] | None = None) -
 
     Args:
         path: path of the commit.
-        read: function of ``backend.reads_of`` that returns the content of the file. If the argument
-            is None, the file is read now.
+        read: function from ``backend.reads_of`` that returns the content of the file. If the
+            argument is None, the file is read from ``path``.
 
     Raises:
         StoreDamaged: the file is not a valid commit.
@@ -160,7 +161,8 @@ def committed_bytes(store: StorePath) -> int:
         if name.endswith(".json"):
             commits.append(folder / name)
     for _, read in reads_of(commits):
-        # Skip a damaged commit, because the files that it lists will be written again.
+        # Skip a damaged commit. The files that it lists will be written again, so their sizes do
+        # not count.
         with contextlib.suppress(ValueError, OSError):
             records = _FILE_LIST.validate_json(read(), strict=True)["files"].values()
             n_bytes += sum(record.bytes for record in records)
@@ -180,7 +182,7 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array to which a shard belongs. For a zarr.json, return None."""
+    """Return the name of the array to which a shard belongs. For other files, return None."""
     match = _SHARD_NAME.fullmatch(file)
     return None if match is None else match[1]
 
@@ -191,8 +193,8 @@ def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = N
     Args:
         path: path of the file.
         record: size and checksum of the file in its commit.
-        listed_bytes: size of the file from ``listed_sizes`` of a folder, which may be out of date.
-            If this size is None or differs from the commit, the file is checked with ``stat``.
+        listed_bytes: size of the file from a listing of its folder (``listed_sizes``), which may be
+            out of date. If this size is None or differs from the commit, ``stat`` is called.
 
     Raises:
         StoreDamaged: the file is missing, not regular, or of the wrong size.
@@ -234,11 +236,11 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 
 
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
-    """Compare the target bundle, or a local copy of it, with its commit, byte for byte.
+    """Compare the files of the target bundle with the sizes and checksums in its commit.
 
     Args:
         store: the store that contains the commit.
-        folder: the target bundle of the store, or a copy of it.
+        folder: the target bundle of the store, or a local copy of it.
 
     Raises:
         StoreDamaged: a file is missing or differs.
@@ -263,11 +265,18 @@ def check_target_bundle(store: StorePath, folder: StorePath) -> None:
 def _find_damage(
     commit: StorePath, compare: Callable[[Mapping[str, FileRecord]], Damage]
 ) -> Damage:
-    """Compare files with the commit that lists them, and return (path, error) for damaged files.
+    """Compare files with the commit that lists them.
 
-    If the commit cannot be read, or ``compare`` raises StoreDamaged, the commit is the damaged file.
-    If another process replaces the commit during the comparison, the files are compared with the
-    new commit.
+    If another process replaces the commit in the meantime, the comparison is repeated.
+
+    Args:
+        commit: path of the commit. If it does not exist, nothing is compared.
+        compare: compares the files with the sizes and checksums in the commit, and returns the
+            damage. If it raises StoreDamaged, the commit itself counts as damaged.
+
+    Returns:
+        (path, error) for each damaged file. If the commit is not valid, the list contains only the
+        commit.
     """
     while True:
         before = content_of(commit)
@@ -299,7 +308,7 @@ def metadata_names(arrays: Iterable[str]) -> set[str]:
 
 
 def is_metadata(name: str) -> bool:
-    """Whether ``name``, relative to a store, is a zarr.json file. All parts share these files."""
+    """Whether a file is a zarr.json file. ``name`` is its name relative to the store."""
     return name.startswith(f"{schema.PARTS_NAME}/") and name.endswith(f"/{schema.ZARR_NAME}")
 
 
@@ -316,7 +325,7 @@ def write_manifest_commit(store: StorePath, metadata: Collection[str] = ()) -> N
 
 
 def find_manifest_damage(store: StorePath, metadata: bool = True) -> Damage:
-    """Find files that differ from their size or checksum in ``commits/store.json``.
+    """Find files whose size or checksum differs from ``commits/store.json``.
 
     Args:
         store: the store.
@@ -370,18 +379,18 @@ def check_manifest(store: StorePath) -> None:
 def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
     """Repair damaged files that ``commits/store.json`` lists.
 
-    A file is written only if its new content has the size and checksum that the commit lists. If a
-    file already has the content in ``contents``, it is not written, because the commit is damaged
-    and not the file.
+    The content of these files was computed again from the same inputs. A file is written only if
+    its new content has the size and checksum in ``commits/store.json``. If the file already has
+    this content, it is not written: then ``commits/store.json`` is damaged, and not the file.
 
     Args:
         store: the store.
-        contents: name relative to the store -> content that was computed again from the same
-            inputs. Files that are not in this mapping are not written.
+        contents: name relative to the store -> content that was computed again. Other files are not
+            written.
 
     Raises:
-        StoreDamaged: for a damaged file, the content in ``contents`` does not have the size and
-            checksum that the commit lists.
+        StoreDamaged: the new content of a damaged file does not have the size and checksum in
+            ``commits/store.json``.
     """
     for path, error in find_manifest_damage(store):
         name = name_below(store, path)

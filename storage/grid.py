@@ -1,18 +1,21 @@
-"""Chooses the grid of an array, which divides it into inner chunks and shards, and its metadata.
+"""Chooses the grid of an array: how the array is divided into inner chunks and shards.
 
-Tokens per inner chunk: reading a chunk has a fixed cost, so chunks should be long. But a reader
-also decodes tokens that it does not need in the first and last chunk of a sequence, so chunks
-should be short. ``chunk_tokens`` minimises the sum of the two costs: 64 tokens for wide arrays,
-more for narrow ones (256 at 768 bytes per token, 2048 for token ids).
+It also makes and reads the Zarr metadata of arrays, which describes the grid.
 
-Layers per inner chunk: as many as make a chunk of 128 KiB to 1 MiB, a size that decodes fast. For
-real targets this is one layer, so that a drafter that needs one layer reads the bytes of one layer.
-With several layers per chunk, a reader of one layer would have to decode all of them, because a
-chunk has one checksum and one entropy code. In an array of pieces (ranges of transform codes, see
-``codecs.coding``), a chunk contains one piece, and its number of tokens depends on the width of a
-piece.
+*Tokens per inner chunk.* Reading a chunk has a fixed cost, so chunks should be long. But a reader
+of a sequence also decodes tokens of other sequences in the first and the last chunk, so chunks
+should be short. ``chunk_tokens`` minimises the sum of the two costs. The result is 64 tokens for
+wide arrays, and more for narrow arrays (256 at 768 bytes per token, 2048 for token ids).
 
-All parts of a store share one Zarr array per stored array. Part k has the rows from
+*Layers per inner chunk.* Chunks of 128 KiB to 1 MiB decode fast. For targets of the usual sizes,
+one layer is enough for this size. A drafter that needs one layer then reads the bytes of one layer.
+With several layers per chunk, it would have to decode all of them, because a chunk has one checksum
+and one entropy code.
+
+*Pieces.* A transform codec may cut its codes into pieces (see ``codecs.coding``). In an array of
+pieces, a chunk contains one piece, and the number of tokens depends on the width of a piece.
+
+*Shards.* All parts of a store share one Zarr array per stored array. Part k has the rows from
 ``k * part_rows`` on, in separate shards. For ``kv`` of Llama-3-8B in parts of 65,536 tokens, each
 part has four shards of 2 GiB::
 
@@ -21,8 +24,8 @@ part has four shards of 2 GiB::
            +------------------------ part 0 -----------------------+---- part 1 ---...
 
 A shard contains all layers. Shards are large, because each shard takes a file, a sync and, in an
-object store, a request. They are limited to 2 GiB, because a reader of a single chunk has to read
-the whole index of its shard, which takes 128 KiB for 2 GiB.
+object store, a request. But a reader of a single chunk must read the whole index of the shard,
+which has 128 KiB for 2 GiB of raw values. So a shard has at most 2 GiB of raw values.
 """
 
 import math
@@ -51,16 +54,17 @@ It is expressed as the number of raw bytes that can be decoded in this time.
 SEQUENCE_TOKENS = 512
 """Sequence length for which ``chunk_tokens`` is optimal.
 
-For sequences of twice or half this length, the optimum would be a neighbouring power of two.
+For sequences of twice or half this length, the best number of tokens per chunk would differ by a
+factor of two at most.
 """
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30  # Upper bound on the raw bytes of a shard.
 PART_STEP_TOKENS = 8192
-"""Each part of a store has room for a multiple of this number of tokens.
+"""The number of tokens for which each part has room is a multiple of this number.
 
-The number equals the largest result of :func:`chunk_tokens`, so every part consists of whole
-chunks.
+The largest chunks have this number of tokens (see :func:`chunk_tokens`), and the number of tokens
+of any chunk is a power of two. So every part consists of whole chunks.
 """
 MAX_READABLE_CHUNK_BYTES = 256 << 20
 MAX_SHARD_CHUNKS = 1 << 28
@@ -76,7 +80,8 @@ class ArrayGrid:
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    shard_shape: tuple[int, ...]  # A multiple of ``chunk_shape`` along every axis.
+    # A multiple of ``chunk_shape`` along every axis.
+    shard_shape: tuple[int, ...]
     # Number of rows of each part of the store, a multiple of the number of rows of a shard.
     part_rows: int
 
@@ -92,7 +97,7 @@ class ArrayGrid:
 
     @property
     def chunks_per_row(self) -> int:
-        """Number of inner chunks that contain different layers of the same tokens (axis 1)."""
+        """Number of inner chunks of a shard along axis 1 (layers or pieces)."""
         return self.shard_shape[1] // self.chunk_shape[1] if len(self.shape) > 1 else 1
 
     @property
@@ -132,9 +137,8 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
     room = -(-longest_part // PART_STEP_TOKENS) * PART_STEP_TOKENS
     n_chunk_rows = math.ceil(array.n_rows(room) / chunk_shape[0])
     max_chunk_rows = max(1, MAX_SHARD_BYTES // (chunk_shape[0] * array.row_bytes))
-    # Zarr's regular grid requires that all shards of an array have the same shape. Divide the rows
-    # of a part among the smallest number of equal shards for which each shard has at most
-    # MAX_SHARD_BYTES.
+    # Zarr requires that all shards of an array have the same shape. So divide a part into equal
+    # shards. Choose the smallest number of shards with at most MAX_SHARD_BYTES each.
     shards = next(
         n
         for n in range(1, n_chunk_rows + 1)
@@ -147,11 +151,10 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # The array is divided into pieces (ranges of codes) along axis 1. The pieces of the same
-        # tokens are adjacent in the file and are read together. So the fixed cost of a piece is
-        # assumed to be half the fixed cost of a chunk that is read alone. ``chunk_tokens`` has no
-        # parameter for this cost. Pass twice the bytes per token, which gives the same number of
-        # tokens.
+        # The array is divided into pieces along axis 1. The pieces of the same tokens are adjacent
+        # in the file and are read together. So assume that a piece has half the fixed cost of a
+        # chunk that is read alone. ``chunk_tokens`` has no parameter for the fixed cost. Instead,
+        # pass twice the bytes per token, which gives the same number of tokens.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
@@ -163,10 +166,10 @@ def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
 def chunk_tokens(token_bytes: float) -> int:
     """Choose the number of tokens of an inner chunk, 64 times a power of two.
 
-    The choice minimises the cost of reading a sequence. On average, a sequence of
-    ``SEQUENCE_TOKENS`` tokens that starts at any multiple of 64 overlaps
-    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens. Each of these chunks costs its raw bytes
-    plus ``CHUNK_OVERHEAD_BYTES``.
+    The choice minimises the cost of reading a sequence of ``SEQUENCE_TOKENS`` tokens. Sequences
+    start at multiples of 64. So on average, the sequence overlaps
+    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens. The cost of a chunk is its number of raw
+    bytes plus ``CHUNK_OVERHEAD_BYTES``.
 
     Args:
         token_bytes: raw bytes per token.
@@ -184,8 +187,9 @@ def chunk_tokens(token_bytes: float) -> int:
 def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     """Return the number of layers of an inner chunk, a divisor of ``n_layers``.
 
-    It is the smallest divisor for which a chunk has at least ``MIN_CHUNK_BYTES``. If there is none,
-    it is the largest divisor for which a chunk has at most ``MAX_CHUNK_BYTES``.
+    It is 1 or a divisor for which a chunk has at most ``MAX_CHUNK_BYTES``. Of these numbers, it is
+    the smallest one for which a chunk has at least ``MIN_CHUNK_BYTES``. If there is none, it is the
+    largest of these numbers.
     """
     layer_bytes = row_bytes // n_layers
     divisors = [1]
@@ -196,7 +200,9 @@ def _chunk_layers(n_layers: int, row_bytes: int) -> int:
 
 
 def zarr_metadata(grids: Iterable[tuple[StoredArray, ArrayGrid]]) -> dict[str, bytes]:
-    """Return the zarr.json files, made by zarr-python, of a Zarr group that contains these arrays.
+    """Make the zarr.json files of arrays, and of the Zarr groups that contain them.
+
+    The files are made by zarr-python.
 
     Returns:
         Path relative to the group -> content of the file.
@@ -258,7 +264,7 @@ def read_grid(parts: StorePath, array: StoredArray, n_parts: int, longest_part: 
 
 
 def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGrid:
-    """Convert the content of an array's zarr.json to its grid. zarr-python parses the document.
+    """Convert the content of an array's zarr.json to the grid of the array.
 
     Args:
         text: content of zarr.json.
@@ -310,10 +316,11 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 
 
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
-    """Whether readers can use a grid. zarr-python has checked that chunks divide shards evenly.
+    """Whether readers can use a grid.
 
-    In such a grid, only axis 0 and axis 1 (layers or pieces) are divided, and the rows of a part
-    are whole shards. Chunks and shard indexes are small enough to be allocated.
+    Only axis 0 and axis 1 (layers or pieces) may be divided. A part must consist of whole shards.
+    Chunks and shard indexes must be small enough to be allocated. zarr-python has already checked
+    that a shard consists of whole chunks.
     """
     shape = grid.shape
     chunk = grid.chunk_shape

@@ -1,14 +1,15 @@
 """Reads and writes files in buckets with obstore: S3 and compatible servers, Google Cloud, Azure.
 
-All settings come from the environment, with the variable names of each provider's own tools:
+All settings are environment variables. Their names are those that each provider's own tools use:
 ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server with the S3 API),
 ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition,
 ``MOA_DATA_REMOTE_TIMEOUT_S`` is the number of seconds for which failed requests are retried.
 
-A request may be executed although its response is lost or late, so the outcome of a request can be
-unknown. For this reason every request can be retried: a read returns the content of the file, and
-an upload writes the same bytes again. If the response to a conditional write (create or replace)
-does not show its outcome, the file is read and compared with the new content.
+A server may execute a request although its response is lost. So after an error, the client does not
+know whether the request was executed, and sends the request again. It does no harm if a request is
+executed twice. A repeated upload writes the same bytes again. A repeated conditional write (create
+or replace) fails if the first one was executed. In that case, the client reads the file. If the
+file has the new content, the write was successful.
 """
 
 import logging
@@ -35,17 +36,17 @@ from ..text import first_line
 from .requests import REQUEST_BYTES, Entry, requests
 
 GAP_BYTES = 256 << 10
-"""Two ranges of a file with at most this many bytes between them are read by one request.
+"""If two ranges of a file have at most this many bytes between them, one request reads both.
 
-Reading the bytes between them costs less than a second request.
+Reading the bytes between the ranges costs less than a second request.
 """
-# Size of the largest file that S3 copies with one request. Larger files are downloaded and
-# uploaded.
+# Size of the largest file that S3 copies with one request. To copy a larger file, the client
+# downloads and uploads it.
 COPY_BYTES = 5 << 30
-# Number of blocks of one file that are uploaded in parallel. All of them are in memory.
+# Number of blocks of one file that are uploaded in parallel. These blocks are in memory.
 UPLOADS_AT_ONCE = 8
-# If a request gets no response for this number of seconds, the process logs once for each bucket
-# that it is waiting.
+# If a request gets no response for this number of seconds, the process logs a message. It does so
+# once for each bucket.
 NOTICE_S = 5.0
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
@@ -54,7 +55,8 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 
-# Errors that a retry cannot avoid, because the credentials or the request itself are wrong.
+# Errors after which a retry would fail, too: the credentials are wrong (refusals), or the request
+# itself is wrong (mistakes).
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _MISTAKES = (
     exceptions.InvalidPathError,
@@ -68,7 +70,7 @@ T = TypeVar("T")
 
 
 class _Torn(Exception):
-    """A response does not have the number of bytes that was announced or requested."""
+    """A response has fewer bytes than the server announced or the client requested."""
 
 
 class ObjectStore:
@@ -155,7 +157,7 @@ class ObjectStore:
     def _get_range(self, name: str, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop) of a file with one request.
 
-        This does not use ``obstore.get_ranges``, which panics if the server returns fewer bytes.
+        ``obstore.get_ranges`` is not used, because it panics if the server returns fewer bytes.
         """
         try:
             data = memoryview(obstore.get_range(self.connection, name, start=start, end=stop))
@@ -177,8 +179,8 @@ class ObjectStore:
         """Write a file that must not exist.
 
         Returns:
-            Whether the file now holds ``data``. This is also true if another writer wrote the same
-            data.
+            Whether the content of the file is now ``data``. This is also true if another writer has
+            written the same content.
         """
         return self._settled(name, data, "create")
 
@@ -195,10 +197,16 @@ class ObjectStore:
         return content == old and self._settled(name, new, version)
 
     def _settled(self, name: str, data: bytes, mode: Any) -> bool:
-        """Write a file under a condition (``mode``). Return whether the file now holds ``data``.
+        """Write a file under a condition. Return whether the content of the file is now ``data``.
 
-        If the response does not show whether this or another writer was first, compare the content
-        of the file with ``data``.
+        If the response does not show whether the file was written, the content of the file is read
+        and compared with ``data``.
+
+        Args:
+            name: name of the file.
+            data: new content of the file.
+            mode: the condition: ``"create"`` if the file must not exist, or the version of the file
+                that may be replaced.
         """
 
         def write() -> bool:
@@ -218,8 +226,8 @@ class ObjectStore:
                 )
                 if current is not None and (is_conflict or mode == "create"):
                     return False
-                # S3 may respond with 409 to both of two concurrent requests, and it is possible
-                # that neither of them has written the file. In that case, try again.
+                # S3 may respond with 409 to both of two concurrent requests, although neither of
+                # them has written the file. So raise the error, and the caller tries again.
                 raise
             return True
 
@@ -245,8 +253,8 @@ class ObjectStore:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
                 return
-            # While obstore takes the blocks of an upload from an iterator, it panics if the same
-            # thread makes another obstore call. So read the blocks on another thread.
+            # obstore takes the blocks of the upload from an iterator. It panics if the iterator
+            # makes an obstore call on the same thread. So read the blocks on another thread.
             with ThreadPoolExecutor(1) as reader:
 
                 def read(start: int) -> memoryview:
@@ -277,8 +285,8 @@ class ObjectStore:
         """Make a short request with retries. If it takes long, a message is logged."""
         global _watcher
         if _watcher is None:
-            # One thread watches all requests. A timer per request would nearly double the CPU time
-            # of a short request.
+            # One thread watches all requests, because a timer per request would nearly double the
+            # CPU time of a short request.
             _watcher = threading.Thread(target=_watch, name="object-store-watch", daemon=True)
             _watcher.start()
         key = object()
@@ -327,8 +335,8 @@ def _connect(url: str) -> Connection:
     try:
         return from_url(
             url,
-            # The read timeout aborts stalled transfers, but not slow ones. The timeout of a whole
-            # request is long, because links have different speeds.
+            # The read timeout aborts transfers that have stalled, but not slow transfers. The
+            # timeout of a whole request is long, so that requests succeed on slow links, too.
             client_options={
                 "timeout": timedelta(minutes=20), "read_timeout": timedelta(seconds=30),
                 "connect_timeout": timedelta(seconds=5),
@@ -390,9 +398,10 @@ _runtime_pid: int | None = None
 
 
 def _refuse_fork(url: str) -> None:
-    """Raise an error in a forked process whose parent has used obstore before the fork.
+    """Raise an error in a forked process if its parent had used obstore before the fork.
 
-    The threads of obstore do not exist in the child process, so its calls would hang.
+    obstore runs requests on threads. They do not exist in the child process, so its requests would
+    hang.
     """
     global _runtime_pid
     if _runtime_pid is None:
@@ -405,12 +414,13 @@ def _refuse_fork(url: str) -> None:
         )
 
 
-_waiting: dict[object, tuple[float, str]] = {}  # request -> its start, and the URL of its bucket
+# Request -> its start time in seconds, and the URL of its bucket.
+_waiting: dict[object, tuple[float, str]] = {}
 _watcher: threading.Thread | None = None
 
 
 def _watch() -> None:
-    """Log if a bucket does not answer for long. A process logs this once for each bucket."""
+    """Log a message if a bucket does not answer for long, at most once for each bucket."""
     reported: set[str] = set()
     while True:
         time.sleep(NOTICE_S / 10)

@@ -19,17 +19,18 @@ _BLOCKS_AHEAD = 4
 
 
 class Stat(NamedTuple):
-    """The result of :meth:`RemotePath.stat`: the known attributes of a remote file."""
+    """The result of :meth:`RemotePath.stat`. Only the size of a remote file is known."""
 
     st_size: int
     st_mode: int = stat.S_IFREG
 
 
 class RemotePath:
-    """A file or folder in an object store, with the interface of ``Path``.
+    """The path of a file or folder in an object store.
 
-    Like ``backend.LocalBackend``, it also reads and writes the file or folder. The methods are
-    documented in ``LocalBackend``. The path of the store itself has an empty key.
+    It has two sets of methods. The first set is the same as that of ``pathlib.Path``. The second
+    set reads and writes the file or folder, as in ``backend.LocalBackend``, which documents these
+    methods. The path of the store itself has an empty key.
     """
 
     uploads = True
@@ -144,8 +145,9 @@ class RemotePath:
         return Path(tempfile.gettempdir())
 
 
-StorePath = Path | RemotePath  # The path of a store, or of a file or folder in a store.
-# What functions accept as the path or URL of a store; see ``open_path``.
+# The path of a store, or of a file or folder in a store.
+StorePath = Path | RemotePath
+# Types that functions accept as the path or URL of a store. ``open_path`` converts them.
 StoreLike = str | os.PathLike[str] | StorePath
 
 

@@ -1,12 +1,12 @@
 """Makes, checks, writes and reads plan.parquet, and reads texts.arrow.
 
-The plan assigns each sequence to a part of the store and to a position in this part. (A part is a
-range of sequences that is written and committed as a whole.) The plan is fixed before the first
-forward pass of the target. Parts are filled in the order of the rows of the dataset, so that the
-first parts of a store are an unbiased sample of the dataset. In a part, the sequences are sorted by
+A store is divided into parts, which are written and committed one by one. The plan assigns each
+sequence to a part, and to a position in this part. The plan is made before the first forward pass
+of the target. Parts are filled in the order of the rows of the dataset, so that the first parts of
+a store are not biased towards short or long sequences. In a part, the sequences are sorted by
 length, so that batches of consecutive sequences have little padding.
 
-A table of texts (texts.arrow) has the tokens and response masks of all sequences.
+texts.arrow is a table of the tokens and response masks of all sequences.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ SEQUENCE_SCHEMA = pa.schema(
         ("n_response_tokens", pa.int32()),
     ]
 )
-"""Columns of the table from which a plan is made.
+"""Columns of the table from which a plan is made. The table has one row per sequence.
 
-For each sequence, the table contains a hash of its content, its row in the dataset, and its numbers
-of tokens and of response tokens.
+``sequence_id`` is a hash of the sequence's content, and ``source_row`` is its row in the dataset.
+``n_tokens`` is its number of tokens, and ``n_response_tokens`` is its number of response tokens.
 """
 
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(
     pa.field("first_token", pa.int64())
 )
-"""Columns of plan.parquet.
+"""Columns of plan.parquet: the columns of ``SEQUENCE_SCHEMA`` and two more columns.
 
-In addition to ``SEQUENCE_SCHEMA``, ``part`` is the number of the sequence's part, and
-``first_token`` is the position of its first token on the token axis of the part.
+``part`` is the number of the part that contains the sequence. ``first_token`` is the position of
+the sequence's first token on the token axis of this part.
 """
 
 # Columns of the file texts.arrow, which has one row per sequence.
@@ -57,17 +57,17 @@ TEXTS_COLUMNS = ["sequence_id", "source_row", "tokens", "response_mask"]
 # Key in the metadata of texts.arrow. Its value is the result of ``texts_sha256``.
 TEXTS_SHA256 = b"sha256"
 
-MAX_ID_BYTES = 1024  # Readers refuse a plan with a longer sequence id.
+MAX_ID_BYTES = 1024  # Largest size of a sequence id in bytes. Readers refuse a longer id.
 
-# Maximum size of plan.parquet in bytes. Readers refuse a larger file. This size allows 100 bytes
-# per sequence for ten million sequences.
+# Largest size of plan.parquet in bytes. Readers refuse a larger file. This size is enough for ten
+# million sequences with 100 bytes each.
 MAX_PLAN_BYTES = 1 << 30
 
 
 def numbers(table: pa.Table, name: str) -> np.ndarray:
     """Return a numeric column without nulls as a NumPy array [n_rows]."""
-    # Do not use to_numpy or pa.array: both make pyarrow import pandas, which takes half a second in
-    # each command.
+    # Do not use to_numpy or pa.array. Both make pyarrow import pandas, which takes half a second in
+    # every command.
     chunks = [np.from_dlpack(chunk) for chunk in table[name].chunks if len(chunk)]
     return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
 
@@ -90,7 +90,7 @@ def column(values: np.ndarray) -> pa.Array:
 
 
 def text_column(values: Iterable[str]) -> pa.Array:
-    """Convert strings to a pyarrow column. Their total size must not exceed 2 GB."""
+    """Convert strings to a pyarrow column. All strings together must not exceed 2 GB."""
     encoded = [value.encode() for value in values]
     offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
@@ -181,10 +181,11 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
 
 
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
-    """Return, for each part of the store, the counts that its commit must contain.
+    """Count the sequences and tokens of each part, as the part's commit must contain them.
 
-    The keys of the counts are ``part`` (its number), ``n_sequences``, ``n_tokens`` and
-    ``allocated_tokens`` (the number of tokens including padding).
+    Returns:
+        One item for each part, with the keys ``part`` (the number of the part), ``n_sequences``,
+        ``n_tokens`` and ``allocated_tokens`` (the number of tokens including padding).
     """
     part = numbers(plan, "part")
     ends = numbers(plan, "first_token") + numbers(plan, "n_tokens")
@@ -205,8 +206,9 @@ def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
 def check_plan(plan: pa.Table, alignment_tokens: int) -> None:
     """Check that a plan is valid.
 
-    The sequences must be valid, start at multiples of ``alignment_tokens``, and not overlap. The
-    numbers of the parts must start at 0 and have no gaps.
+    The sequences must not overlap, and must start at multiples of ``alignment_tokens``. The numbers
+    of the parts must start at 0 and have no gaps. Every sequence must have a unique id and at least
+    one token.
 
     Raises:
         StoreDamaged: the plan is not valid.
@@ -263,7 +265,7 @@ def check_plan_of(store: StorePath, manifest: StoreManifest, plan: pa.Table) -> 
 def plan_bytes(plan: pa.Table) -> bytes:
     """Return the content of plan.parquet for a plan.
 
-    The same release of pyarrow gives equal bytes for equal plans.
+    Equal plans give equal bytes, if the release of pyarrow is also the same.
     """
     sink = pa.BufferOutputStream()
     pq.write_table(plan.replace_schema_metadata(None).combine_chunks(), sink, compression="zstd")
@@ -271,7 +273,7 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def _declared_bytes(metadata: pq.FileMetaData) -> int:
-    """Sum the sizes of all columns of a plan, as the metadata of its file declares them."""
+    """Add up the sizes of all columns of a plan, as declared in the metadata of the file."""
     n_bytes = 0
     for group in range(metadata.num_row_groups):
         for index in range(6):
@@ -299,8 +301,8 @@ def read_plan(path: StorePath) -> pa.Table:
     try:
         file = pq.ParquetFile(pa.BufferReader(content), read_dictionary=["sequence_id"])
         metadata = file.metadata
-        # Check the sizes in the file's metadata before memory is allocated. A file cannot have more
-        # rows than bytes: each row has a sequence id of its own, which takes at least one byte.
+        # Check the sizes in the file's metadata before memory is allocated. A valid file has at
+        # least one byte per row, because each row has a different sequence id.
         n_bytes = _declared_bytes(metadata)
         if metadata.num_rows > len(content) or n_bytes > 2 * MAX_ID_BYTES * metadata.num_rows + (
             1 << 20
@@ -309,7 +311,8 @@ def read_plan(path: StorePath) -> pa.Table:
                 f"it declares {metadata.num_rows} rows and {n_bytes} decompressed bytes, which is "
                 f"too much for a file of {len(content)} bytes"
             )
-        # Read on one thread. A failure to start another thread would look like a damaged file.
+        # Read on one thread. If pyarrow could not start another thread, the error would look like
+        # a damaged file.
         plan = file.read(use_threads=False)
         longest_ids: list[int] = []
         for ids in plan["sequence_id"].chunks:
@@ -318,8 +321,8 @@ def read_plan(path: StorePath) -> pa.Table:
             raise ValueError(f"it has a sequence id of more than {MAX_ID_BYTES} bytes")
         plan = plan.set_column(0, "sequence_id", plan["sequence_id"].cast(pa.string()))
         plan.validate(full=True)
-    # pyarrow's memory error is both a MemoryError and an ArrowException. It does not mean that the
-    # file is damaged.
+    # Too little memory does not mean that the file is damaged. pyarrow's memory error is both a
+    # MemoryError and an ArrowException, so handle it before ArrowException.
     except MemoryError:
         raise
     except (
@@ -346,8 +349,8 @@ def read_plan(path: StorePath) -> pa.Table:
 def map_texts(path: StorePath) -> pa.Table:
     """Map texts.arrow into memory.
 
-    A remote file is first copied to a temporary file, which is mapped and then deleted. Its content
-    stays available until the mapping is freed.
+    A remote file is first downloaded to a temporary file. The temporary file is mapped and then
+    deleted. Its content stays available until the mapping is freed.
     """
     if isinstance(path, Path):
         with pa.memory_map(os.fspath(path)) as file:
@@ -358,10 +361,10 @@ def map_texts(path: StorePath) -> pa.Table:
 
 
 def texts_sha256(texts: pa.Table) -> bytes:
-    """Return the sha256, in hex, of the counts and of all columns of texts.arrow.
+    """Return the sha256, in hex, of all columns of texts.arrow and of the counts in its metadata.
 
     Raises:
-        ValueError: the table is not a table of texts.
+        ValueError: the table does not have the columns of texts.arrow.
     """
     counts = json.loads((texts.schema.metadata or {}).get(b"counts", b"null"))
     if texts.column_names != TEXTS_COLUMNS or any(
@@ -369,8 +372,8 @@ def texts_sha256(texts: pa.Table) -> bytes:
     ):
         raise ValueError(f"expected the columns {TEXTS_COLUMNS}, each in one chunk")
     digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
-    # Use the only chunk of each column. Combining chunks would copy the table, which may be as
-    # large as the memory.
+    # Each column has one chunk. Use it directly: `combine_chunks` would copy the table, which may
+    # be as large as the memory.
     ids, rows, tokens, mask = (column.chunk(0) for column in texts.columns)
     for key in ids.to_pylist():
         digest.update(key.encode())

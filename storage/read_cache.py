@@ -1,20 +1,24 @@
 """Reads byte ranges of remote shards, with an optional cache on a local disk.
 
 If the cache is large enough, the second epoch of a training makes no requests to the server. The
-cache consists of blocks, which are consecutive ranges of 1 MiB of a shard. Each block is a file.
-The file's name is derived from the path of the shard and from the shard's size and checksum in the
-commit. A block is therefore never used for a different shard, nor for the shard of a store that was
-written again. Each file ends with the CRC-32C of its block. A block whose checksum is wrong is
-fetched again::
+cache divides each shard into blocks of 1 MiB. Each cached block is a file, which ends with a
+checksum of the block::
 
-    DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then its CRC-32C
+    DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then the CRC-32C of these bytes
 
-Any number of processes may share a folder. A block is written to a temporary file that is then
-renamed, so readers see only complete blocks. Files are not synced, because a block that a crash has
-damaged has a wrong checksum. Whenever a process has written 1/20 of the size limit, it evicts the
-least recently used blocks until the rest take at most 19/20 of the limit. It does not count the
-blocks that other processes write in the meantime, so each further process may exceed the limit by
-1/20.
+*Names.* The name of the file is a hash of three values, followed by the number of the block. The
+values are the path of the shard, and the shard's size and checksum in the commit. So a block is
+never used for a different shard. It is not used either if the store is written again with other
+content.
+
+*Sharing.* Any number of processes may share a folder. A block is written to a temporary file that
+is then renamed, so readers see only complete blocks. Files are not synced. If a crash damages a
+block, its checksum is wrong, and the block is fetched again.
+
+*Eviction.* Whenever a process has written 1/20 of the size limit, it deletes the least recently
+used blocks until the cache takes at most 19/20 of the limit. In between, a process does not notice
+the blocks that other processes write. So with n processes, the cache may exceed the limit by
+(n - 1)/20.
 """
 
 import hashlib
@@ -37,15 +41,15 @@ from .requests import REQUEST_BYTES, requests
 FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
 SIZE_VARIABLE = "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
-# Size of a block. Smaller blocks would not save reads, because a whole sequence takes many blocks
-# of this size. They would only need more files.
+# Size of a block in bytes. A sequence consists of many blocks of this size. So with smaller blocks,
+# hardly fewer bytes would be read, but there would be more files.
 BLOCK_BYTES = 1 << 20
 _CRC = struct.Struct("<I")
 _FREED_SHARE = 20
 
 
 class RemoteFile:
-    """A remote file of which byte ranges can be read.
+    """Reads byte ranges of a remote file.
 
     Args:
         path: path of the file.
@@ -83,7 +87,7 @@ Ranges = Sequence[tuple[RemoteFile, int, int]]
 def fetch_ranges(ranges: Ranges) -> list[memoryview]:
     """Fetch byte ranges with concurrent requests.
 
-    If a file ends before the end of a range, the range's result is shorter than requested.
+    If a file ends before the end of a range, the result for this range is shorter.
     """
     cache = ranges[0][0].cache
     return _request(ranges) if cache is None else cache.read(ranges)
@@ -97,7 +101,7 @@ def _request(ranges: Ranges) -> list[memoryview]:
 class ReadCache:
     """A cache of blocks of remote files in a local folder. Several processes may share the folder.
 
-    Pickling this object pickles only the path and size of the folder.
+    Pickling this object pickles only the path of the folder and the size limit.
 
     Args:
         folder: folder of the cache. It is created when the first block is written.
@@ -108,8 +112,8 @@ class ReadCache:
         self.folder = Path(folder).expanduser().absolute()
         self.max_bytes = max_bytes
         self._counting = threading.Lock()
-        # Bytes written since the last eviction. With this initial value, the first block causes an
-        # eviction.
+        # Number of bytes written since the last eviction. It starts with this value, so that the
+        # first new block causes an eviction.
         self._n_written = max_bytes
 
     def __reduce__(self) -> "tuple[type[ReadCache], tuple[Path, int]]":
@@ -140,7 +144,7 @@ class ReadCache:
         return self.folder / "blocks" / digest[:2] / f"{digest}-{block.number:06d}"
 
     def _load(self, block: "_Block") -> bytes:
-        """Read a block from the cache. The result is empty if the cache does not have the block."""
+        """Read a block from the cache. The result is empty if the block is missing or damaged."""
         path = self._path(block)
         start, stop = block.span
         with suppress(OSError):
@@ -158,8 +162,8 @@ class ReadCache:
         start, stop = block.span
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
-            # Do not cache this block. Either the file is shorter than its commit says, which the
-            # reader of the file will detect, or the cache is smaller than one block.
+            # Do not cache this block. Either the cache is smaller than one block, or the file is
+            # shorter than its commit says. The reader of the file will detect the latter.
             return
         path = self._path(block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
@@ -174,7 +178,7 @@ class ReadCache:
                 partial.unlink(missing_ok=True)
 
     def _make_room(self, n_bytes: int) -> None:
-        """Count a new block of ``n_bytes``, and evict old blocks if many bytes have been written.
+        """Count a new block of ``n_bytes``, and evict old blocks from time to time.
 
         Blocks are evicted each time this process has written 1/20 of the size limit of the cache.
         """
@@ -203,16 +207,16 @@ class ReadCache:
 
 
 def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache | None:
-    """Return the read cache with the settings in the arguments or the environment.
+    """Return a read cache. Its settings are the arguments, or else environment variables.
 
     Args:
-        folder: folder of the cache. If the argument is None, it is the value of
-            ``MOA_DATA_CACHE_DIR``.
-        n_gb: size of the cache in GB. If the argument is None, it is the value of
-            ``MOA_DATA_CACHE_GB`` (default 100).
+        folder: folder of the cache. If the argument is None, the variable ``MOA_DATA_CACHE_DIR``
+            is used.
+        n_gb: size limit of the cache in GB. If the argument is None, the variable
+            ``MOA_DATA_CACHE_GB`` is used, or 100 if it is not set.
 
     Returns:
-        The cache, or None if neither the argument nor the environment gives a folder.
+        The cache, or None if neither the argument nor the variable gives a folder.
 
     Raises:
         OptionInvalid: the size is not a positive number.
@@ -234,7 +238,10 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
 
 
 class _Block(NamedTuple):
-    """A range of a remote file that is cached as a whole: BLOCK_BYTES, or the rest of the file."""
+    """A range of a remote file that is cached as a whole.
+
+    It has BLOCK_BYTES. The last block of a file may be shorter.
+    """
 
     file: RemoteFile
     number: int
@@ -255,9 +262,9 @@ def _blocks(file: RemoteFile, start: int, stop: int) -> list[_Block]:
 
 
 def _cut(blocks: Sequence[bytes], start: int, stop: int) -> memoryview:
-    """Return the bytes [start, stop) of a file from the consecutive blocks that contain them.
+    """Return the bytes [start, stop) of a file, given the consecutive blocks that contain them.
 
-    The result is shorter if the last block is shorter than expected.
+    If the file ends before ``stop``, the result is shorter.
     """
     skipped = start % BLOCK_BYTES
     n_bytes = max(0, stop - start)

@@ -1,11 +1,12 @@
-"""Limits and thread pools of requests to object stores, and the entries of their listings."""
+"""Limits and thread pools of requests to object stores, and the type of an entry of a listing."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import NamedTuple
 
-# Largest number of bytes that one request to a server reads, and size of the blocks of an upload.
+# Largest number of bytes that one request to a server reads. It is also the size of the blocks of
+# an upload.
 REQUEST_BYTES = 8 << 20
 MAX_REQUESTS = 32
 """Upper bound on the number of concurrent requests of one process.
@@ -32,8 +33,9 @@ def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
 
     The threads of the pool start on first use. After a fork, the child process gets a new pool.
     """
-    # If two threads call this function at the same time, they may create two pools. Only one of the
-    # pools stays in `_pools`. The threads of the other pool end when their work is done.
+    # If two threads call this function at the same time, they may create two pools. Only one of
+    # them stays in `_pools`. This does no harm: the threads of the other pool end when their work
+    # is done.
     if (key := (name, os.getpid())) not in _pools:
         _pools[key] = ThreadPoolExecutor(n_threads, name)
     return _pools[key]

@@ -37,10 +37,10 @@
       locks/                      lock files of parts and documents, while several processes write;
                                   deleted by the last of these processes
 
-A store is divided into parts, ranges of sequences that are written and committed independently. The
-commit of a part is the JSON file that lists its files. Readers ignore a part that has no commit.
-Equal inputs give equal bytes in every file except ``runs/`` and the lock files.
-``docs/format.md`` explains the format to authors of other programs.
+A store is divided into parts. Each part is a range of sequences. The commit of a part is a JSON
+file that lists the files of the part. Readers ignore a part that has no commit. Equal inputs give
+equal bytes in every file except ``runs/`` and the lock files. ``docs/format.md`` explains the
+format to authors of other programs.
 """
 
 import json
@@ -63,22 +63,22 @@ PLAN_NAME = "plan.parquet"
 LOCK_NAME = "store.lock"
 OPENING_NAME = "opening.lock"
 LOCKS_NAME = "locks"
-# Lock file of earlier releases, which writers delete.
+# Lock file of earlier releases. Writers delete it.
 PUBLISH_NAME = "publish.lock"
-# Names of all lock files and of their folder.
+# Names of the lock files in a store's folder, and of the folder that contains all other lock files.
 LOCK_NAMES = frozenset((LOCK_NAME, OPENING_NAME, LOCKS_NAME, PUBLISH_NAME))
 TARGET_NAME = "target"
 PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
-# Key in a JSON file of ``runs/``. Its value is the weights_sha256 of the model that wrote the
+# Key in the JSON files of ``runs/``. Its value is the weights_sha256 of the model that wrote the
 # answers of the chats, or null.
 ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"
-# Start of the name of the folder in which a speed test writes and which it removes afterwards.
+# Prefix of the name of a temporary folder to which a speed test writes.
 SPEED_TEST_PREFIX = ".moa-data-speed-"
 _DOCUMENTS = (MANIFEST_NAME, PLAN_NAME, CARD_NAME, TEXTS_NAME)
 _FOLDERS = (TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME)
@@ -113,10 +113,11 @@ def manifest_commit_path(store: StorePath) -> StorePath:
 
 
 def publication_path(commit: StorePath) -> StorePath:
-    """Return the path of the publication record of a commit, a JSON file that lists uploads.
+    """Return the path of the publication record of a commit.
 
-    Only a store in a bucket has such a file, and only while a writer publishes uploaded files: from
-    before the files get their final names until the commit exists (see ``write.publish``).
+    The record is a JSON file in a bucket, which contains a new commit and lists the uploaded files.
+    A writer creates it before it gives the files their final names, and deletes it when the commit
+    exists (see ``write.publish``).
     """
     return commit.parent / f"{commit.name}.partial"
 
@@ -124,7 +125,8 @@ def publication_path(commit: StorePath) -> StorePath:
 ALIGNMENT_TOKENS = 64
 """Every sequence of a new store starts at a multiple of this number of tokens.
 
-An aligned block of 64 tokens therefore never contains tokens of two sequences.
+A block of 64 tokens that starts at such a multiple therefore never contains tokens of two
+sequences.
 """
 
 SCHEMA_VERSION = 2
@@ -144,8 +146,8 @@ CONVENTIONS: dict[str, str] = {
 }
 """Meaning of the stored numbers. It has been the same in every schema version so far.
 
-Every manifest contains these entries under ``conventions``. A reader refuses a store with different
-values, except those of :data:`ROTATED_IN_SOME` and :data:`LATENTS`.
+Every manifest contains these entries under ``conventions``. A few stores have the values of
+:data:`ROTATED_IN_SOME` or :data:`LATENTS` instead. A reader refuses a store with any other value.
 """
 ROTATED_IN_SOME: dict[str, str] = {
     "kv_keys": "after RoPE in layers that rotate keys, as they are in the others; positions "
@@ -153,7 +155,7 @@ ROTATED_IN_SOME: dict[str, str] = {
 }
 """Meaning of the stored keys if some layers of the target lack RoPE.
 
-These entries replace those of :data:`CONVENTIONS`.
+These entries replace the entries of :data:`CONVENTIONS` with the same key.
 """
 LATENTS: dict[str, str] = {
     "kv_keys": "the latent after its norm, which has no positions",
@@ -162,8 +164,8 @@ LATENTS: dict[str, str] = {
 }
 """Meaning of the stored keys and values if the target's layers cache latents.
 
-These entries replace those of :data:`CONVENTIONS`. A latent is a compressed form of a token's keys
-and values (multi-head latent attention).
+A latent is a compressed form of a token's keys and values (multi-head latent attention). These
+entries replace the entries of :data:`CONVENTIONS` with the same key.
 """
 
 MAX_LAYERS = 1 << 12
@@ -174,17 +176,18 @@ Array = Any  # Type of a NumPy array or a torch tensor, for functions that accep
 
 # Name of the field of token ids. Some codecs need the token ids to decode another field.
 TOKENS = "tokens"
-# Name of the field with keys and values of all layers. If the layers have different caches, there
-# is one field for the layers of each kind instead, such as ``kv/full_attention``.
+# Name of the field with keys and values of all layers. If the layers have different caches, each
+# kind of layer has a field instead, such as ``kv/full_attention``.
 KV = "kv"
 HIDDEN_LAST = "hidden/last"  # Name of the field with hidden states after the final norm.
 
 TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
-# Name of axis 0 of a stored array in which each row is for a block of consecutive tokens.
+# Name of axis 0 of a stored array that has one row for each block of consecutive tokens.
 BLOCK_AXIS = "block"
-# Name of axis 1 of a stored array of pieces (see ``codecs.coding``). Each piece can be read
-# separately, because it has separate inner chunks.
+# Name of axis 1 of a stored array of pieces. A piece contains some of the bytes to which a
+# transform codec encodes a token (see ``codecs.coding``). It has separate inner chunks, so it can
+# be read without the other pieces.
 PIECE_AXIS = "piece"
 # Names of the axes of one token's keys and values. On the axis "key_value", index 0 is the key and
 # index 1 is the value.
@@ -200,7 +203,7 @@ _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
 Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
 _EXACT = ConfigDict(strict=True, extra="forbid")
-# Configuration of JSON objects that may contain other keys, written by other programs.
+# Configuration of JSON objects that may also contain keys that are not declared here.
 _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
@@ -208,23 +211,26 @@ _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 class FieldSpec:
     """One field of a store: values of one kind for every token, such as keys and values.
 
-    A codec stores each field in one or more arrays (:class:`StoredArray`). The manifest contains
-    each field as a JSON object, which pydantic compares with the types of these attributes.
+    A codec stores each field in one or more arrays (:class:`StoredArray`). The manifest describes
+    each field by a JSON object. pydantic checks that the object fits the types of these attributes.
     """
 
     __pydantic_config__ = _EXACT
 
-    name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
-    dtype: str  # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
+    # Path inside ``parts/``, e.g. ``"kv"`` or ``"hidden/last"``.
+    name: str
+    # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
+    dtype: str
     # Shape of one token's values; ``()`` for one number per token.
     token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
     description: str
-    # Number of the target's layer at each index of the layer axis. The value is None if the field
-    # has no layer axis, or contains all layers in order. The JSON object then lacks this key.
+    # For each index of the layer axis, the number of the target's layer. The value is None if the
+    # field has no layer axis, or contains all layers in order. If it is None, the JSON object lacks
+    # this key.
     layers: Annotated[tuple[Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
-    # Width of the key if the last axis holds a key followed by a value of another width. It is None
-    # for all other fields, and the JSON object then lacks this key.
+    # Width of a key, if the last axis holds a key followed by a value of another width. For all
+    # other fields, it is None, and the JSON object lacks this key.
     key_width: _Count | None = None
 
     def __post_init__(self) -> None:
@@ -277,12 +283,15 @@ class FieldSpec:
 
     @property
     def layer_numbers(self) -> Sequence[int]:
-        """Number of the target's layer at each index of the layer axis. Requires a layer axis."""
+        """For each index of the layer axis, the number of the target's layer.
+
+        The field must have a layer axis.
+        """
         return range(self.token_shape[0]) if self.layers is None else self.layers
 
 
 class _Sizes(TypedDict, total=False):
-    """The object ``target`` in store.json: those sizes of the target that readers need."""
+    """The object ``target`` in store.json. Only the sizes that readers need are declared."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]  # mypy allows only keys here
 
@@ -296,7 +305,7 @@ class _Sizes(TypedDict, total=False):
 
 
 class _Extraction(TypedDict, total=False):
-    """The object ``extraction`` in store.json: those settings that readers need."""
+    """The object ``extraction`` in store.json. Only the settings that readers need are declared."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -309,7 +318,7 @@ class _Extraction(TypedDict, total=False):
 
 
 class _Codec(TypedDict):
-    """The object ``codec`` in store.json: those keys that the objects of all codecs have."""
+    """The object ``codec`` in store.json. Only the key that all codecs have is declared."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -339,18 +348,20 @@ class _ManifestDocument(BaseModel):
 class StoredArray:
     """One Zarr array of a store. Each row along axis 0 is for one token or one block of tokens."""
 
-    name: str  # Path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
-    dtype: str  # NumPy dtype name on disk, e.g. ``"uint16"``.
+    # Path inside ``parts/``, e.g. ``"kv"`` or ``"kv/key_codes"``.
+    name: str
+    # Name of the NumPy dtype on disk, e.g. ``"uint16"``.
+    dtype: str
     row_shape: tuple[int, ...]
-    axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"`` or ``"block"``.
+    # Names of all axes; the first one is ``"token"`` or ``"block"``.
+    axes: tuple[str, ...]
     # Number of tokens for which there is one row. Every sequence starts at a multiple of this
     # number.
     block_tokens: int = 1
-    # Index of the layer axis in ``axes``, which is always 1. If the array does not have a layer
-    # axis, the value is None.
+    # Index of the layer axis in ``axes``: 1, or None if the array does not have a layer axis.
     layer_axis: int | None = None
-    # Logical dtype of the values, e.g. ``"bfloat16"`` if ``dtype`` is ``"uint16"``. By default it
-    # equals ``dtype``.
+    # Logical dtype of the values. For example, it is ``"bfloat16"`` if ``dtype`` is ``"uint16"``.
+    # By default it equals ``dtype``.
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
@@ -459,10 +470,12 @@ class StoreManifest:
     extraction: Mapping[str, Any]
     n_sequences: int
     n_parts: int
-    n_tokens: int  # Number of planned tokens without alignment padding.
-    codec: Mapping[str, Any]  # The result of ``StoreCodec.describe``.
-    # What the stored numbers mean. The dict contains only entries that differ from ``CONVENTIONS``
-    # or are missing there. All other entries of ``CONVENTIONS`` are added automatically.
+    # Number of planned tokens without alignment padding.
+    n_tokens: int
+    # The result of ``StoreCodec.describe``.
+    codec: Mapping[str, Any]
+    # What the stored numbers mean. Pass only entries that differ from ``CONVENTIONS`` or are
+    # missing there. All other entries of ``CONVENTIONS`` are added automatically.
     conventions: Mapping[str, str] = field(default_factory=dict)
     # Every sequence starts at a multiple of this number of tokens.
     alignment_tokens: int = ALIGNMENT_TOKENS
@@ -559,7 +572,7 @@ def first_problem(error: ValidationError) -> str:
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a nested JSON object. The result maps dotted keys to values that are not objects.
 
-    The items of the list ``fields`` at the top level get their names as keys.
+    The top-level list ``fields`` is treated as an object: name of an item -> the item.
     """
     flat: dict[str, Any] = {}
     for key, value in document.items():
@@ -574,8 +587,9 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 # A logical dtype is the dtype of the values. A storage dtype is the dtype of the array in NumPy and
-# Zarr. The two differ only for bfloat16, which NumPy and Zarr do not have. The bits of bfloat16
-# values are stored unchanged as uint16, and the array has the attribute "logical_dtype".
+# Zarr. The two differ only for bfloat16, because NumPy and Zarr do not have this dtype. The bits of
+# bfloat16 values are stored unchanged as uint16, and the attribute "logical_dtype" of the array is
+# "bfloat16".
 
 STORAGE_DTYPES = {
     "bfloat16": "uint16",
@@ -584,7 +598,7 @@ STORAGE_DTYPES = {
     "int32": "int32",
     "uint8": "uint8",
 }
-"""For each logical dtype, the name of the NumPy dtype on disk (always little endian)."""
+"""Logical dtype -> name of the NumPy dtype on disk (always little endian)."""
 
 # Logical dtypes whose values can be NaN or infinite.
 FLOAT_DTYPES = frozenset({"bfloat16", "float16", "float32"})
@@ -640,9 +654,9 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
 
 
 def is_finite(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Return for each value, given in its storage dtype, whether it is neither NaN nor infinite.
+    """Return for each value whether it is finite: not NaN and not infinite.
 
-    Every value of an integer dtype is finite.
+    The values are given in their storage dtype. Every value of an integer dtype is finite.
     """
     if logical_dtype == "bfloat16":
         return np.asarray((array & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT)

@@ -1,14 +1,15 @@
 """Train drafters with Lightning from a store alone, and export them.
 
-The target is never loaded. Losses and masks are defined in ``moa``. A run goes through these
-functions, from the outermost to the innermost::
+Training never loads the whole target. Instead, it reads the target's stored activations, and some
+weights that the store also contains, such as the LM head. A run calls these functions, from the
+outermost to the innermost::
 
-    fit        train -> _fit: a whole run
-    step       DrafterModule.training_step: one micro-batch
-    moa        Drafter.objective: its loss
+    fit.train                            a whole run
+    step.DrafterModule.training_step     one micro-batch
+    Drafter.objective (in ``moa``)       the loss of the micro-batch, with its masks
 
-The other modules: ``config`` (settings), ``data`` (which sequences are read, in which order, and
-how), ``callbacks`` and ``checkpoints`` (everything between steps), ``muon``, ``export``.
-``sensitivity`` measures which errors of stored keys and values matter to a trained drafter. Codecs
-use this measurement to spend their bits.
+The other modules are ``config`` (settings), ``data`` and ``batches`` (choose, order and read the
+sequences), ``callbacks`` and ``checkpoints`` (everything between steps), ``muon`` (an optimizer),
+and ``export``. ``sensitivity`` measures how errors in stored keys and values change the output of a
+trained drafter. Codecs use the result to give more bits to the values that matter.
 """

@@ -1,12 +1,13 @@
 """Read sequences of a store into micro-batches, copy them to a device, and decode them there.
 
-::
+The functions, in the order in which they are called::
 
-    fields_read           the fields and layers that the drafter of a run reads
-    BatchReader.batch     byte ranges of all sequences -> padded rows as they are stored.
-                          CPU: decode; CUDA: start the copy on its own stream
-    await_copy            the step's stream waits for the copy
-    Batch.decode          rows -> values, on the device
+    fields_read           lists the fields and layers that the drafter of a run reads
+    BatchReader.batch     reads and pads the rows of several sequences, still encoded as in the
+                          store. On a CPU, it also decodes them. For a CUDA device, it starts to
+                          copy them there, on a separate CUDA stream
+    await_copy            makes the CUDA stream of the training step wait for the copy
+    Batch.decode          decodes the rows into values, on the device
 
 Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D packed KV
 width, E target width.
@@ -40,7 +41,8 @@ from .config import AnyDrafter, TrainConfig
 
 _LAYER_OUTPUTS = "layer_outputs"
 _RESPONSE_MASK = "response_mask"
-# Maximum number of decoding threads. 16 threads decode more than the bus to a GPU can transfer.
+# Maximum number of decoding threads. 16 threads decode values faster than the bus can transfer them
+# to a GPU.
 _MAX_THREADS = 16
 
 
@@ -53,8 +55,8 @@ class FieldRead:
     # The layers that are read, as indices along the field's layer axis. The value is None if all
     # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
-    # Only for KV: for each layer that is read, its index on the layer axis of
-    # ``TrainingInputs.kv``.
+    # ``TrainingInputs.kv`` has the layers of all KV fields on one axis. For a KV field, these are
+    # the indices of its layers on that axis. For any other field, the tuple is empty.
     positions: tuple[int, ...] = ()
 
     @property
@@ -71,7 +73,8 @@ class FieldRead:
         """Decode the field on the device that holds the rows.
 
         Args:
-            rows: name of a stored array -> its rows, [B, n_rows, *row_shape].
+            rows: maps the name of each stored array to the rows of this array, [B, n_rows,
+                *row_shape].
             tokens: token ids [B, T], which some codecs need for decoding.
             lengths: length of each sequence.
 
@@ -80,7 +83,8 @@ class FieldRead:
         """
         dtype: torch.dtype = getattr(torch, self.codec.spec.dtype)
         if self.codec.is_identity:
-            # NumPy has no bfloat16, so the store returns the bits of bfloat16 values as uint16.
+            # NumPy has no bfloat16, so the store returns bfloat16 values as uint16 with the same
+            # bits.
             return rows[self.name].view(dtype)
         shape = (*tokens.shape, *self.token_shape)
         values = torch.zeros(shape, dtype=dtype, device=tokens.device)
@@ -99,7 +103,8 @@ def drafter_sizes(
 
     Args:
         facts: the facts about the drafter's target.
-        settings: settings of the drafter. Those that are also fields of the sizes are used.
+        settings: settings of the drafter. Only those settings are used that are also fields of
+            the returned sizes.
         target: hashes that identify the target.
     """
     config_class = drafter_class(settings.kind).config_class
@@ -111,7 +116,7 @@ def drafter_sizes(
 def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     """List the fields that the drafter of a run reads, besides tokens and response masks.
 
-    KV is in several fields if the target's layers have different shapes.
+    If the KV of the target's layers has different shapes, the store has several KV fields.
 
     Raises:
         SelectionInvalid: the store lacks one of the fields.
@@ -158,11 +163,17 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
 def _kv_layers_read(
     store: ActivationStore, chosen: Sequence[int] | None
 ) -> dict[str, dict[int, int]]:
-    """Choose the KV layers that the drafter reads, for each KV field of the store.
+    """Choose the layers that the drafter reads from each KV field of the store.
 
-    The layers of a field are a dict. It maps the index of a layer on the layer axis of
-    ``TrainingInputs.kv`` to the layer's index on the layer axis of the field. Without stored KV,
-    the result is empty.
+    Args:
+        store: the store.
+        chosen: indices of the layers that the drafter reads, among the layers with stored KV. If
+            the argument is None, the drafter reads all of them.
+
+    Returns:
+        A dict from the name of each KV field to a dict of its layers. The inner dict maps the index
+        of a layer on the layer axis of ``TrainingInputs.kv`` to the index of the same layer on the
+        layer axis of the field. If the store has no KV, the result is empty.
     """
     stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
     for name, spec in store.fields.items():
@@ -172,8 +183,8 @@ def _kv_layers_read(
     if not stored:
         return {}
     stored.sort()
-    # In some targets, only some layers have KV of their own. ``chosen`` are indices among these
-    # layers, not among all layers.
+    # In some targets, only some layers have KV of their own. The indices in ``chosen`` count only
+    # these layers.
     read = stored if chosen is None else [stored[layer] for layer in chosen]
     layers: dict[str, dict[int, int]] = {}
     for position, (_, name, index) in enumerate(read):
@@ -182,7 +193,7 @@ def _kv_layers_read(
 
 
 def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
-    """Return the size of the activations that the drafter reads for one token."""
+    """Return the size in bytes of the decoded activations that the drafter reads for one token."""
     n_bytes = 0
     for item in fields_read(store, config):
         n_bytes += math.prod(item.token_shape) * item.codec.spec.storage_dtype.itemsize
@@ -193,27 +204,28 @@ def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
 class Batch:
     """One micro-batch of training or validation sequences, with facts about its step."""
 
-    # The inputs of the drafter. As long as ``stored`` lists fields that are not decoded yet, the
-    # inputs have no activations.
+    # The inputs of the drafter. They contain activations only after :meth:`decode` has decoded the
+    # fields in ``stored``.
     inputs: TrainingInputs
-    draws: Draws
+    draws: Draws  # Random numbers of the sequences, such as the lengths of their draft rounds.
     # Divisor of the loss, which is a sum over positions. All micro-batches of a step have the same
     # divisor, so that each position of the step has the same weight.
     denominator: float = 1.0
     n_tokens: int = 0  # Number of tokens without padding.
-    # Number of tokens in this micro-batch and in those that the other devices process at the same
-    # time.
+    # Number of tokens in the micro-batches that all devices process at the same time, this one
+    # included.
     n_tokens_of_all: int = 0
     n_bytes_read: int = 0
-    # Index of a training micro-batch among those of its step on this device, or index of a
-    # validation batch among those of all devices.
+    # Index of the batch. Training micro-batches are counted within one step and one device.
+    # Validation batches are counted over all devices.
     index: int = 0
     n_parts: int = 1  # Number of micro-batches in the step on this device.
-    # CUDA event that is recorded after the copy of the batch to the device. If there is no copy to
-    # wait for, the value is None.
+    # CUDA event that is recorded when the batch has been copied to the device. If there is no copy
+    # to wait for, the value is None.
     copied: torch.cuda.Event | None = None
     stored: tuple[FieldRead, ...] = ()  # Fields that are not decoded yet.
-    # Name of each stored array of these fields -> its rows, [B, n_rows, *row_shape].
+    # Maps the name of each stored array of the fields in ``stored`` to the rows of this array, [B,
+    # n_rows, *row_shape].
     rows: dict[str, Tensor] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()  # Length of each sequence.
     # Width to which the KV of all layers is padded if the layers have different widths. If all
@@ -253,10 +265,10 @@ def _pack_layers(parts: list[tuple[tuple[int, ...], Tensor]], width: int) -> Ten
     """Pack the KV of layers with different widths into one tensor, [B, T, L, D].
 
     Args:
-        parts: for some layers of equal width each, their indices on axis L, and their KV, [B, T,
-            n_layers, their width].
-        width: packed width D. Layers with less width are padded with zeros. It is 0 if all layers
-            have the same width.
+        parts: pairs (indices, KV). Each pair is for several layers of the same width: their indices
+            on axis L, and their KV [B, T, n_layers, width of these layers].
+        width: packed width D. The KV of narrower layers is padded with zeros. The width is 0 if all
+            layers have the same width.
     """
     first = parts[0][1]
     if len(parts) == 1 and first.shape[3] >= width:
@@ -274,8 +286,8 @@ def start_copy(batch: Batch, stream: torch.cuda.Stream) -> Batch:
 
     Call :func:`await_copy` before using the copy.
     """
-    # No reference to the pinned memory is needed, because torch does not reuse pinned memory before
-    # the copies from it are done.
+    # The caller may discard ``batch`` while the copy is running. PyTorch does not reuse pinned
+    # memory before all copies from it are done.
     with torch.cuda.stream(stream):
         moved = batch.to(stream.device, non_blocking=True)
         done = torch.cuda.Event()
@@ -313,8 +325,8 @@ class BatchReader:
         # The n_ranks processes on this machine share its cores.
         n_cores = usable_cores() // n_ranks
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_cores))
-        # If training runs on the CPU, the reading thread also decodes. For any other device,
-        # encoded values are transferred, which are smaller, and the device decodes them.
+        # If training runs on the CPU, the reading thread also decodes. To any other device, the
+        # values are copied while they are still encoded and thus smaller. The device decodes them.
         self._decodes = device.type == "cpu"
         # For a GPU, read into pinned memory, from which copies run at full speed. Use a separate
         # CUDA stream for the copies, so that they overlap with other work of the GPU.
@@ -337,7 +349,7 @@ class BatchReader:
             draws: random numbers of the sequences.
             response: response masks of the sequences, bool [B, at least T]. If the argument is
                 None, they are read from the store.
-            facts: further attributes of `Batch`.
+            facts: values of other attributes of the `Batch`.
         """
         lengths = self.store.lengths[sequences]
         names = [TOKENS] if response is not None else [TOKENS, _RESPONSE_MASK]
@@ -346,7 +358,8 @@ class BatchReader:
             [*names, *(item.name for item in self._fields)],
             layers=self._layers,
             n_threads=self.n_threads,
-            # Read encoded fields without decoding them. The device decodes faster than the host.
+            # Do not decode the fields here. ``Batch.decode`` decodes them on the device, which is
+            # faster than the host.
             decoded=False,
             allocate=self._allocate,
         )
@@ -375,7 +388,7 @@ class BatchReader:
         return batch if self._copies is None else start_copy(batch, self._copies)
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a new array in the memory of a tensor, which is pinned for a CUDA device."""
+        """Return a new array in the memory of a tensor. For a CUDA device, the memory is pinned."""
         is_pinned = self._copies is not None
         return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=is_pinned).numpy()
 
@@ -385,5 +398,5 @@ class BatchReader:
         return torch.from_numpy(masks).bool()
 
     def n_bytes(self, sequences: np.ndarray) -> int:
-        """Return the size in bytes of the padded activations of a batch of these sequences."""
+        """Return the size in bytes of the decoded activations of these sequences, with padding."""
         return len(sequences) * self._token_bytes * int(self.store.lengths[sequences].max())

@@ -25,7 +25,8 @@ from .data import StoreDataModule, TrainingStream, device_share
 from .step import PLUS_MINUS, WHAT_HELPS, DrafterModule, Trial
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A second SIGINT within this time counts as the same Ctrl-C, which a shell or launcher may forward.
+# A shell or a launcher may send the SIGINT of one Ctrl-C twice. So a SIGINT is ignored if it
+# arrives within this number of seconds after the first stop signal.
 REPEAT_S = 1.0
 
 
@@ -45,7 +46,8 @@ class Throughput(L.Callback):
         self.wait_s = 0.0
         # Number of tokens trained on in all invocations of the run.
         self.n_tokens_total = 0
-        # Number of bytes read in all invocations, assuming that all devices read the same amount.
+        # Number of bytes read from the store in all invocations. It is estimated from the bytes
+        # that this device has read, as if all devices had read the same amount.
         self.n_bytes_read = 0
         # The values of ``n_tokens_total`` and ``n_bytes_read`` at the end of the last complete
         # step.
@@ -57,7 +59,8 @@ class Throughput(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Remember the time that was spent waiting during setup, to subtract it later.
+        # Remember how long the trainer has waited for data during setup. This time is subtracted
+        # later.
         self._wait_before_s = _stream_of(trainer).wait_s
 
     @override
@@ -70,9 +73,9 @@ class Throughput(L.Callback):
         batch_idx: int,
     ) -> None:
         stream = _stream_of(trainer)
-        # Count the time since the trainer has asked for this micro-batch (``asked_s``). Work
-        # between two micro-batches, such as a validation, is not counted, because it ends before
-        # the trainer asks for the next one.
+        # Count the time since the trainer requested this micro-batch (``asked_s``). The time of a
+        # validation or of a checkpoint is not counted, because the trainer requests the next
+        # micro-batch only afterwards.
         self.step_s += time.perf_counter() - stream.asked_s
         self.wait_s = stream.wait_s - self._wait_before_s
         self.n_tokens += batch.n_tokens_of_all
@@ -116,7 +119,7 @@ def _stream_of(trainer: L.Trainer) -> TrainingStream:
 
 
 class ShowSteps(L.Callback):
-    """Reports progress: steps, and the micro-batches and validation batches between them."""
+    """Reports the number of steps, and the micro-batch or validation batch within a step."""
 
     def __init__(self, progress: Progress, max_steps: int) -> None:
         self.progress = progress.of("train", "step")
@@ -171,12 +174,15 @@ class ShowSteps(L.Callback):
 
 
 class MicroBatches(L.Callback):
-    """Runs trial steps to choose the micro-batch size and whether layers are recomputed."""
+    """Runs trial steps to find the largest micro-batch size that fits into memory.
+
+    The trial steps also show whether the backward must recompute layers to save memory.
+    """
 
     def __init__(self, data: StoreDataModule, file: Path) -> None:
-        # Path of the file to which the chosen micro-batch size is written. A resumed run uses this
-        # size again if it still fits into memory. Gradients are then summed in the same order.
         self.data = data
+        # Path of the file to which the chosen micro-batch size is written. A resumed run uses this
+        # size again if it still fits into memory, so that gradients are summed in the same order.
         self.file = file
         self._has_chosen = False
 
@@ -198,19 +204,20 @@ class MicroBatches(L.Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Lightning derives steps from its count of micro-batches, but the stream always starts at
-        # the first micro-batch of a step. If the checkpoint was saved in the middle of a step, or
-        # with a different micro-batch size, every later step would mix the sequences of two steps.
-        # Therefore, set the counts to their values at the end of the checkpoint's step.
+        # Lightning restores its count of micro-batches, and takes an optimizer step whenever the
+        # count is a multiple of ``accumulate_grad_batches``. But a resumed run starts at the first
+        # micro-batch of a step. If the checkpoint was saved in the middle of a step, or with
+        # another micro-batch size, every later step would mix the sequences of two steps. So set
+        # the count to the number of micro-batches in the steps that the checkpoint has completed.
         step = checkpoint["global_step"]
         loops = checkpoint["loops"]["fit_loop"]
         n_batches = step * trainer.accumulate_grad_batches
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
-        # If a validation is due at this step, Lightning repeats the end of the step after a resume,
-        # even if the validation is done. Lightning counts the step in this repetition, so do not
-        # count it here.
+        # If a validation is due at this step, Lightning runs the end of the step again after a
+        # resume, even if the validation has finished. At this end, Lightning increases its count of
+        # steps by one, so the count starts one step lower here.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -219,12 +226,13 @@ class MicroBatches(L.Callback):
         n_devices = trainer.world_size
         sizes = self.data.micro_batch_sizes(share)
         recorded: dict[str, Any] = {}
-        # The file with the chosen micro-batch size is missing if none has been chosen in this run
-        # yet. If the file is damaged, choose as if it were missing.
+        # The file does not exist before the first invocation of a run has chosen a size. A damaged
+        # file is treated like a missing file.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # Number of copies of the weights for which a step needs memory, besides weights and
-        # gradients: two optimizer moments, and with DDP a copy of the gradients.
+        # A step needs memory for weights and gradients, for two optimizer moments, and with DDP for
+        # a copy of the gradients. Each of them is as large as the weights. This is the number of
+        # moments and copies.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices
@@ -232,7 +240,8 @@ class MicroBatches(L.Callback):
             module, self.data.longest_sequence(), device, trainer.precision_plugin.forward_context
         )
         chosen = trial.choose(sizes, free, copies)
-        # All devices take steps together, so use the smallest of the sizes that they have chosen.
+        # All devices must use the same size, because they take steps together. Use the smallest
+        # size that a device has chosen.
         size = int(
             trainer.strategy.reduce(
                 torch.tensor(chosen.micro_batch, device=device), reduce_op="min"
@@ -255,11 +264,11 @@ class MicroBatches(L.Callback):
 
 
 class Saves(L.Callback):
-    """Saves checkpoints at an interval, and writes ``drafter/`` after each best validation so far.
+    """Saves checkpoints at an interval, and the drafter whenever a validation is the best so far.
 
-    The state of the best validation is also saved as ``best.ckpt``. The last step of a run is
-    always validated, whatever the interval. A resumed run repeats a validation that was not
-    finished.
+    The drafter with the best validation is written to ``drafter/``, and its checkpoint to
+    ``best.ckpt``. The last step of a run is always validated. A resumed run repeats a validation
+    that was interrupted.
     """
 
     def __init__(self, out: Path, every_n_steps: int, max_steps: int) -> None:
@@ -295,7 +304,7 @@ class Saves(L.Callback):
         assert isinstance(pl_module, DrafterModule)
         self.validated_step = trainer.global_step
         length = float(trainer.callback_metrics["val/expected_acceptance_length"])
-        # The comparison is false if the length is NaN.
+        # If ``length`` is NaN, the comparison is false, so this method returns.
         if not length > self.best:
             return
         self.best = length
@@ -323,8 +332,8 @@ class Saves(L.Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # On resume, Lightning must run the validation of the checkpoint's step from its first
-        # batch, unless this validation had ended before the checkpoint was saved.
+        # If the checkpoint was saved before the validation of its step had ended, let Lightning run
+        # this validation again, from its first batch.
         step = checkpoint["global_step"]
         is_open = (
             step > 0
@@ -344,29 +353,31 @@ class StoppedAtOnce(KeyboardInterrupt):
 class StopGuard(L.Callback):
     """After SIGINT, SIGTERM or SIGHUP, saves the state and stops at the next micro-batch.
 
-    The guard is a context manager and is active within its context. Signals that are ignored stay
-    ignored. SIGUSR1 is left to Lightning, which saves and requeues the job on SLURM.
+    The guard is a context manager. It handles these signals until its context ends. A signal that
+    the process ignored before stays ignored. SIGUSR1 is left to Lightning, which saves and requeues
+    the job on SLURM.
     """
 
-    # The signal handlers only store the signal's number. At the start of each micro-batch, the
-    # callback looks whether a number is stored. An exception raised in a handler could interrupt an
-    # optimizer step half way, or leave one of several processes waiting in a collective operation
-    # for ever.
+    # If a signal handler raised an exception, it could interrupt an optimizer step half way. It
+    # could also stop one process while the others wait for it forever in a collective operation.
+    # Therefore, a handler only stores the number of the signal. The guard checks for a stored
+    # number at the start of each micro-batch, and stops all processes there.
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         # Number of the first signal that was received; 0 if there is none.
         self.signum = 0
-        # Whether training has started. By then, the checkpoint of a resumed run has been restored.
+        # Whether training has started. The checkpoint of a resumed run is restored before that.
         self.has_started = False
         self._noted_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._mask: set[Any] | None = None
 
     def __enter__(self) -> "StopGuard":
-        # Block stop signals until the trainer is set up. Processes that Lightning starts inherit
-        # and keep this mask, so that a signal to the whole process group does not kill these
-        # processes while they import modules. They learn of a signal from the first process.
+        # Lightning starts one process per further device. A signal to the process group would kill
+        # these processes while they import modules, because they have no handlers yet. Therefore,
+        # block stop signals until the trainer is set up. Started processes inherit this block and
+        # never end it. They learn of a signal from the first process.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if threading.current_thread() is threading.main_thread():
             for signum in STOP_SIGNALS:
@@ -429,10 +440,10 @@ def stopped_at(step: int) -> str:
 
 
 class SignalsLeftAlone(_SignalConnector):
-    """Lightning's registration of signal handlers, without those for stop signals.
+    """Lets Lightning register its signal handlers, but not for SIGINT, SIGTERM and SIGHUP.
 
-    `StopGuard` handles stop signals. Lightning's own SIGTERM handler would communicate between
-    processes from within the handler.
+    `StopGuard` handles these signals. Lightning's handler for SIGTERM would communicate with the
+    other processes while it interrupts the training loop.
     """
 
     @staticmethod

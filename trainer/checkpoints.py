@@ -1,8 +1,8 @@
-"""Read and write checkpoints of a run, write its drafter, and load the drafter a run starts from.
+"""Read and write checkpoints of a run, write its drafter, and load its initial drafter.
 
-A checkpoint is one safetensors file. All data except tensors is JSON in the file's header, so
-reading a checkpoint runs no code. When a checkpoint is replaced, the old file stays intact until
-the new file is complete.
+A checkpoint is one safetensors file. All data except tensors is JSON in the header of the file.
+Reading a checkpoint therefore runs no code, while unpickling a file could. When a checkpoint is
+replaced, the old file stays intact until the new file is complete.
 """
 
 import json
@@ -36,7 +36,7 @@ FULL_DISK_ADVICE = (
     "If there is a previous checkpoint, it is intact. Free some space and run the same command "
     "again, with `resume` if there is a checkpoint."
 )
-# Replaces a file of the run that is not a checkpoint.
+# Replaces a file of a run atomically. Checkpoints are written by :class:`CheckpointFiles` instead.
 write_beside = partial(write_atomic, advice=FULL_DISK_ADVICE)
 _STATE = "state"
 
@@ -46,7 +46,7 @@ def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
 
     Args:
         path: the file.
-        reason: text that says what is wrong with the file.
+        reason: the problem with the file, as text for the message.
     """
     return DrafterError(
         f"{path} is damaged, or it is not a checkpoint of this run ({reason}). Nothing was read "
@@ -115,9 +115,16 @@ def read_step(path: Path) -> int:
 
 
 def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn a value into one that JSON can represent, and move its tensors to ``tensors``.
+    """Convert a value to JSON, and move the tensors in it to ``tensors``.
 
-    A value of a type that JSON lacks becomes a dictionary whose only key is the type's name.
+    JSON has no tensors, no tuples, and no dictionaries with keys that are not strings. Each of them
+    becomes a JSON object with one key (``tensor``, ``tuple`` or ``dict``) and one value, which is
+    its content.
+
+    Args:
+        value: the value.
+        name: path of the value in the checkpoint. It is used as the name of a tensor.
+        tensors: the dictionary that gets the tensors by name.
     """
     if isinstance(value, Tensor):
         tensors[name] = value
@@ -156,8 +163,7 @@ def _from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
 def write_drafter(drafter: Drafter, folder: Path) -> None:
     """Write the ``drafter/`` folder of a run.
 
-    If the process crashes at any moment, the folder has either the old files or the new files, or
-    does not exist.
+    After a crash, the folder has either the old files or the new files, or does not exist.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     with disk_full_guard(folder, FULL_DISK_ADVICE):
@@ -172,7 +178,7 @@ def write_drafter(drafter: Drafter, folder: Path) -> None:
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)
                 fsync_directory(folder)
             else:
-                # If the folder exists, it is left over from a run with other settings that ended
+                # Either the folder does not exist, or a run with other settings left it and ended
                 # before its first checkpoint.
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(partial, folder)

@@ -1,8 +1,9 @@
-"""Settings of a training run, in groups, and settings of the export of a drafter.
+"""Settings of training runs and of drafter exports.
 
-The settings of the drafter are one of several groups: each kind of drafter has a group with its own
-settings and defaults. A setting that is also a field of the drafter's sizes (``drafter.json``) has the same
-name there.
+The settings of a training run are divided into groups, such as the optimizer and the schedule. For
+the drafter, there is one group per kind, with its own settings and defaults. A run uses one of
+them. Some settings of the drafter are also fields of its sizes, which ``drafter.json`` contains.
+They have the same name there.
 """
 
 from collections.abc import Mapping
@@ -15,21 +16,21 @@ from typing_extensions import override
 from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed, read_config_file
 from ..errors import OptionInvalid
 
-# Files in the folder of a run. It also holds tensorboard/.
+# Names of the files in the folder of a run. The folder also contains tensorboard/.
 RUN_FILE = "run.yaml"  # The settings, in the format of --config.
 STORE_FILE = "store.json"  # The identity of the store, checked by --resume.
 PROVENANCE_FILE = "provenance.json"  # The command, versions and machine.
 REPORT_FILE = "report.json"  # The results of the finished run.
-# Training and validation metrics of this invocation. Those of earlier invocations are in
-# metrics-000.csv and so on.
+# Training and validation metrics of the latest invocation. The metrics of earlier invocations are
+# in metrics-000.csv and so on.
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
 MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
 LOCK_FILE = "run.lock"  # Lock file of the process that trains in this folder.
 DRAFTER = "drafter"  # The drafter with the best validation.
 CHECKPOINTS = "checkpoints"
-# Checkpoints in the folder of a run: the current state, from which --resume continues, and the
-# state of the best validation.
+# Checkpoints in the folder of a run. LAST is the current state, from which --resume continues. BEST
+# is the state of the best validation.
 LAST, BEST = f"{CHECKPOINTS}/last.ckpt", f"{CHECKPOINTS}/best.ckpt"
 
 CHANGE_NO_RESULT = frozenset(
@@ -37,13 +38,16 @@ CHANGE_NO_RESULT = frozenset(
      "prefetch_mb", "cache_dir", "cache_gb", "log_every", "checkpoint_every", "logger", "project",
      "devices", "num_nodes", "accelerator", "dry_run"}
 )  # fmt: skip
-"""Settings that may differ between two invocations of a run, or two runs with equal results."""
+"""Settings that do not affect the result of a run, so a resumed run may change them."""
 
 _Value = TypeVar("_Value")
 
 
 def known(value: _Value | None) -> _Value:
-    """Return the value of a setting that is not None, because it was given or has been chosen."""
+    """Return a value that is not None, for a setting that was given or has been chosen.
+
+    The function tells type checkers that the value is not None.
+    """
     assert value is not None
     return value
 
@@ -87,7 +91,7 @@ class FeatureLossSettings(DrafterSettings):
 
 
 class PositionSettings(Config):
-    """Weights of the drafts of a round or block in the loss."""
+    """Settings of the loss weight of each draft of a round or block."""
 
     position_weights: Literal["decay", "d-pace"] = "decay"
     """How much each draft of a round counts in the loss, depending on its position in the round.
@@ -115,7 +119,7 @@ class LayerSettings(Config):
 
 
 class RoundSettings(Config):
-    """The draft rounds of training: which positions are drafted, and what each of them sees."""
+    """Settings of the draft rounds in training: their lengths, and what a drafted position sees."""
 
     step_bound: bool = True
     """Train with draft rounds of limited length, as in decoding. A draft round is a series of
@@ -155,7 +159,7 @@ class RoundSettings(Config):
 
 
 class MemorySettings(Config):
-    """Settings of the encoded KV, for drafters that have one."""
+    """Settings of drafters that encode the target's KV and attend to the encoded KV."""
 
     layer_groups: Count = 2
     """Number of groups of consecutive target layers that are averaged when the drafter encodes the
@@ -196,7 +200,7 @@ class MemorySettings(Config):
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):
-    """Mixture of Attentions; the preset paper has the published settings."""
+    """Mixture of Attentions. ``--preset paper`` selects the published settings."""
 
     kind: Literal["moa"] = "moa"
     """Mixture of Attentions."""
@@ -271,7 +275,7 @@ class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
 
 
 class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSettings):
-    """Settings of block-parallel drafters: context, training blocks and losses."""
+    """Settings of block-parallel drafters: what they read, their blocks, and their losses."""
 
     context: Literal["hidden", "kv", "memory"] = "hidden"
     """What the drafter reads about the tokens that the target has already verified. hidden: outputs
@@ -340,14 +344,14 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
         return problems
 
     def decay(self) -> float:
-        """Return the decay of the loss weights in a draft block (the setting position_decay)."""
+        """Return ``position_decay``, or its default for this block size."""
         if self.position_decay is not None:
             return self.position_decay
         return 4.0 if self.block_size <= 8 else 5.0 if self.block_size <= 12 else 7.0
 
 
 class DSparkSettings(BlockSettings):
-    """DSpark: a block of drafts from one forward; each draft depends on the previous one."""
+    """DSpark: one forward drafts a block of tokens. Each draft depends on the previous draft."""
 
     kind: Literal["dspark"] = "dspark"
     """DSpark."""
@@ -371,7 +375,7 @@ class DSparkSettings(BlockSettings):
 
 
 class DFlashSettings(BlockSettings):
-    """DFlash: a block of drafts from one forward, each predicted independently."""
+    """DFlash: one forward drafts a block of tokens. The drafts do not depend on each other."""
 
     kind: Literal["dflash"] = "dflash"
     """DFlash."""
@@ -402,7 +406,7 @@ class GlideSettings(LayerSettings, DrafterSettings):
 
 
 class MedusaSettings(DrafterSettings):
-    """Medusa-1: heads on the target's hidden state, one for each draft level."""
+    """Medusa-1: several heads on the target's hidden state. Head k predicts the k-th draft."""
 
     kind: Literal["medusa"] = "medusa"
     """Medusa."""
@@ -414,7 +418,7 @@ class MedusaSettings(DrafterSettings):
 
 
 class IndependentSettings(DrafterSettings):
-    """A small Llama that reads tokens only."""
+    """A small Llama model that reads only tokens, and no activations of the target."""
 
     kind: Literal["independent"] = "independent"
     """Independent: a small model of its own that reads only tokens."""
@@ -592,10 +596,14 @@ AnyDrafter = (
 
 
 class TrainConfig(Config):
-    """Settings of a run; ``defaults.py`` chooses those that depend on its length and the target."""
+    """Settings of a training run.
 
-    # Callers may pass settings of groups by name. Without this signature, type checkers would
-    # refuse these names.
+    The default of some settings is None or "auto". ``defaults.py`` chooses their values from the
+    length of the run and the size of the target.
+    """
+
+    # Callers may pass a setting of a group by its name, without the name of the group. Without this
+    # signature, type checkers would refuse such names.
     if TYPE_CHECKING:
 
         def __init__(self, /, **values: Any) -> None: ...
@@ -631,15 +639,21 @@ class TrainConfig(Config):
 
     @property
     def target_layer_inference(self) -> int:
-        """Number of the target's last layers that drafted features pass through."""
+        """Number of last layers of the target that the drafter's features pass through."""
         return getattr(self.drafter, "target_layer_inference", 0)
 
 
 def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the settings file of the run that is resumed, and the settings to reuse from it.
+    """Find the settings that a resumed run reuses from its earlier invocation.
 
-    Settings that are given again replace these. Both are empty if no run is resumed, or if its file
-    cannot be read; resuming then reports the error.
+    Args:
+        given: the settings that were given for this invocation. They take precedence over the
+            result.
+
+    Returns:
+        The path of the settings file of the earlier invocation, and the settings in it. Both are
+        empty if no run is resumed. Both are also empty if the file cannot be read. In this case,
+        the error is reported later, when the run is resumed.
     """
     file = Path(str(given.get("out", ""))) / RUN_FILE
     if str(given.get("resume", False)).lower() != "true" or not file.is_file():
@@ -650,9 +664,9 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return "", {}
     schedule = dict(recorded.get("schedule", {}))
     given_schedule = given.get("schedule", {})
-    # Do not take over the recorded ``stop_after_steps``, so that a resumed run does not stop early
-    # again. The length of a run is set by either ``max_steps`` or ``epochs``. If one of them is
-    # given now, take over neither of their recorded values.
+    # Do not reuse the recorded ``stop_after_steps``, so that a resumed run does not stop early
+    # again. Either ``max_steps`` or ``epochs`` sets the length of a run. If one of them is given
+    # now, reuse neither of their recorded values.
     replaced = {"stop_after_steps"} | (
         {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )
@@ -681,9 +695,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"batch_size": 8},
     },
 }
-"""Named starting points: ``paper`` is Mixture of Attentions as published; ``small`` is for short
-runs, which need Muon and a higher learning rate that decays over the whole run, whatever its
-length."""
+"""Named sets of settings for ``preset``.
+
+``paper`` is Mixture of Attentions as published. ``small`` is for short runs. It uses Muon, and a
+higher learning rate that decays until the end of the run.
+"""
 
 
 class DrafterExportConfig(Config):

@@ -1,18 +1,19 @@
-"""Choose, order and draw the training and validation sequences of a run, and read them ahead.
+"""Divide the sequences of a store into training and validation, order them, and read them ahead.
 
-::
+A batch is the sequences of one optimizer step on all devices. It is divided into micro-batches. In
+one forward, a device processes one micro-batch. The draws of a step are its random numbers, for
+example the lengths of draft rounds.
 
-    StoreDataModule       training and validation sequences of a store
-    TrainingStream        order and random draws of each step; reads micro-batches ahead in a thread
-    BatchReader.batch     reads a micro-batch (``batches.py``)
+The classes, from the outermost to the innermost::
+
+    StoreDataModule       chooses the training and validation sequences of a store
+    TrainingStream        orders the sequences, makes the draws of each step, and reads
+                          micro-batches ahead in a thread
+    BatchReader           reads one micro-batch (in ``batches.py``)
 
 Batch k of a run is a pure function of the store, the settings and k, so a resumed run sees the same
-batches as an uninterrupted run. Micro-batches that are read ahead take at most ``prefetch_mb``
-together. The trainer holds two more micro-batches. Free buffers that are kept for reuse stay within
-the same bounds.
-
-A batch holds the sequences of one optimizer step on all devices. It is divided into micro-batches,
-each of which one device processes in one forward. The draws of a step are its random numbers.
+batches as an uninterrupted run. All micro-batches that are read ahead take at most ``prefetch_mb``
+MiB of memory, and the trainer holds two more micro-batches.
 
 Shapes: B sequences, T tokens of the longest sequence in the batch.
 """
@@ -44,8 +45,9 @@ from .batches import Batch, BatchReader, await_copy, fields_read
 from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known
 from .defaults import CPU_MICRO_BATCH_TOKENS, RunFacts, choose_settings, choose_validation_fraction
 
-# Number of batches in a group of sequences that is sorted by length. Larger groups give less
-# padding, but mix the data less.
+# To reduce padding, the sequences of an epoch are divided into groups at random, and each group is
+# sorted by length before it is divided into batches. This is the number of batches in a group.
+# Larger groups give less padding, but the content of the batches is less random.
 _GROUPED_BATCHES = 32
 
 
@@ -88,8 +90,8 @@ def split_sequences(
 def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
     """Divide the sequences of one epoch into batches in random order.
 
-    The sequences of a batch have similar lengths. If the number of sequences is not a multiple of
-    the batch size, the remaining sequences, which are chosen at random, are left out.
+    The sequences of a batch have similar lengths. Every batch is complete: if the number of
+    sequences is not a multiple of the batch size, some randomly chosen sequences are left out.
 
     Args:
         n_tokens: number of tokens of each sequence.
@@ -99,8 +101,8 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
     """
     random = np.random.default_rng([seed, epoch])
     n_batches = len(n_tokens) // batch_size
-    # Leave out the sequences that do not fill a batch before the order is sorted by length. If this
-    # were done afterwards, the longest sequences would be left out.
+    # Leave out the surplus sequences before sorting by length. After sorting, the last sequences
+    # would be left out, which are the longest ones.
     order = random.permutation(len(n_tokens))[: n_batches * batch_size]
     group = batch_size * _GROUPED_BATCHES
     parts: list[np.ndarray] = []
@@ -115,12 +117,12 @@ def epoch_order(n_tokens: np.ndarray, batch_size: int, seed: int, epoch: int) ->
 
 def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     """Draw the random numbers of one optimizer step. They depend only on settings and step."""
-    # Each step has its own generator, so that the draws of earlier steps are not needed to draw for
-    # step k. Runs with different seeds have different generators in every step.
+    # Each step has its own generator, so that a resumed run need not repeat the draws of earlier
+    # steps. Runs with different seeds have different generators in every step.
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
-    # Draw the numbers for draft rounds even if the drafter does not train on rounds, so that all
-    # kinds of drafters get the same noise seeds, which are drawn last.
+    # Draw the numbers for draft rounds even if the drafter does not train on rounds. The seeds of
+    # the noise are drawn last, so they are the same for all kinds of drafters.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
     step_bound = torch.randint(
         rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator
@@ -152,7 +154,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Select the random numbers (draws) of some sequences of a step, given by their indices."""
+    """Return the draws of some sequences of a step. ``rows`` are their indices in the step."""
     chosen: Draws = apply_to_collection(draws, Tensor, lambda tensor: tensor[rows])
     chosen.seeds = tuple(draws.seeds[row] for row in rows.tolist())
     return chosen
@@ -161,8 +163,8 @@ def rows_of(draws: Draws, rows: Tensor) -> Draws:
 def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
     """Draw anchors, the positions at which a block drafter starts its blocks of drafts.
 
-    Other drafters have no anchors, and their draws are returned unchanged. The drafter's objective
-    could draw the same anchors on the device, but would have to synchronize with the device.
+    Other drafters have no anchors, so their draws are returned unchanged. The anchors are drawn on
+    the host, because drawing them on the device would need a synchronization with the device.
 
     Args:
         draws: the draws of a micro-batch.
@@ -176,9 +178,14 @@ def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the loss weights of all response positions. The default weight of a position is 1.
+    """Sum the loss weights of all positions of some sequences.
 
-    ``response`` holds the response masks of the sequences, [B, T].
+    By default, every response position has the weight 1.
+
+    Args:
+        response: response masks [B, T] of the sequences.
+        draws: the draws of the sequences.
+        config: the settings of the run.
     """
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
 
@@ -225,11 +232,11 @@ def _read_ahead(
     Args:
         reads: for each batch, its size in bytes and the function that reads it.
         max_batches, max_bytes: maximum number and total size of batches that are read ahead. At
-            least one batch is read ahead, whatever its size.
+            least one batch is read ahead, even if it is larger than ``max_bytes``.
     """
-    # Limit the reading thread to one OpenMP thread. If there were more OpenMP threads than cores,
-    # OpenMP would let the threads of the forward sleep at each barrier, which costs up to 5 % of a
-    # step.
+    # Limit the reading thread to one OpenMP thread. With more, there would be more OpenMP threads
+    # than cores. OpenMP would then put the threads of the forward to sleep at each barrier, which
+    # makes a step up to 5 % slower.
     with ThreadPoolExecutor(1, "read-ahead", torch.set_num_threads, (1,)) as pool:
         pending: deque[tuple[int, Future[Batch]]] = deque()
         ahead_bytes = 0
@@ -249,8 +256,8 @@ class _Step:
     """The sequences and random numbers of one optimizer step, divided into micro-batches."""
 
     sequences: np.ndarray  # Indices in the store of all sequences of the step, on all devices.
-    draws: Draws  # Random choices of the loss (such as anchors) for all these sequences.
-    # For each micro-batch of this device, the indices into ``sequences`` of its sequences.
+    draws: Draws  # Random numbers of all these sequences.
+    # The sequences of each micro-batch of this device, as indices into ``sequences``.
     parts: list[np.ndarray]
     # Response masks of all sequences of the step, bool [B, T]. The value is None until the first
     # micro-batch is read.
@@ -266,7 +273,8 @@ class TrainingStream:
     Args:
         reader: reads the micro-batches.
         sequences: indices in the store of the training sequences.
-        max_steps: number of steps of the run. Some random draws depend on the progress of the run.
+        max_steps: number of steps of the run. Some draws depend on the completed fraction of the
+            run.
         rank, n_ranks: rank of this process, and number of processes.
         micro_batch: number of sequences per micro-batch. If the argument is None, the number in the
             settings is used. Without such a setting, a micro-batch has all sequences of a step on
@@ -335,9 +343,10 @@ class TrainingStream:
         if plan.response is None:
             plan.response = self._reader.response_masks(plan.sequences)
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
-            # Lightning averages the loss over micro-batches and devices. For this average to be the
-            # mean over all loss positions of the step, the divisor of each micro-batch is the
-            # number of loss positions divided by the number of micro-batches on all devices.
+            # Lightning averages the loss over micro-batches and devices. This average must be the
+            # mean over all loss positions of the step. So the loss of each micro-batch is divided
+            # by the number of loss positions per micro-batch: the loss positions of the step,
+            # divided by the number of its micro-batches on all devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         at_once = self._micro * self._n_ranks
         of_all = plan.sequences[index * at_once : (index + 1) * at_once]
@@ -371,9 +380,10 @@ class ValidationBatches:
         self._size = size
         n_batches = -(-len(sequences) // size)
         # The batches are the same for any number of devices, so that the metrics do not depend on
-        # that number. They are dealt round-robin. Every device must get the same number of batches,
-        # because all devices synchronize between two batches. To fill up, several devices get the
-        # last batch. Its index is the same on all of them, so it is counted once.
+        # the number of devices. The batches are dealt to the devices round-robin. Every device must
+        # get the same number of batches, because all devices synchronize after each batch. If there
+        # are too few batches for this, several devices get the last batch. Its index is the same on
+        # these devices, so the metrics count it once.
         self._numbers = [min(turn + rank, n_batches - 1) for turn in range(0, n_batches, n_ranks)]
 
     def __len__(self) -> int:
@@ -393,8 +403,8 @@ class ValidationBatches:
     def _read(self, number: int) -> Batch:
         rows = self._rows(number)
         n_steps = self._reader.config.validation.draft_length + 1
-        # The phase of a sequence sets the positions at which its draft rounds start. Phases are not
-        # random, so that every validation has the same rounds.
+        # The draft rounds of a sequence start at the positions ``phase``, ``phase + n_steps`` and
+        # so on. Phases are not random, so that every validation has the same rounds.
         phase = torch.arange(len(self._sequences))[rows] % n_steps
         draws = Draws(
             torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase
@@ -446,7 +456,7 @@ class StoreDataModule(L.LightningDataModule):
                 f"{store.path} has {len(train)} training sequences in its finished parts, too few "
                 f"for a batch of {batch_size}. Extract more sequences, or lower `batch_size`."
             )
-        fields_read(store, config)  # Refuse a store that lacks a field.
+        fields_read(store, config)  # Refuse a store that lacks a field for this drafter.
         self.steps_per_epoch = len(train) // batch_size
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 

@@ -20,23 +20,26 @@ CPU_MICRO_BATCH_TOKENS = 2048
 With more tokens, a CPU is not faster per token, but needs more memory.
 """
 
-# The settings published in the Mixture of Attentions paper (arXiv 2410.03804) are chosen if the
-# target's hidden size and the number of tokens trained on, repeats included, reach these bounds. In
-# shorter runs, Muon learns more from the same number of tokens.
+# The settings published in the Mixture of Attentions paper (arXiv 2410.03804) are chosen only if
+# the target's hidden size is at least _PAPER_WIDTH, and the run has at least _PAPER_TOKENS training
+# tokens over all epochs. In shorter runs, Muon learns more from the same number of tokens.
 _PAPER_WIDTH = 2048
 _PAPER_TOKENS = 20_000_000
 _PAPER_BATCH = 32
-# Minimum number of tokens to train on. A store with fewer tokens is repeated for several epochs.
+# Minimum number of training tokens over all epochs. With a smaller store, several epochs are
+# chosen.
 _TRAINED_TOKENS = 1_000_000
-# Batch sizes of runs that do not use the published settings, as (minimum number of sequences in the
-# run, batch size). The first pair whose minimum is reached is used. For short runs, taking about
-# 400 steps is better than using large batches. A batch size of 1 works for toy models only.
+# Batch sizes of runs that do not use the published settings, as pairs (minimum number of sequences
+# in the run, batch size). The first pair is used whose minimum the run reaches. For short runs, a
+# small batch and about 400 steps are better than a large batch and fewer steps. A batch size of 1
+# works for toy models only.
 _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
+# Batch size if the number of steps is given and the published settings are not used.
 _BATCH_OF_GIVEN_STEPS = 8
 _WARMUP_STEPS = 50
-# Number of validation sequences, and of response tokens in them, from which the validation fraction
-# is computed. The goal is at least 50 sequences and 5,000 tokens. These constants are larger than
-# the goal, because a hash splits the sequences, which meets the fraction only on average.
+# A validation needs 50 sequences or 5,000 response tokens. The validation fraction is computed from
+# these larger numbers. The reason is that a hash selects the validation sequences, so their actual
+# share is sometimes below the fraction.
 _VALIDATION_SEQUENCES = 70
 _VALIDATION_POSITIONS = 7000
 _FEW_STEPS = 30
@@ -51,7 +54,7 @@ class ChosenSetting(NamedTuple):
 
 
 class RunFacts(NamedTuple):
-    """Facts about a run on which chosen settings depend, besides the given settings."""
+    """Facts about a run. With the given settings, they determine the chosen settings."""
 
     hidden_size: int
     n_sequences: int  # Number of sequences in the training split.
@@ -60,7 +63,7 @@ class RunFacts(NamedTuple):
 
 
 def is_open(value: Any) -> bool:
-    """Return whether the trainer must choose a setting, because this value means 'not given'."""
+    """Return whether a setting was not given, so that the trainer must choose its value."""
     return value is None or value == "auto"
 
 
@@ -76,7 +79,7 @@ def choose_settings(
     chosen: list[ChosenSetting] = []
 
     def choose(name: str, value: Any, why: str) -> Any:
-        """Give a setting a value and a reason, unless it was given. Return the setting's value."""
+        """Set a setting and record the reason, unless it was given. Return the setting's value."""
         if is_open(values[name]):
             values[name] = value
             chosen.append(ChosenSetting(name, value, why))

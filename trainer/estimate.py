@@ -1,8 +1,8 @@
 """Estimate the time, memory and disk space of a run.
 
-Time and memory are measured by training on a few micro-batches of the run itself, optimizer steps
-included. The drafter's weights are restored afterwards, so that the estimate does not change the
-results of the run by a single bit. The disk space is computed from the size of the weights.
+Time and memory are measured by training on a few micro-batches of the run itself, with optimizer
+steps. The drafter's weights are restored afterwards, so that the estimate does not change a single
+bit of the run's results. The disk space is computed from the size of the weights.
 """
 
 import time
@@ -20,15 +20,18 @@ from .step import DrafterModule, Trial
 
 # Quantiles of the sequence lengths at which micro-batches are timed.
 _LENGTH_QUANTILES = (0.25, 0.5, 1.0)
-# Uncertainty of the estimated time. The slowest timed micro-batch multiplied by this factor gives
-# the upper estimate, the fastest divided by the factor gives the lower estimate.
+# Uncertainty of the estimated time, as a factor. The upper estimate is computed from the slowest
+# timed micro-batch, and multiplied by this factor. The lower estimate is computed from the fastest
+# one, and divided by this factor.
 _TIME_SHARE = 1.25
 # Lower and upper estimate of a run's memory, as multiples of the peak memory of the timed
-# micro-batches. A run also has validations, checkpoints, and batches that are read ahead.
+# micro-batches. A run may need more memory than these micro-batches, for validations, checkpoints,
+# and batches that are read ahead.
 _MEMORY_SHARES = (0.9, 1.5)
 # Lower and upper estimate of a run's disk space, as multiples of the size of the weights. The lower
-# estimate is one checkpoint with one optimizer moment, plus drafter/. The upper estimate is three
-# checkpoints with two moments each, one of them being written, plus drafter/.
+# estimate is for drafter/ and one checkpoint with one optimizer moment. The upper estimate is for
+# drafter/ and three checkpoints with two moments each: last.ckpt, best.ckpt, and a checkpoint that
+# is being written.
 _DISK_COPIES = (3, 10)
 _LOG_BYTES = 5 << 20  # Upper bound of the size of a run's logs, plots and records.
 
@@ -54,9 +57,10 @@ def disk_range(module: DrafterModule) -> tuple[int, int]:
 def estimate_run(
     data: StoreDataModule, module: DrafterModule, precision: str, n_steps: int
 ) -> RunCost:
-    """Estimate a run by training on a few micro-batches, which takes seconds.
+    """Estimate the time, memory and disk space of a run.
 
-    The weights are restored afterwards.
+    The function trains on a few micro-batches, which takes seconds. The weights are restored
+    afterwards.
 
     Args:
         n_steps: number of optimizer steps that the run still has to take.
@@ -98,7 +102,7 @@ def _measure(
     lengths = data.store.lengths[data.train_sequences]
     by_length = data.train_sequences[np.argsort(lengths, kind="stable")]
     token_s = []
-    # The first micro-batch, with a single sequence, is a warm-up, and its time is not used.
+    # The first micro-batch has a single sequence. It is a warm-up, so its time is not used.
     micro_batches = [by_length[:1]]
     for quantile in _LENGTH_QUANTILES:
         stop = max(size, round(quantile * len(by_length)))

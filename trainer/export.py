@@ -105,16 +105,16 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
 def find_target(
     model: str | None, drafter: Path, needs: Sequence[str]
 ) -> tuple[dict[str, str], TargetFacts, dict[str, torch.Tensor]]:
-    """Read the target's identity, the facts about it, and the weights that a layout needs.
+    """Read the identity of a target, facts about the target, and the tensors that a layout needs.
 
     Args:
-        model: a store, a model folder or a hub id. If the argument is None, it is the store from
+        model: a store, a model folder or a hub id. If the argument is None, the store is used from
             which the drafter was trained.
         drafter: path of the drafter.
         needs: names of the tensors that the layout needs.
 
     Returns:
-        The target's hashes, the facts about it, and the needed tensors by name.
+        The target's hashes, the facts about the target, and the needed tensors by name.
     """
     source = model or _store_of(drafter)
     with contextlib.ExitStack() as opened:
@@ -145,20 +145,26 @@ def find_target(
             table = tensors[EMBEDDINGS]
             tensors[EMBEDDINGS] = table * torch.tensor(facts.embedding_scale, dtype=table.dtype)
         if not Path(source).exists():
-            # Record the hub id rather than the path in this machine's cache of the Hub.
+            # ``source`` is a hub id. Record it instead of the model's path in the local Hub cache.
             facts.config.name_or_path = source
         return identity, facts, tensors
 
 
 def _facts_of(drafter: Path) -> TargetFacts | None:
-    """Return the facts about a drafter's target from the store of its training, or None."""
+    """Read the facts about the target from the store from which a drafter was trained.
+
+    If the store is not known or cannot be read, the result is None.
+    """
     with contextlib.suppress(TargetError, StoreError):
         return find_target(None, drafter, ())[1]
     return None
 
 
 def _check_embeddings(layout: Layout, facts: TargetFacts | None) -> None:
-    """Refuse a format without embeddings if the target scales its embeddings."""
+    """Refuse a format without embeddings if the target scales its embeddings.
+
+    A program that loads this format would feed unscaled embeddings of the target to the drafter.
+    """
     if facts is not None and not layout.holds_embeddings and facts.embedding_scale != 1:
         fitting = ", ".join(other.name for other in LAYOUTS.values() if other.holds_embeddings)
         raise DrafterError(

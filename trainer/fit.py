@@ -2,12 +2,12 @@
 
 The functions of a run, from the outermost to the innermost::
 
-    train                    reports an interruption in one line
-      _train                 locks the output folder, checks the folder and the store against an
-                             earlier invocation, records the settings
-        build_module         builds the frozen target weights and the drafter with initial weights
-        _fit                 runs Lightning's trainer with the callbacks, which calls
-                             DrafterModule.training_step for each micro-batch; then writes the
+    train                    turns an interruption into an error message of one line
+      _train                 locks the output folder, checks that the settings and the store fit an
+                             earlier invocation, and records the settings
+        build_module         loads the frozen target weights, and builds the initial drafter
+        _fit                 runs Lightning's trainer with the callbacks. The trainer calls
+                             DrafterModule.training_step for each micro-batch. Then it writes the
                              report, the curves and drafter/
 
 A run may consist of several invocations of the command, because it can be interrupted and resumed.
@@ -102,8 +102,8 @@ from .vocabulary import choose_vocabulary, count_response_tokens
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Settings that may differ between two invocations of one run. Whether the length of the run may
-# change is checked in :func:`_check_resumed`.
+# Settings that may differ between two invocations of one run. :func:`_check_resumed` checks whether
+# a new length of the run is possible.
 _FREE_TO_CHANGE = CHANGE_NO_RESULT | {"max_steps", "epochs", "decay_steps"}
 
 
@@ -111,9 +111,9 @@ _write_log = event_file_writer._AsyncWriterThread.run
 
 
 def _write_log_quietly(thread: Any) -> None:
-    """Run TensorBoard's thread that writes a log, without a traceback if the disk refuses a write.
+    """Run TensorBoard's thread that writes a log, but print no traceback if a write fails.
 
-    The thread keeps the error, and the logger raises it in the main thread.
+    The logger raises the error of the thread later, in the main thread.
     """
     with contextlib.suppress(OSError):
         _write_log(thread)
@@ -132,10 +132,10 @@ class TrainReport:
     n_tokens: int  # Number of tokens trained on in this invocation, without padding.
     # Training speed. If a resumed run had no step left to train, the value is None.
     tokens_per_s: float | None
-    # Fraction of the time that was spent waiting for data. If a resumed run had no step left to
-    # train, the value is None.
+    # Fraction of the training time in which the trainer waited for data. If a resumed run had no
+    # step left to train, the value is None.
     data_wait_share: float | None
-    metrics: dict[str, float]  # The last training and validation metrics that are finite.
+    metrics: dict[str, float]  # Last value of each training and validation metric, if it is finite.
     # Largest expected acceptance length of all validations. If the run has no validation, the value
     # is None.
     best_expected_acceptance_length: float | None
@@ -143,8 +143,7 @@ class TrainReport:
     # than two sequences were validated, the value is None.
     best_half_width: float | None
     n_validation_sequences: int
-    # Number of parts of the store that were planned but not yet extracted. Their sequences are not
-    # trained on.
+    # Number of parts of the store that are not extracted yet. Their sequences are not trained on.
     n_pending_parts: int = 0
     n_tokens_total: int = 0  # Number of tokens trained on in all invocations, without padding.
     n_bytes_read: int = 0  # Number of bytes read from the store in all invocations.
@@ -152,20 +151,21 @@ class TrainReport:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The size, the expected cost and the chosen settings of a run before its first step."""
+    """What is known about a run before its first step: size, expected cost, and chosen settings."""
 
     n_steps: int
     steps_per_epoch: int
     n_sequences: int
     n_tokens_per_epoch: int
-    read_bytes_per_epoch: int  # Size in bytes of the decoded activations that an epoch reads.
+    read_bytes_per_epoch: int  # Size in bytes of the decoded activations of one epoch.
     n_parameters: int
     cost: RunCost
-    # Advice to use a different kind of drafter, which is expected to be better for this target. If
-    # such a kind is not known, the value is None.
+    # Advice to train another kind of drafter, if one is known to be better for this target.
+    # Otherwise, the value is None.
     other_drafter: Advice | None
     free_disk_bytes: int
-    # Maps each format of export-drafter to the reasons why the format cannot hold this drafter.
+    # Maps each format of export-drafter to the reasons why it cannot hold this drafter. The list of
+    # reasons is empty if it can.
     export_problems: dict[str, list[str]]
     hidden_size: int  # Hidden size of the target.
     n_validation_sequences: int
@@ -190,7 +190,7 @@ def train(
         config: settings of the run.
         progress: reports the number of steps.
         provenance: command, versions and machine of the run, written to the run's folder.
-        announce: called once before the first step with the plan of the run.
+        announce: function that is called with the plan of the run, once before the first step.
 
     Raises:
         Interrupted: a signal stopped the run after its state was saved.
@@ -209,7 +209,7 @@ def train(
             f"the device ran out of memory ({first_line(error)}). To save memory, use {WHAT_HELPS}"
         ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
-        # Ctrl-C was pressed while the guard was not active, or twice while the guard was active.
+        # Ctrl-C was pressed while the guard did not handle signals, or it was pressed twice.
         # Lightning may have turned the KeyboardInterrupt into SystemExit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
@@ -255,22 +255,23 @@ def _train(
     choose_vocabulary(data)
     module = build_module(data)
     if is_first:
-        # The disk needs room for three copies of the weights: two for the next checkpoint, which
-        # has at least one optimizer moment, and one for drafter/.
+        # The run needs disk space for at least three copies of the weights. A checkpoint takes two,
+        # for the weights and one optimizer moment, and drafter/ takes one.
         n_bytes = 3 * sum(weights.nbytes for weights in module.drafter.parameters())
         check_room(out, n_bytes, checkpoints.FULL_DISK_ADVICE)
     with _lock_run(out) if is_first else contextlib.nullcontext():
         if is_first:
-            # Check again, because another process may have trained in this folder before it was
-            # locked.
+            # Check again, because another process may have trained in this folder before this
+            # process locked it.
             _check_folder(data.config, out)
             if config.resume:
                 _check_resumed(data, out)
             checkpoints.remove_leftovers(out)
             _record_run(data, out, provenance)
         if announce is not None:
-            # Measure the time and memory of steps only on a CPU. On an accelerator, this would make
-            # other processes wait and would compile kernels, so only --dry-run measures there.
+            # Measure the time and memory of steps only on a CPU. On an accelerator, only --dry-run
+            # measures them, because the other processes would have to wait and kernels would have
+            # to be compiled.
             announce(_plan(data, module, measures=trains_on_cpu(config.machine)))
         report = _fit(data, module, progress, is_first)
     store.close()
@@ -291,19 +292,20 @@ def _fit(
     throughput = callbacks.Throughput()
     saves = callbacks.Saves(out, data.config.record.checkpoint_every, data.max_steps)
     extra: list[L.Callback] = [guard, callbacks.MicroBatches(data, out / MEMORY_FILE), throughput]
-    # Without a display, do not read the metrics, because reading them synchronizes with the device.
+    # Show metrics only if progress is shown, because reading metrics synchronizes with the device.
     if progress.show is not None:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
-    # ``saves`` is the last callback, so that it saves the other callbacks' state at the same step.
+    # ``saves`` must be the last callback. When it saves a checkpoint, the other callbacks have then
+    # updated their state for the same step.
     trainer = _build_trainer(data, [*extra, saves])
     try:
         _run_steps(trainer, data, module, guard, saves)
     except Interrupted as stop:
         if is_first:
             raise
-        # If Lightning started this process, exit with code 0. With any other code, Lightning would
-        # kill all processes, including the first one.
+        # If Lightning started this process, exit with code 0. After any other exit code, Lightning
+        # would kill all processes of the run, including the first one.
         is_ours = isinstance(
             getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment
         )
@@ -334,7 +336,7 @@ def _fit(
 
 
 def _finite_metrics(trainer: L.Trainer) -> dict[str, float]:
-    """Return the last training and validation metrics that are finite."""
+    """Return the last value of each training and validation metric, if it is finite."""
     metrics: dict[str, float] = {}
     for name, value in trainer.callback_metrics.items():
         number = float(value)
@@ -358,16 +360,18 @@ def _run_steps(
             if trainer.global_step >= data.max_steps != saves.validated_step and len(
                 data.validation_sequences
             ):
-                # An earlier invocation did all steps, but ended during the validation of the last
-                # step.
+                # An earlier invocation trained all steps, but was stopped during the last
+                # validation.
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
-        # A signal arrived after the last micro-batch, when the guard no longer looks for signals.
+        # The guard checks for signals only at the start of each micro-batch. This signal arrived
+        # after the last one.
         if guard.signum:
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         # Lightning restores a checkpoint without checking its content, so a damaged checkpoint may
-        # raise any of these errors. If training has started already, the error has another cause.
+        # raise any of these errors. If training has started, the checkpoint was restored without an
+        # error, so the error has another cause.
         if isinstance(error, MoaDataError) or guard.has_started or not resumes:
             raise
         raise checkpoints.damaged_checkpoint(
@@ -378,8 +382,8 @@ def _run_steps(
 def _write_report(file: Path, report: TrainReport) -> None:
     """Write the report of a run to a JSON file.
 
-    If a finished run is resumed, its earlier report is kept. If the earlier report lacks the last
-    validation, the results of that validation are added.
+    If a finished run is resumed, its earlier report is kept. If this invocation has run the last
+    validation, the results of this validation are added to the earlier report.
     """
     facts = dataclasses.asdict(report)
     if not report.n_tokens and file.is_file():
@@ -468,11 +472,11 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
             f"`devices={machine.devices}` `num_nodes={machine.num_nodes}` "
             f"`precision={machine.precision}` ({error}). Choose other values, or auto."
         ) from error
-    # Check the number of processes before any process waits for the others.
+    # Check the number of processes now. If one were missing, the others would wait for it forever.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
-    # Call this function only for its check: it raises TrainingError if the batch cannot be divided
-    # among the devices.
+    # The result is not used. The call raises TrainingError if the batch cannot be divided among the
+    # devices.
     device_share(config, trainer.world_size)
     return trainer
 
@@ -480,7 +484,7 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
 def _loggers(config: TrainConfig) -> list[Logger]:
     """Create the loggers of a run.
 
-    The account and server of an experiment tracker are set by the tracker's environment variables.
+    An experiment tracker reads its account and its server from environment variables.
     """
     out = Path(config.out)
     name = config.record.logger
@@ -528,7 +532,7 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
 def plan_run(config: TrainConfig) -> RunPlan:
     """Compute the length of a run, and estimate its time, memory and disk space.
 
-    A few micro-batches are trained on to measure time and memory. Nothing is written.
+    To measure time and memory, the function trains on a few micro-batches. Nothing is written.
     """
     keep_freed_memory()
     with _open_store(config) as store:
@@ -569,9 +573,9 @@ def _plan(data: StoreDataModule, module: DrafterModule, measures: bool) -> RunPl
 
 def _hush_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    # Hide warnings of Lightning that do not help the user. They are about output folders, which
-    # have been checked here, about torch's own code, and about logged values that are already equal
-    # on all devices.
+    # Hide warnings of Lightning that do not help the user. They are about output folders that this
+    # module has checked, about code of torch, and about logged values that are equal on all devices
+    # anyway.
     advice = (
         "Experiment logs",
         "Checkpoint directory",
@@ -617,7 +621,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
 
 
 def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
-    """Fill in settings that were not given from the settings recorded by the resumed run."""
+    """Set settings that were not given to the values that the resumed run has recorded."""
     if not (out / RUN_FILE).is_file():
         return config
     now = config.named()
@@ -658,9 +662,9 @@ def _lock_run(out: Path) -> Iterator[None]:
 
 
 def _store_facts(store: ActivationStore) -> dict[str, Any]:
-    # The facts about the store that determine the order and content of batches. The path of the
-    # store is not among them: between two invocations of a run, a store may be moved, but not
-    # changed.
+    # Return the facts about the store that determine the order and content of batches. Between two
+    # invocations of a run, these facts must not change. The store may be moved, so its path is not
+    # returned.
     identities = dict(sorted(store.manifest.identities.items()))
     codec = store.manifest.codec["name"]
     return {
@@ -674,8 +678,9 @@ def _store_facts(store: ActivationStore) -> dict[str, Any]:
 def _check_resumed(data: StoreDataModule, out: Path) -> None:
     """Refuse to resume a run with a different store, or with an incompatible number of steps.
 
-    A new number of steps is incompatible if it would have changed the learning rates of steps that
-    are already taken.
+    The learning rate may fall until the end of the run. If a new number of steps changes the step
+    at which it stops falling, the learning rates of all steps change. The new number is then
+    incompatible, because the run has already taken steps with the old learning rates.
     """
     if (out / STORE_FILE).is_file():
         try:
@@ -686,8 +691,8 @@ def _check_resumed(data: StoreDataModule, out: Path) -> None:
                 "file."
             ) from error
         facts = _store_facts(data.store)
-        # Compare only recorded facts. Earlier releases recorded fewer of them, for example no
-        # codec.
+        # Compare only facts that are recorded. Earlier releases recorded fewer facts, for example
+        # no codec.
         refuse_other_inputs(
             out,
             recorded,
@@ -717,8 +722,8 @@ def _record_run(data: StoreDataModule, out: Path, provenance: dict[str, Any] | N
     store = data.store
     # Record an absolute path, so that `export-drafter` finds the store from any working directory.
     store_path = store.path.absolute() if isinstance(store.path, Path) else store.path
-    # Write RUN_FILE first, because it marks the folder as a run. If the process is killed right
-    # after that, the same command starts the run again.
+    # Write RUN_FILE first, because it marks the folder as a run. If the process is killed before it
+    # has written the other files, the same command can start the run again.
     config = data.config.replaced(store=str(store_path))
     checkpoints.write_beside(out / RUN_FILE, config.to_yaml().encode())
     checkpoints.write_beside(
@@ -731,7 +736,7 @@ def _record_run(data: StoreDataModule, out: Path, provenance: dict[str, Any] | N
 
 
 def keep_earlier_metrics(run: Path) -> None:
-    """Rename metrics.csv of an earlier invocation, because Lightning's logger would delete it."""
+    """Rename metrics.csv of the previous invocation. Lightning's logger would delete it."""
     if (run / METRICS_FILE).is_file():
         earlier = sorted(run.glob("metrics-[0-9][0-9][0-9].csv"))
         # The next file gets the highest existing number plus one. Counting the existing files would
@@ -769,8 +774,8 @@ def plot_curves(run: Path, out: Path) -> None:
     series = read_metrics(run)
     panels = [
         ("Training loss", {"train/loss": "total, weighted", "train/feature_loss": "features"}),
-        # As in the Mixture of Attentions paper, the plotted training loss includes the target's
-        # entropy, so it cannot be compared with the KL divergence of the validation.
+        # As in the Mixture of Attentions paper, the training loss includes the entropy of the
+        # target's distribution, so it cannot be compared with the KL divergence of the validation.
         ("Training: KL + the target's entropy, or LK loss", {"train/forward_kl": "nats"}),
         ("Validation: KL from the target, entropy subtracted", {"val/kl": "nats"}),
         ("Validation: top-1 agreement", {"val/top1_agreement": "share of positions"}),

@@ -2,8 +2,9 @@
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 
-Matrices of the same shape are updated together, in float32. ``torch.optim.Muon`` updates one matrix
-at a time, in bfloat16. For matrices of drafters, that takes 2 to 3.5 times as long on a CPU.
+This optimizer updates all matrices of the same shape together, in float32. ``torch.optim.Muon``
+updates one matrix at a time, in bfloat16. For the matrices of a drafter on a CPU, it takes 2 to 3.5
+times as long.
 """
 
 from collections import defaultdict
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Coefficients of the polynomial in each iteration of Newton-Schulz, from the source above.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _N_ITERATIONS = 5
 
@@ -46,8 +48,9 @@ class Muon(torch.optim.Optimizer):
             ``lr / sqrt(n)`` (root mean square).
         others_lr: AdamW's learning rate.
         weight_decay: decoupled weight decay of all parameters.
-        block_rows: number of rows of the blocks in which a matrix is orthogonalized. If the
-            argument is None, entire matrices are orthogonalized, which takes several times as long.
+        block_rows: matrices are divided into blocks of this number of rows, and each block is
+            orthogonalized separately. If the argument is None, entire matrices are orthogonalized,
+            which takes several times as long.
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         shared = {"weight_decay": weight_decay}
         matrices = list(matrices)
-        # The number of iterations is stored in checkpoints only for earlier releases, which read it
-        # when they resume.
+        # This class does not read ``n_iterations``. It is stored in checkpoints for earlier
+        # releases, which read it when they resume a run.
         groups: list[dict[str, Any]] = [
             shared | {"params": matrices, "lr": lr, "momentum": 0.95, "n_iterations": 5}
         ]
@@ -94,8 +97,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
-        # Orthogonalize all matrices of a shape together, because the products of a single small
-        # matrix leave cores idle.
+        # Orthogonalize all matrices of the same shape in one batch. The matrix products of a single
+        # small matrix would leave cores idle.
         for shape, parameters in by_shape.items():
             directions = torch.stack(
                 [self._direction(p, group["momentum"]) for p in parameters]
@@ -103,8 +106,8 @@ class Muon(torch.optim.Optimizer):
             n_rows = min(self._block_rows or shape[0], shape[0])
             blocks = directions.split(n_rows, dim=1)
             updates = torch.cat([orthogonalize(block) for block in blocks], dim=1)
-            # A tall block has more rows than singular values, so the entries of its update are
-            # smaller. Scale them to the size of the entries of a square block's update.
+            # An orthogonalized block with more rows than columns has smaller entries than a square
+            # block. Scale the update so that its entries are as large as those of a square block.
             scale = group["lr"] * max(1.0, n_rows / shape[1]) ** 0.5
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
@@ -117,12 +120,12 @@ class Muon(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(grad)
         state["momentum"].lerp_(grad, 1 - momentum)
-        # Nesterov's method adds the gradient to the momentum once more, although the momentum
-        # contains the gradient already.
+        # The momentum already contains the gradient. Nesterov's method adds the gradient once more.
         return grad.lerp(state["momentum"], momentum)
 
     def _step_others(self, group: dict[str, Any]) -> None:
         adamw = torch.optim.AdamW([dict(group)])
-        # Share the state, so that the moments are kept for the next step and in checkpoints.
+        # This AdamW exists for one step only. Let it use the state of this optimizer, so that its
+        # moments are available in the next step and are saved in checkpoints.
         adamw.state = self.state
         adamw.step()

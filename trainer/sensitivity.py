@@ -1,19 +1,20 @@
-"""Measure how errors of stored keys and values affect a drafter.
+"""Measure how errors in stored keys and values change the output of a drafter.
 
-Codecs use the result to spend bits on the values that matter.
+Codecs use the result to give more bits to the values that matter.
 
-An error ``e`` in a token's keys or values changes the drafter's next-token distributions. The KL
-divergence, summed over the positions that attend to the token, is about ``e @ M @ e / 2`` nats.
-``M`` is the Gauss-Newton matrix, the sum of ``J^T (diag(p) - p p^T) J`` over these positions, with
-the derivative ``J`` of the drafter's logits and its distribution ``p``.
+An error ``e`` in a token's keys or values changes the drafter's next-token distributions at all
+positions that attend to the token. The KL divergence caused by the error, summed over these
+positions, is about ``e @ M @ e / 2`` nats. ``M`` is the Gauss-Newton matrix, the sum of ``J^T
+(diag(p) - p p^T) J`` over these positions. In this formula, ``p`` is the drafter's distribution at
+a position, and ``J`` is the derivative of the drafter's logits by the keys or values of the token.
 
-``M`` is estimated by sampling. Draw a token from the drafter's own distribution at each position,
-and compute the gradient of the token's log-probability. The mean outer product of such gradients is
-``M`` (Martens 2020, "New insights and perspectives on the natural gradient method", section 5). One
-backward is enough for all positions of a sequence.
+``M`` is estimated by sampling. At each position, a token is drawn from the drafter's own
+distribution, and the gradient of the token's log-probability is computed. The mean outer product of
+such gradients is ``M`` (Martens 2020, "New insights and perspectives on the natural gradient
+method", section 5). One backward computes the gradients for all positions of a sequence.
 
-A transform codec divides the target's layers into groups. The parts of a group are its keys and its
-values.
+A transform codec divides the target's layers into groups. Each group has two parts: its keys and
+its values.
 
 Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, E
 width of a feature.
@@ -69,14 +70,14 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
 
 @dataclass(frozen=True)
 class DrafterMetrics:
-    """Measures how much errors in keys and values change a drafter's output, averaged over tokens.
+    """Measures how much errors in keys and values change a drafter's output.
 
-    The results are matrices ``M``. For a small error ``e``, the KL divergence between the drafter's
-    distributions with and without the error is about ``e @ M @ e / 2`` nats.
+    The results are matrices ``M``, averaged over tokens. For a small error ``e``, the KL divergence
+    between the drafter's distributions with and without the error is about ``e @ M @ e / 2`` nats.
     """
 
     drafter: Drafter  # The drafter to measure, in evaluation mode and float32.
-    progress: Progress = SILENT  # Reports the number of sequences.
+    progress: Progress = SILENT  # Reports how many sequences have been measured.
 
     @property
     def identity(self) -> str:
@@ -89,17 +90,16 @@ class DrafterMetrics:
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """Measure one matrix M, float64 [W, W], for each part of each group of layers.
+        """Measure a matrix M, float64 [W, W], for each part of each group of layers.
 
         Args:
-            store: a store with exact values.
-            codec: the codec of ``kv``. It defines the groups of layers, and their parts: keys
-                before RoPE, and values.
+            store: a lossless store.
+            codec: the codec of ``kv``. It defines the groups of layers. The parts of a group are
+                keys before RoPE, and values.
             sequences: indices of sequences with responses that are long enough for draft rounds.
 
         Returns:
-            For each group, the matrices of its parts. They are the value of
-            ``TransformCodec.metrics``.
+            For each group, the matrices of its parts, in the form of ``TransformCodec.metrics``.
         """
         drafter = self.drafter
         reads = check_measurable(drafter, store)
@@ -121,8 +121,8 @@ class DrafterMetrics:
             gradients = drawn_gradients(
                 drafter, frozen, inputs, draws, codec, reads.kv_layers, generator
             )
-            # Add in place and one part at a time. For an 8B model, all matrices together take
-            # gigabytes.
+            # Update the sums in place and one part at a time. A second copy of all matrices would
+            # take gigabytes for an 8B model.
             if not sums:
                 sums = [
                     part.new_zeros(2 * part.shape[1:], dtype=torch.float64) for part in gradients
@@ -164,12 +164,11 @@ def drawn_gradients(
     kv_layers: Sequence[int] | None,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Draw random gradients of the drafter's log-probabilities with respect to keys and values.
+    """Compute random gradients of the drafter's log-probabilities with respect to keys and values.
 
     At each drafted position, a token is drawn from the drafter's distribution. The
-    log-probabilities of these tokens are summed, and the gradient of this sum is computed. The
-    expected outer product of such a gradient with itself is the matrix ``M`` that the docstring of
-    this module defines.
+    log-probabilities of these tokens are summed, and the gradient of the sum is computed. The mean
+    outer product of many such gradients is the matrix ``M`` (see the docstring of this module).
 
     Args:
         drafter: the drafter.
@@ -177,16 +176,17 @@ def drawn_gradients(
         inputs: one sequence. Its ``kv`` is [1, T, L, H, 2, d], with all layers.
         draws: the positions at which draft rounds start.
         codec: defines the groups of layers and their parts.
-        kv_layers: layers whose KV the drafter reads. If the argument is None, it reads all layers.
+        kv_layers: layers whose KV the drafter reads. If the argument is None, the drafter reads all
+            layers.
         generator: random generator for the tokens.
 
     Returns:
-        The gradients of the keys and the values of each group in turn, [n_tokens, width of the
-        part] each.
+        Two gradients per group, for its keys and for its values. Each of them is [n_tokens, width
+        of the part].
     """
-    # Compute the gradient of the sum of log-probabilities of one drawn token per drafted position.
-    # The tokens are drawn independently of each other, and each gradient has mean zero, so products
-    # of gradients from different positions cancel on average.
+    # The gradient of the sum is the sum of the gradients of all drafted positions. Its outer
+    # product also has products of gradients from two different positions. These products cancel on
+    # average, because the tokens are drawn independently and each gradient has mean zero.
     assert inputs.kv is not None
     parts: list[list[Tensor]] = []
     leaves: list[Tensor] = []
@@ -205,11 +205,11 @@ def drawn_gradients(
 def _drawn_feature_gradients(
     drafter: Drafter, frozen: FrozenTarget, features: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Draw a token from the drafter at each position.
+    """Draw a token from the drafter's distribution at each position, and compute its gradient.
 
     Returns:
-        The gradients of the tokens' log-probabilities with respect to ``features``, in the same
-        shape.
+        The gradients of the log-probabilities of the tokens with respect to ``features``, in the
+        shape of ``features``.
     """
     gradients = []
     n_rows = max(1, _LOGITS_BYTES // (4 * len(frozen.lm_head_weight)))

@@ -1,10 +1,12 @@
-"""One training step: Lightning module, optimizer, schedule, trial steps, recomputation, validation.
+"""The steps of training and validation: Lightning module, optimizer, schedule and trial steps.
 
-Drafters (in ``moa``) define losses and masks. The module ``fit`` handles files, signals and
+Trial steps find out how many sequences fit into memory, and whether layers must be recomputed. The
+losses and masks are defined by the drafters in ``moa``. The module ``fit`` handles files and
 devices.
 
-Validation measures draft rounds. A round is a position at which decoding has the target's
-activations, followed by g positions whose tokens are drafted.
+Validation measures draft rounds. A round starts at a position that the target has verified, so that
+decoding has the target's activations of this position. The tokens at the next g positions are
+drafted.
 
 Shapes: B sequences, T tokens, P drafted positions, g drafts per round.
 """
@@ -42,12 +44,14 @@ from .config import TrainConfig, known
 from .data import draw
 from .muon import Muon
 
-# Number of rows in the blocks in which Muon orthogonalizes a matrix. With entire matrices, the
-# acceptance length after 340 steps is 3 % longer, but the optimizer takes 2.4 times as long.
+# Muon orthogonalizes a matrix in blocks of this number of rows. If it orthogonalized entire
+# matrices, the acceptance length after 340 steps would be 3 % longer, but the optimizer would take
+# 2.4 times as long.
 _MUON_BLOCK_ROWS = 128
+# Methods of a decoder layer that the backward runs again if layers are recomputed.
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
-# Number of positions whose layer self-attention is recomputed at once. Memory limits this number,
-# because each position has hundreds of rows: those of all layers.
+# Number of positions whose layer self-attention is recomputed at once. A higher number would take
+# much memory, because layer self-attention has one row per target layer for each position.
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
@@ -59,8 +63,8 @@ WHAT_HELPS = (
     "above all `draft_vocabulary`), or a store of shorter sequences (`moa-data extract "
     "--max-length N`)."
 )
-# Fraction of the free memory that trial steps leave unused. Memory fragments during a run, because
-# batches differ in length.
+# Fraction of the free memory that trial steps leave unused. A run needs this memory, because
+# batches differ in length, so that free memory becomes fragmented.
 _SPARE_SHARE = 0.1
 # Peak memory of a step on a CPU, divided by the memory of the activations that the forward saves.
 # The peak also includes gradients within a layer and a piece of the logits.
@@ -87,16 +91,16 @@ def zero_peak_constant(
 
 @contextlib.contextmanager
 def recomputed_layers(drafter: Drafter) -> Iterator[None]:
-    """Use activation checkpointing for the decoder layers in a forward within this context.
+    """Apply activation checkpointing to the decoder layers of forwards within this context.
 
-    The results differ only by the order in which sums over positions are computed.
+    Results change only by rounding, because sums over positions are computed in another order.
     """
-    # The methods of a layer in ``_RECOMPUTED_PARTS`` are run again in the backward. Only their
-    # inputs and outputs, and the activations of attention itself, are saved. This saves more than
-    # half of the memory for activations of EAGLE-3 and Mixture of Attentions.
+    # The backward runs the methods in ``_RECOMPUTED_PARTS`` again. Only their inputs and outputs,
+    # and the activations of the attention itself, are stored until then. For EAGLE-3 and Mixture of
+    # Attentions, this saves more than half of the memory for activations.
     blocks = [block for block in drafter.modules() if isinstance(block, DecoderBlock)]
-    # Compiled methods are stored in the ``__dict__`` of each layer. Remember them here, to restore
-    # them when the context ends.
+    # The ``__dict__`` of a layer may hold compiled methods, which are replaced below. Remember
+    # them, to restore them when the context ends.
     before: list[dict[str, Any]] = []
     for block in blocks:
         before.append(
@@ -138,8 +142,8 @@ class DrafterModule(L.LightningModule):
         self._frozen = [frozen]
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
-        # Whether all activations of the current step or validation are finite: a tensor on the
-        # device, so that no synchronization is needed to update it.
+        # Whether all activations of the current step or validation are finite. The value becomes a
+        # bool tensor on the device, which can be updated without a synchronization.
         self._are_finite: Any = True
         self._validation: dict[int, list[float]] = {}
 
@@ -153,7 +157,8 @@ class DrafterModule(L.LightningModule):
         try:
             return super().load_state_dict(*args, **options)
         except RuntimeError as error:
-            # torch raises RuntimeError here, which could also be an error of the device.
+            # Do not let callers see a RuntimeError, because they could not tell it from an error of
+            # the device.
             raise ValueError(first_line(error)) from error
 
     def on_fit_start(self) -> None:
@@ -161,8 +166,8 @@ class DrafterModule(L.LightningModule):
         self.frozen.to(self.device)
         if self.config.machine.compile:
             # Compile only these two methods of each layer. They cause most of a step's memory
-            # traffic, and only shapes in them depend on the data. Code with masks and loss
-            # positions is not compiled, because masks and loss positions depend on values.
+            # traffic, and the compiled code works for batches of all shapes. Code with masks and
+            # loss positions is not compiled, because it depends on the values in a batch.
             for block in self.drafter.modules():
                 if isinstance(block, DecoderBlock):
                     for name in ("finish", "attend_self_means"):
@@ -175,8 +180,8 @@ class DrafterModule(L.LightningModule):
         """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
         values = {f"train/{name}": term.detach() for name, term in terms.items()}
-        # Each micro-batch's loss is divided by an equal share of the step's loss positions, so the
-        # mean over micro-batches is the loss of the step.
+        # All micro-batches of a step divide their loss by the same number, so the mean over the
+        # micro-batches is the loss of the step.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
         self._step_sums = values
@@ -206,10 +211,10 @@ class DrafterModule(L.LightningModule):
         """
         for values in (inputs.kv, inputs.hidden, inputs.entering_hidden, *inputs.layer_outputs):
             if values is not None:
-                # Minimum and maximum are NaN if any value is NaN. Computing them does not
-                # synchronize with the device.
+                # If any value is NaN or infinite, so is the minimum or the maximum. Computing them
+                # does not synchronize with the device.
                 self._are_finite = self._are_finite & torch.stack(values.aminmax()).isfinite().all()
-        # The KV is not cast here. The drafter casts each layer's KV when it reads that KV.
+        # The KV is not cast here, because the drafter casts the KV of each layer when it reads it.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
         inputs.layer_outputs = tuple(
             states.to(self.drafter.dtype) for states in inputs.layer_outputs
@@ -236,8 +241,8 @@ class DrafterModule(L.LightningModule):
 
         Activations or gradients with NaN or infinity raise an error instead.
         """
-        # Lightning's own clipping is not used, because it refuses fused optimizers even in
-        # bf16-mixed, where gradients are not scaled.
+        # Lightning's own clipping is not used, because it refuses fused optimizers with any mixed
+        # precision. They are safe with bf16-mixed, because its gradients are not scaled.
         weights = list(self.drafter.parameters())
         norm = torch.nn.utils.get_total_norm(
             [weight.grad for weight in weights if weight.grad is not None]
@@ -281,10 +286,10 @@ class DrafterModule(L.LightningModule):
         )
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics over the batches of all devices, which are the same on every device."""
+        """Compute and log the metrics over all batches. They are the same on every device."""
         self._check_inputs(bool(self._are_finite))
-        # Gather the sums as float64, which holds counts exactly, so that the metrics are
-        # bit-identical to those on a single device.
+        # Gather the sums as float64, which represents counts exactly. The metrics are then equal,
+        # bit for bit, to the metrics of a single device.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
             gathered: Any = self.all_gather(
@@ -303,8 +308,8 @@ class DrafterModule(L.LightningModule):
         """Build the run's optimizer without a schedule: Muon, or AdamW with betas 0.9 and 0.95."""
         config = self.config.optimizer
         if config.kind == "muon":
-            # Embedding tables are not updated by Muon. Their rows are looked up one by one, so
-            # orthogonalizing the update of the entire table has no meaning.
+            # Do not let Muon update embedding tables. Their rows are looked up one by one and never
+            # multiplied as a matrix, so orthogonalizing the update of a table has no meaning.
             modules = self.drafter.modules()
             tables = {
                 id(table.weight) for table in modules if isinstance(table, torch.nn.Embedding)
@@ -327,8 +332,8 @@ class DrafterModule(L.LightningModule):
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=config.weight_decay,
-            # With 16-mixed, do not use a fused step. It undoes the loss scaling internally, after
-            # the gradients have been clipped.
+            # With 16-mixed, do not use a fused step. It would unscale the gradients itself, so they
+            # would be clipped while they are still scaled.
             fused=precision != "16-mixed",
         )
 
@@ -364,11 +369,11 @@ class Trial:
     """Runs trial steps to find out how many sequences fit into memory. No weight is changed."""
 
     module: DrafterModule
-    # The inputs of the longest training sequence, in CPU memory, with a batch axis of length 1. All
-    # tokens are treated as response, which is the most expensive case.
+    # The inputs of the longest training sequence, in CPU memory, with a batch axis of length 1. In
+    # trial steps, all its tokens count as response, which is the most expensive case.
     longest: TrainingInputs
     device: torch.device
-    # Creates the autocast context of a forward in the precision of the run.
+    # Returns the context manager in which a forward has the precision of the run.
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def choose(self, sizes: Sequence[int], free_bytes: int | None, held_copies: float) -> Choice:
@@ -416,7 +421,7 @@ class Trial:
 
         Args:
             size: number of sequences in the micro-batch.
-            reserved_bytes: device memory to reserve.
+            reserved_bytes: device memory to reserve. A run needs it for other purposes.
 
         Returns:
             False if the device runs out of memory.
@@ -449,9 +454,9 @@ class Trial:
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             terms = self._terms(1)
-        # The result of the forward must stay alive until here. If one of its storages were freed
-        # earlier, a later storage could get the same address, and only one of the two would be
-        # counted.
+        # Keep the result of the forward alive until here, because storages are counted by address.
+        # A later storage could otherwise get the address of a freed storage, and only one of the
+        # two would be counted.
         del terms
         return sum(storages.values())
 
@@ -473,17 +478,26 @@ def validate_batch(
 ) -> list[float]:
     """Draft all rounds of a batch, and compare the distributions of drafter and target.
 
-    The drafts follow the text of the dataset. The target's distributions are computed from its
-    stored hidden states. Rounds start every ``draft_length + 1`` positions.
+    Each draft is predicted after the tokens of the dataset, even if earlier drafts of its round
+    differ from these tokens. The target's distributions are computed from its stored hidden states.
+    A round starts every ``draft_length + 1`` positions.
 
     Returns:
-        Ten sums over the batch, which :func:`validation_metrics` reduces to metrics. The first six
-        are: KL in nats, positions at which drafter and target have the same argmax, drafted
-        positions, tokens that the rounds would commit in greedy decoding, tokens that they would
-        commit in sampling at temperature 1, and rounds. Committed tokens include the target's bonus
-        token. With the tokens ``c`` that greedy decoding commits in a sequence, and its rounds
-        ``r``, the last four are the sums over sequences of ``c * c``, ``c * r`` and ``r * r``, and
-        the number of sequences with a round.
+        Ten sums over the batch, which :func:`validation_metrics` reduces to metrics:
+
+        0. KL divergence in nats
+        1. number of positions at which drafter and target have the same argmax
+        2. number of drafted positions
+        3. number of tokens that greedy decoding would commit
+        4. expected number of tokens that sampling at temperature 1 would commit
+        5. number of rounds
+        6. sum of ``c * c`` over sequences, with the tokens ``c`` that greedy decoding would commit
+           in a sequence
+        7. sum of ``c * r`` over sequences, with the rounds ``r`` of a sequence
+        8. sum of ``r * r`` over sequences
+        9. number of sequences with at least one round
+
+        The committed tokens of a round include the target's bonus token.
     """
     inputs = batch.inputs
     draws = batch.draws
@@ -501,7 +515,7 @@ def validate_batch(
         target = frozen.logits(goal).float()
         log_target = target.log_softmax(dim=-1)
         log_draft = draft.log_softmax(dim=-1)
-        # A logit of -inf gives probability 0 and the product 0 * inf, which must count as 0.
+        # A target logit of -inf gives probability 0. Its term 0 * inf is NaN, but must count as 0.
         kl.append(
             (log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
         )
@@ -513,10 +527,10 @@ def validate_batch(
     accepted[:, rows[valid], queries[valid]] = torch.stack(
         [torch.cat(agree).double(), torch.cat(shared).double()]
     )
-    # In greedy decoding, a round commits the leading drafts at which drafter and target have the
-    # same argmax, plus one token of the target. In sampling, a draft is accepted with a probability
-    # equal to the overlap of both distributions. These values only estimate decoding, because the
-    # drafts follow the dataset's text rather than the target's own answers.
+    # In greedy decoding, a round commits the drafts before the first position at which drafter and
+    # target have a different argmax, plus one token of the target. In sampling, the probability
+    # that a draft is accepted is the overlap of both distributions. The results are only estimates,
+    # because the tokens before each draft come from the dataset and not from decoding.
     greedy = [
         accepted_runs(row[None], mask[None], draft_length)
         for row, mask in zip(accepted[0], drafted, strict=True)
@@ -540,7 +554,8 @@ def validate_batch(
 def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
     """Compute the expected number of leading accepted drafts in each complete round.
 
-    A complete round is a position that is not drafted, followed by ``draft_length`` drafted ones.
+    A complete round is one position that is not drafted and the next ``draft_length`` positions, if
+    all of them are drafted.
 
     Args:
         accepted: probability [B, T] that the draft at a position is accepted, given that all
@@ -563,8 +578,9 @@ def validation_metrics(rows: Iterable[Sequence[float]]) -> dict[str, float]:
     """Reduce the sums of all batches to metrics. Metrics without any data are NaN.
 
     Args:
-        rows: for each batch, its index and its sums from :func:`validate_batch`. A batch that
-            several devices have processed occurs several times, and is counted once.
+        rows: for each batch, its index and its sums from :func:`validate_batch`. If several devices
+            have processed the same batch, its index occurs several times, and the batch is counted
+            once.
     """
     batches = {int(number): sums for number, *sums in rows}
     totals = [0.0] * 10
@@ -591,14 +607,14 @@ def _half_width(
 
     Args:
         tokens, rounds: number of committed tokens, and of rounds, in all sequences.
-        products: sums over sequences of ``t * t``, ``t * r`` and ``r * r``, with the tokens ``t``
-            and the rounds ``r`` of a sequence.
+        products: the sums of ``t * t``, ``t * r`` and ``r * r`` over sequences. ``t`` is the number
+            of committed tokens of a sequence, and ``r`` is its number of rounds.
         n_sequences: number of sequences with at least one round.
     """
     if n_sequences < 2:
         return float("nan")
     ratio = tokens / rounds
-    # A sequence has t committed tokens and r rounds. This is the sum of ``(t - ratio * r) ** 2``
-    # over sequences.
+    # The sum of ``(t - ratio * r) ** 2`` over sequences. A sequence has ``t`` committed tokens and
+    # ``r`` rounds.
     squares = products[0] - 2 * ratio * products[1] + ratio * ratio * products[2]
     return _NORMAL_95 * math.sqrt(max(0.0, squares) * n_sequences / (n_sequences - 1)) / rounds

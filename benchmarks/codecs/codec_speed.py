@@ -1,19 +1,20 @@
 """Measures how fast codecs encode and decode on one core; `codecs.py` measures bytes and errors.
 
-With a STORE, it measures the byte chain: chunks of the store's activations go through blosc and
-through hand-made frames. With a --shape, it measures whole codecs, from values to codes and back.
-The candidates take turns, several times over, and the figures are medians. ::
+With a STORE, it measures the byte chain, which compresses the chunks of an array. The library blosc
+and this package's own frames compress the same chunks of the store's activations. With a --shape,
+it measures whole codecs, from values to codes and back. The candidates take turns several times,
+and the figures are medians. ::
 
     python -m benchmarks.codecs.codec_speed STORE [--sequences 12] [--repeats 5]
     python -m benchmarks.codecs.codec_speed --shape 32 8 128 [--codecs lossless int8 transform:1]
         [--tokens 256] [--learn-tokens 6144] [--threads 1 2]
 
---shape takes keys and values of LAYERS x HEADS x HEAD_DIM. They are bfloat16 numbers that the
-benchmark makes from 512 directions and noise. They show speeds at that shape, and the bytes and
-errors of these numbers. They say nothing about the rate on a real target's activations. A basis
-must learn from at least 4/3 of its width in tokens, or it has fewer components than a real one.
-Seconds are CPU seconds with one thread. They are wall-clock seconds with more threads, and for
-learning. With a --device, the host is measured as well.
+--shape takes LAYERS HEADS HEAD_DIM. The benchmark makes keys and values of this shape, which are
+bfloat16 numbers from 512 directions and noise. The figures show speeds at the shape, and the bytes
+and errors of these numbers. They do not show the bits per value of a real target's activations.
+--learn-tokens must be at least 4/3 of the width of a basis. With fewer tokens, the basis gets fewer
+components than that of a real target. Seconds are CPU seconds with one thread. With more threads,
+and for learning, they are wall-clock seconds. With a --device, the host is measured as well.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def medians_in_turn(
 
 
 def blosc_chunk(values: np.ndarray) -> bytes:
-    """Compress a chunk with blosc itself, with the settings of the metadata."""
+    """Compress a chunk with the library blosc, with the same settings as in a store."""
     return bytes(
         numcodecs.blosc.compress(
             values, b"zstd", 1, shuffle=1, blocksize=BLOSC_BLOCK_BYTES, typesize=2
@@ -110,7 +111,8 @@ def measure_bytes(values: np.ndarray, repeats: int) -> dict[str, dict[str, float
         numcodecs.blosc.decompress(chunk, out) for chunk in buffers["blosc"]
     ]
     works["hand-made decode"] = decode_all_chunks
-    # Blosc's side has no checksum to verify, so this times our frames without theirs.
+    # Blosc verifies no checksum. For a fair comparison, also time our frames without their
+    # checksums.
     frames = [chunk[:-CRC_BYTES] for chunk in buffers["hand-made"]]
     works["frame decode"] = lambda: [numcodecs.blosc.decompress(frame, out) for frame in frames]
     seconds = medians_in_turn(works, repeats)
@@ -147,7 +149,7 @@ def made_up(spec: FieldSpec, n_tokens: int, n_sequences: int) -> list[np.ndarray
 
 
 def inner_chunks(array: StoredArray, rows: np.ndarray) -> list[np.ndarray]:
-    """Cut the rows of a stored array into the inner chunks of a part of that length."""
+    """Cut the rows of a stored array into the inner chunks that a part with these rows has."""
     n_rows, n_second, *_ = array_grid(array, 1, len(rows) * array.block_tokens).chunk_shape
     return [
         np.ascontiguousarray(rows[at : at + n_rows, second : second + n_second])
@@ -157,7 +159,7 @@ def inner_chunks(array: StoredArray, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def decode_each(encoded: list[bytes], chunks: list[np.ndarray]) -> None:
-    """Decode each chunk into new memory of its shape."""
+    """Decode each chunk into a new array."""
     for buffer, chunk in zip(encoded, chunks, strict=True):
         decode_chunk(np.frombuffer(buffer, np.uint8), np.empty_like(chunk))
 
@@ -171,7 +173,7 @@ def measure_shape(name: str, shape: list[int], options: argparse.Namespace) -> R
     """Measure bytes, errors and speed of one codec on made-up keys and values.
 
     Returns a row for each number of threads, and one for the device. On the host, the byte chain is
-    timed separately from the codes. A lossless codec consists of the byte chain alone.
+    timed separately from the rest of the codec. A lossless codec has only the byte chain.
     """
     n_layers, n_kv_heads, head_dim = shape
     spec = kv_field(n_layers, n_kv_heads, head_dim)

@@ -4,9 +4,10 @@ Extracts one lossless store, recodes it with each codec, and measures on the sam
 
 - bytes per token and the ratio to raw
 - the relative L2 error of keys, values and hidden states (the mean over the states)
-- the KL of the teacher's next-token distribution from decoded hidden states
-- the acceptance length of drafters trained from the store at equal steps and seeds: Mixture of
-  Attentions, or a drafter of ``drafters.py``
+- the KL divergence of the teacher's next-token distributions, if they are computed from decoded
+  hidden states
+- the acceptance length of drafters trained from the store, with equal steps and seeds. The drafter
+  is Mixture of Attentions, or one of ``drafters.py``
 
 The command::
 
@@ -17,9 +18,9 @@ The command::
         [--layer-groups 1] [--no-unrotated-keys]
         [--drafter dspark --activations hidden:last hidden:layer:1 hidden:layer:3 hidden:layer:6]
 
-A codec followed by " for RUN" learns keys and values in the metric of that run's drafter. For
-example, "transform:0.3@all for run-lossless-0" uses the drafter that an earlier call with --codecs
-lossless has trained into OUT.
+A codec may be followed by " for RUN". It then gives more bits to keys and values in which errors
+would change the drafts of that run's drafter. For example, "transform:0.3@all for run-lossless-0"
+uses the drafter that an earlier call with --codecs lossless has trained into OUT.
 
 Stores, runs and reports stay in OUT. A later call makes only those that are missing.
 """
@@ -101,7 +102,7 @@ def measure_drafter(options: argparse.Namespace, codec: str, seed: int) -> dict[
 
 
 def slug(codec: str) -> str:
-    """Write a codec's name as a part of a file name."""
+    """Turn a codec's name into text that a file name may contain."""
     return re.sub(r"[^a-z0-9.]+", "-", codec)
 
 

@@ -3,8 +3,9 @@
 A codec learns from one lossless store. It then encodes and decodes the sequences of another store
 of the same target. Both stores are small, and the second one is read one sequence at a time. For
 each codec, the benchmark prints the bytes per token, the errors of keys, values, hidden states and
-logits, and the KL of the teacher. With --target, it also prints the KL of the target that continues
-from decoded keys and values, as `moa-data compare` does for two stores.
+logits, and the KL divergence of the next-token distributions that decoded hidden states give. With
+--target, the target also continues sequences from decoded keys and values, and the KL divergence of
+its distributions is printed. `moa-data compare` does the same for two stores.
 
     python -m benchmarks.codecs.held_out STORE OTHER_STORE
         [--codecs transform:0.86,hidden=3.2,tokens@all] [--target M]
@@ -41,7 +42,7 @@ from moa_data.text import SILENT
 CODECS = ("transform:0.86,hidden=3.2,tokens@all", "transform:0.43,hidden=1.85,tokens,from-kv@all")
 CHUNK_TOKENS = 512
 INDEX_ENTRY_BYTES = 16
-TEACHER_POSITIONS = 128  # per sequence
+TEACHER_POSITIONS = 128  # Number of positions per sequence at which distributions are compared.
 
 
 def read(store: ActivationStore, index: int, codec: StoreCodec) -> dict[str, np.ndarray]:

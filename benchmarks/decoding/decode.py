@@ -11,9 +11,9 @@
     # In 10 GB of memory:
     python -m benchmarks.decoding.decode --shape llama-3-8b --share-weights --parts-only
 
-Drafts and target calls are timed alone, in alternation, and the minimum over all repeats counts.
-Rounds are timed while decoding, in turn with transformers' own greedy ``generate``. With random
-weights no draft is accepted, which does not change the costs.
+Drafts and target calls are timed separately and in turns, and the minimum over all repeats counts.
+Rounds are timed while decoding. They take turns with transformers' own greedy ``generate``. With
+random weights no draft is accepted, which does not change the costs.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from moa_data.trainer.batches import drafter_sizes
 from moa_data.trainer.config import AnyDrafter, MoASettings
 
 FORM = ("cross_attention_drafts", "layer_groups", "layer_stride", "unrotated_keys")
-"""Settings of Mixture of Attentions that are not sizes but change the cost of a draft."""
+"""Settings of Mixture of Attentions that are not sizes, but change the cost of a draft."""
 ROUNDS = (
     TreeShape(1),
     TreeShape(3),
@@ -60,7 +60,7 @@ BREADTHS = (1, 2, 4, 8)
 
 
 class _Text:
-    """A prompt in the target's cache, with a proposer that drafts after it."""
+    """A prompt in the target's KV cache, and a proposer that drafts the tokens after the prompt."""
 
     def __init__(self, target: Target, proposer: Proposer, prompt: list[int]) -> None:
         self._target, self._cache, self._proposer = target, target.new_cache(), proposer
@@ -107,9 +107,11 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 def part_costs(
     target: Target, proposer: Proposer, prompt: list[int], n_repeats: int, n_verified: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """Measure the cost of target calls by their tokens, and of draft levels by their breadth.
+    """Measure the cost of target calls and of levels of drafts.
 
-    Returns milliseconds of target calls, of the first level of drafts, and of each further level.
+    Returns three dicts with milliseconds. The first maps the number of tokens of a target call to
+    its cost. The others map the number of drafts in a level to its cost: the cost of the first
+    level of a tree, and that of each further level.
     """
     depth = min(3, proposer.max_depth or 3)
     shapes = [TreeShape(levels, breadth) for breadth in BREADTHS for levels in (1, depth)]
@@ -125,8 +127,8 @@ def part_costs(
         for shape, found in draft_s.items():
             text.step()
             found.append(_seconds(target.device, partial(text.propose, shape)))
-    # Other work on the machine only adds time, so the minimum over all repeats is closest to the
-    # cost. The time of a larger call is an upper bound for a smaller one.
+    # Other work on the machine can only add time, so the minimum over all repeats is closest to the
+    # cost. A call with fewer tokens cannot cost more than a call with more tokens.
     least = np.minimum.accumulate([min(found) for found in verify_s.values()][::-1])[::-1]
     first, last = (
         {b: min(draft_s[TreeShape(levels, b)]) for b in BREADTHS} for levels in (1, depth)
@@ -146,9 +148,9 @@ def random_target(
     """Make a Llama with random weights on the device.
 
     Args:
-        shares_weights: give all layers the weights of the first one, so that a model too large for
-            this machine needs the memory of one layer. A layer is far larger than any cache, so a
-            call takes as long as with separate weights.
+        shares_weights: give all layers the weights of the first layer. A model that is too large
+            for this machine then needs the memory of one layer only. A call takes as long as with
+            separate weights, because a layer is far larger than any cache of the processor.
     """
     build = partial(
         AutoModelForCausalLM.from_config, dtype=dtype, attn_implementation="sdpa",
@@ -173,7 +175,8 @@ def random_drafter(
 ) -> Drafter:
     """Make a drafter of a kind with random weights.
 
-    It has the proportions that the authors of its kind chose, in the form that `train` gives it.
+    Its sizes have the proportions that the authors of this kind published. All other settings are
+    the defaults of `train`.
     """
     build = drafter_class(kind)
     form = {name: MoASettings.model_fields[name].default for name in FORM}
@@ -242,8 +245,8 @@ def transformers_steps(
 ) -> dict[str, float]:
     """Measure a step of transformers' greedy ``generate``, in milliseconds.
 
-    It is the time of an answer less the time of an answer with one token, divided by the other
-    tokens.
+    Two answers are timed: one with ``n_tokens`` tokens, and one with a single token. The difference
+    is divided by the number of additional tokens.
 
     Args:
         is_compiled: use a static cache, so that transformers compiles its steps on a GPU. This
@@ -289,7 +292,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.cuda_graphs:
         target.use_static_calls(options.prompt_tokens + options.max_new_tokens + 128)
     if options.cuda_graphs or options.rounds_only:
-        # Warm up every call size once. The last rounds of a generation have sizes of their own.
+        # Warm up with whole generations, so that every size of a target call occurs once. The last
+        # rounds of a generation have other sizes than the rounds before them.
         for shape in shapes:
             rounds(target, drafter, [5] * options.prompt_tokens, shape, options.max_new_tokens)
         transformers_steps(

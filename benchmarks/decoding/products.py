@@ -1,9 +1,10 @@
 """Times the matrix products of a target's layers with 1 to 64 rows, with plain and packed weights.
 
-Plain weights have PyTorch's own layout, and packed weights are laid out for the CPU. Packed weights
-keep float32 unless float16 can represent them ("packed"), or may be rounded to float16 as those of
-drafters ("halves"). All sides take turns on the same rows. Figures are medians of the CPU
-milliseconds of all products of a call, and the quartiles of the ratios of plain to packed. ::
+Plain weights have PyTorch's own layout, and packed weights are laid out for the CPU. There are two
+kinds of packed weights. "packed" uses float16 only if float16 can represent the weights exactly,
+and float32 otherwise. "halves" rounds weights to float16, as for drafters. All sides take turns on
+the same rows. Figures are medians of the CPU milliseconds of all products of a call, and the
+quartiles of the ratios of plain to packed. ::
 
     python -m benchmarks.decoding.products [--shape llama-3-8b] [--layers 1] [--dtype float32]
         [--threads 1]

@@ -1,9 +1,10 @@
 """Times decoding with the drafters of ``training/drafters.py`` at known acceptance lengths.
 
-The cost of a drafter depends on its sizes. It depends on its weights only through the number of
-accepted drafts. Therefore drafters with random weights draft here, and their drafts are replaced by
-the target's own tokens. Each round accepts as many of them as the given mean needs. Plain decoding
-takes turns with the drafters, prompt by prompt. ::
+The time of a draft depends on the sizes of the drafter, but not on its weights. The weights only
+determine how many drafts are accepted. So the drafters here have random weights, and their drafts
+are replaced by the target's own tokens. In each round, some of these tokens are made wrong, so that
+the acceptance length is the given one. Plain decoding takes turns with the drafters, prompt by
+prompt. ::
 
     python -m benchmarks.decoding.rounds MODEL TEST_CHATS [--lengths moa=4.72 eagle=4.75 ...]
         [--draft-length 7]
@@ -34,13 +35,14 @@ from moa_data.moa.targets.bundle import FrozenTarget
 from moa_data.moa.targets.live import Target
 
 SMALL_HEAD = "+1024"
-"""Suffix of a drafter's name: it drafts only this many tokens (``drafter.draft_vocabulary``)."""
+"""Suffix of the name of a drafter with a draft vocabulary of 1,024 tokens."""
 
 
 class KnownText(DrafterProposer):
     """Runs its drafter, and then replaces the drafts by tokens of a known text.
 
-    The number of correct drafts in each round gives the rounds a mean length.
+    In each round, the last of these tokens are wrong. Their number is chosen so that the rounds
+    have the given mean length.
     """
 
     def __init__(self, target: Target, drafter: Drafter, mean: float) -> None:
@@ -54,7 +56,7 @@ class KnownText(DrafterProposer):
         drafts = super().propose(committed, shape)
         self._due += self._mean
         n_drafts = drafts.tokens.shape[1]  # There are fewer at the end of an answer.
-        # The target's own token is the last one of a round.
+        # The last token of a round is the target's own token and not a draft.
         n_right = min(int(self._due) - 1, n_drafts)
         self._due -= int(self._due)
         at, wrong = len(committed[0]), n_drafts - n_right

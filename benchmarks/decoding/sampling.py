@@ -1,8 +1,8 @@
 """Times sampling at a large vocabulary: draws, choices by keyed noise, and whole verifications.
 
-A draw takes turns with ``torch.multinomial``. A choice, which serving uses, takes turns with its
-definition, which computes noise for every token. Figures are medians and the quartiles of the
-ratio. On the CPU, the time of a choice is the CPU time of the process.
+A draw takes turns with ``torch.multinomial``. A choice by keyed noise, which serving uses, takes
+turns with a function that computes the noise of every token. Figures are medians, and quartiles of
+the ratio. On the CPU, the time of a choice is the CPU time of the process.
 
     python -m benchmarks.decoding.sampling [--vocabulary 128256] [--device cpu] [--repeats 60]
 """
@@ -37,7 +37,7 @@ CHOICES = CONFIGS | {"temperature 0.8, top-k 50, top-p 0.9": SamplingConfig(0.8,
 
 
 def choose_by_all_noise(logits: Tensor, config: SamplingConfig, position: int) -> int:
-    """Choose a token by the definition of :func:`choose`."""
+    """Choose the same token as :func:`choose`, but compute the noise of every token."""
     probability = distribution(logits, [], config)
     every = noise(0, position, np.arange(len(probability))).to(probability.device)
     return int((probability.log() + every).argmax())
@@ -67,8 +67,8 @@ def measure_choices(logits: Tensor, options: argparse.Namespace) -> dict[str, An
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Time draws in turns, then verifications of a chain and of a tree.
 
-    The drafts of the chain are the most likely tokens. Those of the tree are random, so nearly all
-    of them are rejected.
+    The drafts of the chain are the most likely tokens. The drafts of the tree are random tokens, so
+    nearly all of them are rejected.
     """
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(61, options.vocabulary, generator=generator) * 3).to(options.device)

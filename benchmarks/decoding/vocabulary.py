@@ -1,9 +1,9 @@
 """Measures what a draft vocabulary saves and costs: the time of drafts and acceptance lengths.
 
 Drafts and plain steps take turns on one thread. The figures are milliseconds of CPU time, which
-other work on the machine affects least. With a run, the benchmark instead measures the expected
-acceptance length of its drafter on the sequences that the run held out, and the share of their
-response tokens that can be drafted. ::
+other work on the machine affects least. With --trained RUN, the benchmark measures other figures,
+on the sequences that the run held out: the expected acceptance length of the run's drafter, and the
+share of response tokens that can be drafted. ::
 
     python -m benchmarks.decoding.vocabulary MODEL [--kinds eagle moa] [--sizes 4096 8192]
         [--repeats 9]
@@ -41,7 +41,7 @@ N_PROMPT = 200
 
 
 def set_vocabulary(drafter: Drafter, tokens: torch.Tensor) -> None:
-    """Restrict a drafter to some tokens. No tokens means no restriction."""
+    """Restrict a drafter to some tokens. An empty tensor removes the restriction."""
     n_tokens, ids = len(tokens), tuple(tokens.tolist())
     drafter.config = dataclasses.replace(
         drafter.config, draft_vocabulary=n_tokens, draft_tokens=ids
@@ -114,7 +114,7 @@ def costs(options: argparse.Namespace) -> list[dict[str, Any]]:
 def acceptance(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the expected acceptance length of a run's drafter for each draft vocabulary.
 
-    The sequences are those that the run held out.
+    It is measured on the sequences that the run held out.
     """
     config = TrainConfig(**yaml.safe_load((Path(options.trained) / RUN_FILE).read_text()))
     store, drafter = ActivationStore(config.store), load_drafter(options.trained)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures what waits for a GPU, in one command.
+# Runs all measurements and tests that need a GPU, in one command.
 set -euo pipefail
 
 usage() {
@@ -61,7 +61,7 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
-# The repository is the package itself: where it is not installed, a link gives it its name.
+# The root of the repository is the package moa_data. If the package is not installed, make a link with this name.
 if ! "$python" -c 'import moa_data' 2>/dev/null; then
   mkdir "$out/path"
   ln -s "$PWD" "$out/path/moa_data"
@@ -74,7 +74,7 @@ fi
 "$python" -m benchmarks.gpu.preflight "${parts[@]}" || exit 2
 failed=()
 
-step() { # step NAME PERCENT FILE OPTION...: runs a benchmark for at most that share of the part's time
+step() { # step NAME PERCENT MODULE OPTION...: runs a benchmark for at most PERCENT of the part's time
   local name=$1 limit_s=$(( part_s * $2 / 100 )) began_s=$SECONDS status=0; shift 2
   if [ $limit_s -gt $(( ends_s - SECONDS )) ]; then limit_s=$(( ends_s - SECONDS )); fi
   if [ $limit_s -lt 1 ]; then
@@ -93,7 +93,9 @@ step() { # step NAME PERCENT FILE OPTION...: runs a benchmark for at most that s
 }
 
 on=(--device "$device")
-tests=() # by their paths: pytest imports all that it is given, and the rest of tests/ needs much that is not here
+# Tests are run by their paths, because pytest imports every file that it is given. The other files in tests/ import
+# packages that may be missing here.
+tests=()
 if [ "$device" = cpu ]; then tests=(--collect-only); fi
 if [ -n "$tiny" ]; then
   extract=(--layers 2 --max-sequences 4 --max-length 128 --repeats 1)
@@ -105,7 +107,8 @@ if [ -n "$tiny" ]; then
   graphs=(--shape tiny --layers 2 --prompt-tokens 32 --max-new-tokens 4 --repeats 1 --drafts 3 --cuda-graphs)
 else
   extract=(--shape llama-3-8b --layers 8 --max-sequences 64 --repeats 2)
-  # Three kinds, and no search for the largest micro-batch: on an H100 compiling takes a minute a kind, DSpark's more.
+  # Measure only three kinds of drafters, with a fixed micro-batch, to save time. On an H100, compiling takes a minute
+  # per kind, and more for DSpark.
   train=(--steps 4 --threads 8 --micro-batch 8 --drafters moa eagle eagle3 --limit-s $(( part_s * 55 / 100 )))
   codecs=(--shape 32 8 128 --tokens 1024 --repeats 3 --threads 1)
   transform=(--shape 4 8 128 --tokens 1024 --repeats 3 --threads 1)
@@ -114,7 +117,7 @@ else
   graphs=(--shape llama-3-8b --dtype bfloat16 --repeats 3 --max-new-tokens 64 --drafts 3 5 4x4x16 6x8x24 6x8x62
     --cuda-graphs --transformers-compiled)
 fi
-marked_gpu() { # marked_gpu NAME PERCENT PATH...: runs the tests below some paths
+marked_gpu() { # marked_gpu NAME PERCENT PATH...: runs the tests with the mark gpu in the files and folders PATH
   local name=$1 percent=$2; shift 2
   step "$name" "$percent" pytest -m gpu -q --junit-xml "$out/$name.xml" "${tests[@]}" "$@"
 }

@@ -1,4 +1,4 @@
-"""Prints one table of the records that `gpu.sh` left in a folder.
+"""Prints the records that `gpu.sh` has written to a folder as one table.
 
 python -m benchmarks.gpu.gpu_report OUT
 """
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 Record = dict[str, Any]
 Lines = Iterator[tuple[str, str]]
-"""Pairs of what was measured and its figures."""
+"""Pairs (name of a measurement, its figures as text)."""
 
 
 def share(value: float | None) -> str:
@@ -23,7 +23,7 @@ def share(value: float | None) -> str:
 
 
 def extraction(record: Record) -> Lines:
-    """Report how much of the device extraction uses, and where its time goes."""
+    """Report the share of the device's peak that extraction uses, and where its time goes."""
     found = record["figures"]
     yield (
         "MFU",

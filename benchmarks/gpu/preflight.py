@@ -2,7 +2,7 @@
 
 # Exit status 1 and a line for each part that cannot run:
 python -m benchmarks.gpu.preflight decode [train]
-# NAME==VERSION of each package that torch and transformers do not bring:
+# NAME==VERSION of each package that is needed in addition to torch and transformers:
 python -m benchmarks.gpu.preflight --wheels [PART]
 """
 
@@ -23,7 +23,10 @@ _TRAIN = {
     "lightning": "lightning", "matplotlib": "matplotlib",
 }  # fmt: skip
 NEEDS: dict[str, dict[str, str]] = {"decode": _DECODE, "train": _DECODE | _TRAIN}
-"""Part -> module -> distribution, in addition to torch, transformers and their requirements."""
+"""Maps each part of `gpu.sh` to the modules that it needs, and each module to its distribution.
+
+torch, transformers and their requirements are left out.
+"""
 STEPS = {
     "decode": (
         "benchmarks.decoding.decode",
@@ -88,12 +91,12 @@ def closure(names: Iterable[str]) -> dict[str, str]:
 
 
 def wheels(parts: Iterable[str]) -> list[str]:
-    """List what parts need in addition to torch, transformers and their own requirements.
+    """List the packages that parts need in addition to torch, transformers and their requirements.
 
     The versions are those that are installed here.
     """
-    # The indirect requirements of transformers change between releases. They are listed, although
-    # they may already be installed there.
+    # The indirect requirements of transformers change between releases. So list them, although the
+    # other machine may have them already.
     given = {*closure(["torch"]), "transformers", *requirements("transformers")}
     needed = closure(name for part in parts for name in NEEDS[part].values())
     return [f"{name}=={version}" for name, version in sorted(needed.items()) if name not in given]

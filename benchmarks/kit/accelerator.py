@@ -1,4 +1,4 @@
-"""Measures use of a device: its peak, the operations it executes, and its attention kernels."""
+"""Measures how work uses a device: share of its peak speed, operations, and attention kernels."""
 
 import contextlib
 from collections import Counter
@@ -20,7 +20,10 @@ PEAK_TFLOPS = {
     "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0,
     "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0,
 }  # fmt: skip
-"""Words of a device's name -> its maker's dense bfloat16 TFLOP/s. The first match counts."""
+"""Maps words of a device's name to the dense bfloat16 TFLOP/s that its maker states.
+
+The first entry counts whose words are all in the name of the device.
+"""
 
 
 def peak_flops(device: str | torch.device, given_tflops: float | None) -> float | None:
@@ -69,8 +72,8 @@ def body_flops(config: Any, lengths: Sequence[int]) -> int:
 def executed_flops(work: Callable[[], object]) -> int:
     """Count the operations of the matrix products that some work executes, recomputation included.
 
-    During the count, attention runs as plain matrix products, which are counted as if each query
-    saw each key. The work that a fused or compiled kernel skips is therefore counted.
+    During the count, attention runs as plain matrix products of all queries and all keys. So the
+    result also counts masked pairs, which a fused or compiled kernel would skip.
     """
     flex = mock.patch.object(attention, "_takes_flex", return_value=False)
     with FlopCounterMode(display=False) as counter, flex, sdpa_kernel(SDPBackend.MATH):
@@ -118,7 +121,7 @@ def fused_kernel(
 ) -> str:
     """Name the kernel of PyTorch's fused attention for these tensors, e.g. ``flash_attention``."""
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # Autocast casts them before PyTorch picks a kernel.
+    if torch.is_autocast_enabled(kind):  # Autocast casts tensors before PyTorch picks a kernel.
         q, k, v = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (q, k, v))
     choice = torch._fused_sdp_choice(q, k, v, attn_mask, enable_gqa=enable_gqa, **options)
     return SDPBackend(choice).name.lower()

@@ -26,9 +26,10 @@ def parser_of(module: str, *positionals: str, **options: Any) -> argparse.Argume
         module: Name of the module.
         positionals: Names of the positional arguments, in order. A name that ends with ``?`` is
             optional, ``+`` takes one or more values, and ``*`` takes any number.
-        options: Name of an option -> its default, whose type the option takes. A list takes several
-            values. A type stands for an option without a default. A dictionary holds the arguments
-            of ``add_argument``.
+        options: Maps the name of each option to its default. The option has the type of its
+            default. If the default is a list, the option takes several values. If a type is given
+            instead of a default, the option has no default. A dictionary holds the arguments of
+            ``add_argument``.
     """
     parser = argparse.ArgumentParser(description=sys.modules[module].__doc__, formatter_class=_Help)
     for name in positionals:
@@ -66,12 +67,12 @@ def run(
     *positionals: str,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure as the command line says, print the figures and write the record.
+    """Parse the command line, measure, print the figures, and write the record.
 
     Args:
-        name: Name of the record, or a function that returns it for the options.
-        measure: Takes the options and returns the record's contents, without settings and
-            provenance.
+        name: Name of the record, or a function that returns the name for given options.
+        measure: Function that takes the options and returns the contents of the record, without
+            settings and provenance.
         positionals: See :func:`parser_of`.
         options: See :func:`parser_of`.
     """
@@ -94,8 +95,8 @@ def in_turn(
     """Return the seconds of each piece of work. The pieces take turns ``repeats`` times.
 
     The first turn of each piece is not counted. Work on the CPU is measured in CPU seconds of the
-    process, because others may use the machine too, unless ``on_the_wall`` asks for wall-clock
-    time.
+    process, because other processes may use the machine, too. With ``on_the_wall``, it is measured
+    in wall-clock seconds.
     """
     clock = time.process_time if device == "cpu" and not on_the_wall else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in works}

@@ -25,7 +25,8 @@ def make_target(folder: Path, shape: str, n_layers: int | None = None, device: s
     """Write a model folder with random weights, one file per layer, and a small new tokenizer.
 
     Args:
-        device: The device that draws the weights. The weights depend on it.
+        device: The device whose random generator draws the weights. Other devices give other
+            weights.
     """
     folder.mkdir(parents=True)
     rows = generate_corpus(N_TOKENIZER_CHATS, 1, seed=0).train
@@ -73,9 +74,9 @@ def write_weights(folder: Path, config: Any, device: str) -> None:
 
 
 def random_weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Draw a matrix on the generator's device, or make the ones of a norm.
+    """Return the weights of a matrix or of a norm, bfloat16 in host memory.
 
-    The tensor is bfloat16, in host memory.
+    A matrix is drawn at random on the device of the generator. A norm has ones.
     """
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)

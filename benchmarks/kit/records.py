@@ -1,7 +1,8 @@
 """Writes one JSON file for each measurement, with settings and provenance. Nothing is overwritten.
 
-Figures that count are copied into benchmarks/results/*.json, the tables of docs/results/. This
-command adds the commit and the machine that they were measured with::
+Figures to publish are copied into a file of benchmarks/results, from which the tables of
+docs/results/ are made. This command adds the commit and the machine of the measurement to the
+file::
 
     python -m benchmarks.kit.records auto-policy RECORD ...
 """

@@ -35,7 +35,8 @@ COMPARED = {
     "DSpark on keys and values": ("#7c3aed", -7),
     "DFlash": ("#64748b", -3),
 }
-"""Drafters of the picture -> color, and the offset of the name above the last point."""
+"""Maps each drafter of the picture to its color, and to the offset of its name from its last
+point."""
 
 
 COMPARED_TITLE = (
@@ -58,7 +59,7 @@ def save(figure: Any, name: str) -> None:
 def tokens_after_a_cut() -> Any:
     """Draw how long clients continue correctly without a network.
 
-    The curve is the share of cuts after which at least that many tokens equal the target's.
+    The curve at n is the share of cuts after which at least n tokens equal the target's.
     """
     right = json.loads((RESULTS / "network-cuts.json").read_text())["right_each"]
     figure, axes = pyplot.subplots(figsize=(8.5, 3.4), layout="constrained")

@@ -20,13 +20,13 @@
 - ``data``, ``machine`` and ``measured`` name the data, the machine and the date.
 - ``caveats`` are conclusions that a reader must not draw from the figures.
 - ``page`` is the page that shows the table.
-- ``headlines`` are the table's lines on the first page of results.
-- ``by`` is optional. It gives each value of a column a table of its own.
-- ``more`` are further tables of the same rows.
-- ``sources`` are the code and the machines, as records.py writes them.
+- ``headlines`` are lines of the first page of results that quote this table.
+- ``by`` is optional. It names a column, and each value of this column gets a table of its own.
+- ``more`` are further tables with the same rows and other columns.
+- ``sources`` are the code and the machines, as ``kit/records.py`` writes them.
 
-A value of three numbers is a figure with its 95 % interval. Other entries of a file are for
-``figures.py``.
+A value of three numbers is a figure with its 95 % interval. All other entries of a file are read by
+``figures.py`` only.
 """
 
 import argparse
@@ -82,7 +82,7 @@ TOPICS = {
     "serving": "Serving",
     "networks": "Serving over emulated networks",
 }
-"""Page of docs/results -> its heading."""
+"""Maps each page of docs/results to its heading."""
 IMAGE = {
     "drafters": "![Tokens committed per target call by tokens of training]"
     "(../images/drafters.png)\n"
@@ -91,7 +91,7 @@ INDEX = "results/index"
 PAGES = {f"results/{name}": f"# {title}\n\n{IMAGE.get(name, '')}" for name, title in TOPICS.items()}
 PAGES |= {INDEX: INDEX_HEAD, "leaderboard": LEADERBOARD_HEAD, "interop": ""}
 BEGIN, END = "<!-- by make figures -->\n", "<!-- end -->\n"
-"""Marks around the tables of a page without a head. The rest of such a page is written by hand."""
+"""Marks around the tables on pages that are otherwise written by hand."""
 Table = dict[str, Any]
 
 
@@ -200,7 +200,7 @@ def cell(value: Any, form: str) -> str:
     if isinstance(value, list):
         middle, low, high = (form.format(number) for number in value)
         return f"{middle} ({low}{' to ' if value[1] < 0 else '-'}{high})"
-    # The format does not apply to a word between numbers, such as "as above".
+    # In a column of numbers, a value may also be a text such as "as above", which has no format.
     return value if isinstance(value, str) and form != "`{}`" else form.format(value)
 
 

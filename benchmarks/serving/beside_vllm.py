@@ -1,11 +1,12 @@
 """Serves the same prompts with ``moa-data serve`` and with vLLM on this machine's CPU, in turns.
 
 The servers are ours with each number of ``--threads``, vLLM with its defaults (it compiles the
-model), and vLLM in eager mode. All streams of greedy tokens go to one server, then to the next,
-while the other servers are stopped. In a round, each server has one turn. The order changes, so
-that no server always follows the same one. Ratios are between turns of the same round. ``--vllm``
-names the Python of an environment with vLLM's build for CPUs (``make test-engines`` makes one).
-``--vllm-threads 0`` leaves the number of threads to vLLM. ::
+model), and vLLM in eager mode. In its turn, a server answers all prompts greedily in concurrent
+streams, while the other servers are stopped. In a round, each server has one turn. The order
+changes from round to round, so that no server always follows the same other server. Ratios are
+computed between turns of the same round. ``--vllm`` is the Python interpreter of an environment
+with vLLM's build for CPUs (``make test-engines`` makes one). ``--vllm-threads 0`` lets vLLM choose
+the number of threads. ::
 
     python -m benchmarks.serving.beside_vllm --model MODEL --prompts CHATS --vllm PYTHON
         [--streams 8] [--threads 1 2] [--vllm-threads 0]
@@ -178,8 +179,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
             for side, (words, threads) in sides.items()
         }
-        # For a second after its last answer, vLLM polls for more work and keeps a core busy. Stop
-        # the servers that are not measured.
+        # Stop the servers that are not measured. For a second after its last answer, vLLM polls for
+        # more work, which would keep a core busy during the next server's turn.
         for _, pid in servers.values():
             os.killpg(pid, signal.SIGSTOP)
         for number in range(options.repeats + 1):

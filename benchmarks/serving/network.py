@@ -1,12 +1,12 @@
 """Measures answers over emulated networks: two modes of an API, and drafting clients. Needs root.
 
 Server and client are two processes in two network namespaces. The network between them has the
-paper's conditions. The methods are:
+conditions of the Mixture of Attentions paper. The methods are:
 
-- ``api``: OpenAI's API streams plain decoding.
-- ``api+DRAFTER``: The server drafts, and streams.
-- MODE:DRAFTER: The drafting client. MODE is server or client. @int8 or @int4 after it selects a
-  codec for the drafter's contexts.
+- ``api``: The server decodes without drafts, and streams the answer over OpenAI's API.
+- ``api+DRAFTER``: The server decodes with drafts, and streams the answer over OpenAI's API.
+- MODE:DRAFTER: The drafting client. MODE is the machine that drafts, server or client. @int8 or
+  @int4 at the end selects the codec of the activations that the server sends.
 
 In each condition all methods take turns and answer the same prompts. The order is reversed each
 turn. Opening the connections is not measured.
@@ -16,9 +16,9 @@ turn. Opening the connections is not measured.
     python -m benchmarks.serving.network ... --conditions 4g --methods api,client:moa --sessions 1
         --target-ms 25 --turns 1
 
-Tokens/s are those of all sessions together. A gap is the time between two tokens of one session.
-There is no gap between tokens that arrive together. Bytes are those of IP packets. Both processes
-share this machine's processors.
+Tokens/s count the tokens of all sessions together. A gap is the time between two tokens of one
+session that do not arrive together. Bytes are the sizes of IP packets. Both processes share this
+machine's processors.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from moa_data.evaluation.report import ratio_with_interval
 
 METHODS = "api,api+moa,client:moa,client:eagle,client:independent,server:moa"
 PAIRS = (("client:moa", "client:eagle"), ("server:moa", "api"), ("server:moa", "api+moa"))
-"""Methods whose tokens/s are compared prompt by prompt: the first over the second."""
+"""Pairs of methods. The tokens/s of the first are divided by those of the second, by prompt."""
 
 
 MODELS: dict[str, Any] = {

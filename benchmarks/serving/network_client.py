@@ -1,13 +1,13 @@
 """The client process of network.py, which answers prompts over the network and times the tokens.
 
-It reads one job per line, as JSON, from standard input, and writes its result as one line. Lines
-with ``request`` before the result ask for something. A line on standard input answers the request
-``count``. The methods of a job are:
+It reads jobs from standard input, one JSON object per line, and writes the result of each job as
+one line. Before the result, it may write lines with a ``request``. If the request is ``count``, the
+parent process answers with a line on standard input. The methods of a job are:
 
-- ``api``: The HTTP server streams plain decoding.
-- ``api+DRAFTER``: The HTTP server speculates with a drafter.
+- ``api``: The HTTP server decodes without drafts, and streams the answer.
+- ``api+DRAFTER``: The HTTP server decodes with drafts, and streams the answer.
 - MODE:DRAFTER: The drafting client. The modes are server and client.
-- MODE:DRAFTER@CODEC: The drafter's contexts are sent in a codec other than int8.
+- MODE:DRAFTER@CODEC: The same, but the server sends activations in a codec other than int8.
 """
 
 import json
@@ -34,8 +34,8 @@ class Shown:
     A piece of a stream counts as a token.
 
     Attributes:
-        updates: Pairs of seconds by ``time.monotonic`` and characters of verified text so far.
-        changes: All changes of tokens and link, for measurements of cuts.
+        updates: Pairs (time by ``time.monotonic``, number of verified characters so far).
+        changes: All changes of the tokens and of the connection, for measurements of cuts.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def run_table(clients: Clients, job: JSON) -> JSON:
             errors.append(error)
             raise
 
-    # Handshakes and first measurements are not counted.
+    # Let each client answer once before the measurement, so that handshakes are not counted.
     for client in opened:
         answer(client, chats[0], WARM_UP_TOKENS)
     threads = [threading.Thread(target=session, args=(number,)) for number in range(n)]
@@ -231,7 +231,7 @@ def run_cut(clients: Clients, job: JSON) -> JSON:
     """
     client = clients.open(job["method"])
     answer(client, job["chat"], WARM_UP_TOKENS)
-    # Verified tokens at the beginning of each cut, and its seconds.
+    # Pairs (number of verified tokens at which the cut begins, its length in seconds).
     cuts: list[list[float]] = [list(cut) for cut in job["cuts"]]
     timers: list[threading.Timer] = []
 

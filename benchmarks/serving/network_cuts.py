@@ -1,9 +1,9 @@
 """Measures answers when the network goes silent in the middle of them and comes back. Needs root.
 
-Packets are lost in the network of the namespaces (see network.py), and neither side is told. The
-client detects by itself that packets are lost, and that they pass again. Complete cuts begin when
-10 and 50 % of an answer are verified. They last until long after the client has written all tokens
-that it may write alone. Random cuts begin at any token and last 0.05 to 2 s.
+During a cut, the network between the namespaces (see network.py) loses all packets. Neither side is
+told, so the client must detect the beginning and the end of the cut by itself. Complete cuts begin
+when 10 % or 50 % of an answer are verified. They end long after the client has written all tokens
+that it may write without the server. Random cuts begin at any token and last 0.05 to 2 s.
 
     python -m benchmarks.serving.network_cuts --model TARGET --drafters moa=RUN,eagle=RUN
         --prompts CHATS --conditions 4g
@@ -33,9 +33,10 @@ SHARES = (0.1, 0.5)
 def cut_answer(
     world: World, method: str, chat: Any, max_new_tokens: int, cuts: list[tuple[int, float]]
 ) -> JSON:
-    """Answer a chat with cuts, each given as verified tokens and seconds.
+    """Answer a chat while the network is cut.
 
-    The result says when each cut began and ended.
+    Each cut is a pair (number of verified tokens at which it begins, its length in seconds). The
+    result contains the times at which each cut began and ended.
     """
     times: list[tuple[str, float]] = []
 

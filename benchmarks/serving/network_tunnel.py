@@ -1,17 +1,18 @@
 """Two network namespaces joined by TUN devices. A process carries real packets between them.
 
-Packets are delayed, dropped and queued as on a link of the given rate. A program in a namespace
-therefore runs TCP's own handshake, congestion control, retransmission and back-off::
+Packets are delayed, dropped and queued as on a link with the given rate. Programs in the namespaces
+use the TCP of the kernel, with its handshake, congestion control, retransmission and back-off::
 
     with Tunnel(CONDITIONS["4g"]) as tunnel:
         server = tunnel.start(["moa-data", "serve", "--host", tunnel.server_address], "server")
         client = tunnel.start(["curl", f"http://{tunnel.server_address}:8000/health"], "client")
         client.wait()
 
-The figures of ``wired``, ``5g`` and ``4g`` are those of the client-server experiments in the paper
-of the Mixture of Attentions drafter (arXiv 2410.03804). A ping is a round trip, so each direction
-gets half of it. A delay "a +- b ms" has the meaning that it has as an option of netem: a normal
-distribution, drawn for each packet of each direction. The round trip is then about twice as long.
+The figures of ``wired``, ``5g`` and ``4g`` are from the client-server experiments in the paper of
+the Mixture of Attentions drafter (arXiv 2410.03804). If the paper gives a ping, which is a round
+trip, each direction has half of it as its delay. If the paper gives a delay "a +- b ms", it is used
+as netem would use it: each packet of each direction gets a delay from this normal distribution. A
+round trip is then about twice as long as the delay.
 
 Needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), /dev/net/tun and iproute2. Nothing of the network is
 visible outside the namespaces.
@@ -46,7 +47,7 @@ _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _ADDRESSES: dict[Side, str] = {"client": "10.77.0.2", "server": "10.77.0.1"}
 _NAME = re.compile(r"moa-(\d+)-[0-9a-f]{8}-(client|server)")
 MAX_WAITING_S = 0.25
-"""A packet that would wait longer than this for the rate is dropped, because the queue is full."""
+"""Maximum seconds in the queue of the link. A packet that would wait longer is dropped."""
 _MTU = 1 << 16
 _BURST = 64
 """Maximum number of packets to read from one device before the other gets its turn."""
@@ -71,11 +72,12 @@ class Condition:
     """A network with the same condition in both directions.
 
     Attributes:
-        rate_bits_s: Bits per second, headers included. None means no limit.
-        delay_ms: Mean one-way delay of a packet, without the transmission time at the rate.
+        rate_bits_s: Bits per second, headers included. If the value is None, there is no limit.
+        delay_ms: Mean one-way delay of a packet. The time to transmit the packet at the given rate
+            is added to it.
         jitter_ms: Standard deviation of the delay, which is normally distributed but never below 0.
-            Packets keep their order, as on the radio links of 4G and 5G, which hold back packets
-            that overtook others. A burst therefore waits for its slowest packet.
+            Packets keep their order, as on the radio links of 4G and 5G: a packet with a small
+            delay waits for the packets before it. A burst thus waits for its slowest packet.
         loss: Probability that a packet is lost, independently of other packets.
     """
 
@@ -90,7 +92,7 @@ CONDITIONS = {
     "none": Condition(),
     # Paper: 50 Mbit/s and a ping (round trip) of 9 ms.
     "wired": Condition(50e6, 4.5),
-    # Paper. The rate is assumed to be that of the wired network.
+    # Paper, except for the rate. It is assumed to be the rate of the wired network.
     "5g": Condition(50e6, 10.0, 10.0, 0.001),
     # Paper: 20 Mbit/s, 21 +- 19 ms one way, 0.1 % loss.
     "4g": Condition(20e6, 21.0, 19.0, 0.001),
@@ -107,7 +109,8 @@ class Line:
 
     Args:
         condition: Rate, delay, jitter and loss.
-        seed: Seed of delays and losses. They are the same for the same packets in the same order.
+        seed: Seed of the random delays and losses. With the same seed, equal packets in equal order
+            have equal delays and losses.
     """
 
     def __init__(self, condition: Condition, seed: int) -> None:
@@ -140,7 +143,7 @@ class Line:
 
 @dataclass
 class PacketCounts:
-    """Counts of packets in one direction, by their fate."""
+    """Number of packets and bytes in one direction, and number of packets lost for each reason."""
 
     packets: int = 0
     n_bytes: int = 0
@@ -186,7 +189,7 @@ class Tunnel:
             with other:
                 self._shuttle = subprocess.Popen(arguments, pass_fds=fds, stdin=subprocess.DEVNULL)
             for device in devices:
-                # Only the shuttle holds the devices now. They vanish when it ends.
+                # Only the shuttle process has the devices open now. They vanish when it ends.
                 device.close()
             undo.callback(self._shuttle.wait)
             undo.callback(self._control.close)  # Closing the socket ends the shuttle.
@@ -308,13 +311,13 @@ def _ip(*arguments: str) -> str:
     return done.stdout
 
 
-# The rest of this module is the process that carries packets between the two devices. It inherits
-# both devices and one end of a socket. When the other end is closed for any reason, the process
-# ends and the devices vanish.
+# The rest of this module runs in the process that carries packets between the two devices. The
+# process inherits both devices and one end of a socket. When the other end of the socket is closed
+# for any reason, the process ends and the devices vanish.
 
 
 class _Carrier:
-    """One direction: reads packets from a device and writes them to the other when they arrive."""
+    """One direction: reads packets from one device, and writes them to the other on arrival."""
 
     def __init__(self, source: int, sink: int, condition: Condition, seed: int) -> None:
         self.source, self.counts = source, PacketCounts()
@@ -329,14 +332,14 @@ class _Carrier:
             except BlockingIOError:
                 return
             now = time.monotonic()
-            if packet[0] >> 4 != 4:  # The kernel sends IPv6 packets by itself.
+            if packet[0] >> 4 != 4:  # Ignore IPv6 packets, which the kernel sends by itself.
                 continue
             if is_cut:
                 self.counts.cut += 1
             elif self._line.waiting(now) > MAX_WAITING_S:
                 self.counts.overflowed += 1
             else:
-                # A lost packet is sent too, so it uses up some of the rate.
+                # A lost packet is also transmitted, so other packets have to wait for it.
                 arrival, is_lost = self._line.arrival(now, len(packet)), self._line.is_lost()
                 if is_lost:
                     self.counts.lost += 1
@@ -404,7 +407,8 @@ def carry(
 
 def main(control_fd: int, client: int, server: int, settings: str) -> None:
     """Carry packets as a separate process. The settings are condition and seed as JSON."""
-    with suppress(PermissionError):  # A packet that is carried late distorts the measurement.
+    # Ask for a high priority, because a packet that is carried late distorts the measurement.
+    with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     values = json.loads(settings)
     for device in (client, server):

@@ -20,7 +20,8 @@ class World:
 
     Args:
         model: The target's folder.
-        drafters: Name -> a run of ``moa-data train``. The server uses the folder's name.
+        drafters: Maps the name of each drafter to a run of ``moa-data train``. The server calls the
+            drafter by the name of the run's folder.
         target_ms: Minimum time of a target call.
         folder: Folder for the logs of both processes.
     """

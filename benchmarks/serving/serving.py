@@ -1,4 +1,4 @@
-"""Measures the throughput of the serving engine: sessions at once against one after the other.
+"""Measures the throughput of the serving engine with concurrent and with consecutive sessions.
 
 Each repeat runs the same prompts both ways, in one process and with one engine. The order of the
 two ways alternates, and the first repeat is not counted. The texts of both ways must be equal token
@@ -45,7 +45,7 @@ def complete(engine: Engine, requests: list[Request], work: Work) -> list[list[i
 def tokens_per_s(
     engine: Engine, requests: list[Request], work: Work, at_once: bool
 ) -> tuple[float, list[list[int]]]:
-    """Run requests at once or one after the other. Returns tokens/s and the texts."""
+    """Run requests concurrently or one after the other. Returns tokens/s and the texts."""
     began = time.perf_counter()
     if at_once:
         texts = complete(engine, requests, work)
@@ -61,7 +61,7 @@ def compare(engine: Engine, requests: list[Request], work: Work, n_repeats: int)
         texts = {}
         for at_once in (True, False) if repeat % 2 else (False, True):
             rate, texts[at_once] = tokens_per_s(engine, requests, work, at_once)
-            if repeat:  # The first repeat sets up kernels and buffers.
+            if repeat:  # Do not count the first repeat, because it sets up kernels and buffers.
                 rates[at_once].append(rate)
         if texts[True] != texts[False]:
             raise AssertionError("answers depend on the other requests of their target calls")

@@ -2,10 +2,11 @@
 
 Drafting clients connect over a network that is cut and resets their connections. Other clients
 stream over HTTP, read slowly, leave in the middle of an answer, or send garbage to both ports.
-Attackers never read, send nothing, drip their bodies or disconnect in them, ask as a foreign web
-page would, and send prompts of 1 MB, bodies with many wrong items, and stop strings as long as the
-answer. Every complete answer must equal the text of plain decoding. No request of a good client may
-be refused, and ``/health`` must always answer. ::
+There are also attackers. Some of them never read, send nothing, send the body of a request very
+slowly, or disconnect in the middle of it. Others send requests like a web page of another site,
+prompts of 1 MB, bodies with many wrong items, or stop strings as long as the answer. Every complete
+answer must equal the text of plain decoding. No request of a good client may be refused, and
+``/health`` must always answer. ::
 
     python -m benchmarks.serving.serving_load --model MODEL --drafter RUN [--bundle STORE]
         [--minutes 10] [--tls]
@@ -60,7 +61,7 @@ BEGINNINGS = (
     b"", b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: 99\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )  # fmt: skip
-"""Beginnings of garbage: nothing, or the first bytes of one of the two protocols."""
+"""What garbage starts with: nothing, or the first bytes of one of the two protocols."""
 LIMITS = (
     "limits.answer_s=20",
     "limits.write_s=5",
@@ -179,7 +180,7 @@ class Server:
 
 
 class Load:
-    """Clients of all kinds, each in a thread, until they are told to end.
+    """Runs clients of all kinds, each in a thread, until :meth:`end` is called.
 
     Attributes:
         counts: Counts of events, by kind of client.

@@ -98,7 +98,7 @@ class Server:
 
 
 class Clients:
-    """Clients in threads of their own, until they are told to end."""
+    """Runs clients, each in a thread, until :meth:`end` is called."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -2,8 +2,9 @@
 
     python -m benchmarks.store.compute_dtypes MODEL CHATS [--max-sequences 20] [--repeats 3]
 
-Both types take turns. The speed is that from the first forward to the last commit. The difference
-of a field is the L2 norm of all differences over the L2 norm of all values in float32.
+Both types take turns. The speed is measured from the first forward to the last commit. The
+difference of a field is the L2 norm of the differences of all its values, divided by the L2 norm of
+its values in float32.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.store.estimates OUT --model MODEL --dataset CHATS [--max-sequences 100]
         [--drafter eagle]
 
-Each step (plan, extract, dry run, train) is a separate process, so that its peak memory is its own.
-The time of an extraction is from its first forward to its last commit. The time of a training is
+Each step (plan, extract, dry run, train) is a separate process, so that its peak memory is measured
+separately. An extraction is timed from its first forward to its last commit. A training is timed
 from its first step to its end.
 """
 
@@ -42,7 +42,7 @@ def plan_part(config: ExtractConfig) -> dict[str, Any]:
     plan = build_plan(config)
     batches = batches_of(plan.table, plan.forward.batch_tokens)
     largest = max(len(batch) * int(numbers(batch, "n_tokens").max()) for batch in batches)
-    memory = plan.forward.host_range(largest)  # The command does this before timing, too.
+    memory = plan.forward.host_range(largest)  # `plan` also calls this before it measures time.
     seconds = estimate(plan)
     disk = plan.disk_ranges.values()
     return {
@@ -54,7 +54,7 @@ def plan_part(config: ExtractConfig) -> dict[str, Any]:
 
 
 def extract_part(config: ExtractConfig) -> dict[str, Any]:
-    """Extract, and return what it took."""
+    """Extract, and return the time, memory and disk space that it took."""
     report = extract(config)
     return {
         "n_tokens": report.n_tokens,
@@ -71,7 +71,7 @@ def dry_run_part(config: TrainConfig) -> dict[str, Any]:
 
 
 def train_part(config: TrainConfig) -> dict[str, Any]:
-    """Train, and return what it took."""
+    """Train, and return the time, memory and disk space that it took."""
     first_s: list[float] = []
 
     def note(*_: object) -> None:

@@ -1,8 +1,9 @@
-"""Measures what extraction adds to the bare forward. Both take turns on the same batches.
+"""Measures how much time extraction takes in addition to the forwards of the target.
 
-The figures are wall time. The bare forward fills a KV cache and discards it. Extraction gathers,
-compresses, checksums and writes all of it. The device's utilisation is given for both. It counts
-the operations of the decoder layers on real tokens.
+Bare forwards and extraction take turns on the same batches. The figures are wall-clock time. A bare
+forward fills a KV cache and discards it. Extraction gathers the activations, compresses them,
+computes checksums, and writes them. The utilisation of the device is given for both. It counts the
+operations of the decoder layers on tokens without padding.
 
     python -m benchmarks.store.extract --model MODEL --dataset CHATS [--max-sequences 400]
         [--repeats 3] [--codec int8]
@@ -115,8 +116,8 @@ def figures_of(n_tokens: int, forward_s: list[float], timings: list[Timings]) ->
         "extract_over_forward_range": [min(ratios), max(ratios)],
         "forward_s": forward_s,
         "extract_s": extract_s,
-        # Parts of a run's time. The copies, the writer's thread and the encoders run in parallel
-        # with the forwards.
+        # Parts of a run's time. Their sum can be longer than the run, because the copies, the
+        # writer's thread and the encoders run in parallel with the forwards.
         "forwards_and_gathering_s": [run.forward_s for run in timings],
         "copies_s": [run.copy_s for run in timings],
         "encoders_cpu_s": [run.encode_s for run in timings],

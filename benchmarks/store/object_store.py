@@ -1,9 +1,9 @@
 """Measures training from a store in a bucket against the same store on a disk.
 
 The figures are the time spent waiting, the requests, and their price. The store is copied to
-SeaweedFS on loopback, or to the server in AWS_ENDPOINT_URL. The client adds latency and limits the
-bandwidth: each request first waits for the latency, and all answers share one link. Each case
-trains the same drafter for one epoch with the same seed, and the losses must agree bit for bit.
+SeaweedFS on this machine, or to the server in AWS_ENDPOINT_URL. The client adds latency and limits
+the bandwidth: each request first waits for the latency, and all answers share one link. Each case
+trains the same drafter for one epoch with the same seed, and the losses must be equal, bit for bit.
 "Waiting" is the share of the steps' time in which training waited for data. Prices are list prices
 of S3 Standard (us-east-1), not amounts that anybody paid: 0.0004 USD for 1,000 reads, and 0.005 USD
 for 1,000 writes or lists.
@@ -86,7 +86,7 @@ def _kind(request: Callable[[], Any]) -> str:
 def trained(
     options: argparse.Namespace, store: str, out: Path, cache: Path | None
 ) -> dict[str, Any]:
-    """Train for an epoch, and return what it took."""
+    """Train for an epoch, and return figures from the report of the run."""
     report = train(
         TrainConfig.of(
             store=store, out=str(out), drafter=options.drafter, epochs=None if options.steps else 1,

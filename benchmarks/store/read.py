@@ -1,9 +1,10 @@
 """Measures reading batches from this store and from other formats.
 
-The upper bound is np.memmap of raw bfloat16. Every format holds the same sequences and fills the
-same padded batch in preallocated memory. Before a format is timed, its values are compared bit for
-bit. The formats take turns in one process, so that a busy machine slows all of them. Compare the
-ratios, which are computed for each turn. MB are 10^6 bytes of raw bfloat16 without padding.
+np.memmap of raw bfloat16 values is the upper bound of the speed. Every format holds the same
+sequences and fills the same padded batch in preallocated memory. Before a format is timed, its
+values are checked bit for bit. The formats take turns in one process, so that other work on the
+machine slows all of them. Therefore, compare the ratios, which are computed for each turn. MB are
+10^6 bytes of raw bfloat16 values without padding.
 
     python -m benchmarks.store.read --source STORE [--mb 300] [--batch 32] [--out FOLDER]
     python -m benchmarks.store.read --shape llama-3-8b --mb 500 --batch 8
@@ -24,7 +25,10 @@ from benchmarks.store.read_formats import FORMATS, Format, Out, Read
 
 CEILING = FORMATS[0].name
 CASES = ("random all", "random layer", "random hidden", "epoch all")
-"""Order of the sequences, and the fields. Every file is in the page cache."""
+"""Measured cases, as the order of the sequences and the fields that are read.
+
+All files are in the page cache.
+"""
 
 Timing = dict[str, dict[str, list[float]]]
 
@@ -44,7 +48,7 @@ def batches(
 
 
 def buffers(data: read_data.Data, what: str, batch: int) -> Out:
-    """Allocate a batch of the longest sequences, in memory that has been touched."""
+    """Allocate memory for a batch of the longest sequences, and write to it once."""
     rows, longest = min(batch, len(data.lengths)), int(data.lengths.max())
     kv_shape = (1, *data.kv.shape[2:]) if what == "layer" else data.kv.shape[1:]
     out = {"kv": (rows, longest, *kv_shape), "hidden/last": (rows, longest, data.hidden.shape[1])}
@@ -53,9 +57,9 @@ def buffers(data: read_data.Data, what: str, batch: int) -> Out:
 
 
 def cut(out: Out, data: read_data.Data, rows: np.ndarray) -> Out:
-    """Return views of the batch's real shape at the beginning of the memory.
+    """Return views of the beginning of the memory with the padded shape of this batch.
 
-    The sequences of a view are adjacent.
+    The sequences of a view are adjacent in memory.
     """
     longest = int(data.lengths[rows].max())
     small = {}
@@ -86,7 +90,7 @@ def check(read: Read, data: read_data.Data, rows: np.ndarray, name: str) -> None
 
 
 def raw_bytes(data: read_data.Data, what: str, rows: list[np.ndarray]) -> int:
-    """Return the bytes of the wanted values, without padding."""
+    """Return the size in bytes of the values to read, without padding."""
     n_tokens = sum(int(data.lengths[part].sum()) for part in rows)
     kv, hidden, n_layers = int(data.kv[0].nbytes), int(data.hidden[0].nbytes), int(data.kv.shape[1])
     return n_tokens * {"all": kv + hidden, "layer": kv // n_layers, "hidden": hidden}[what]

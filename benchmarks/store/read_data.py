@@ -1,6 +1,6 @@
 """Inputs of ``read.py``: the same sequences for every format.
 
-They come from a real store, or are drawn with the statistics of one.
+The sequences come from a real store, or are drawn at random with the statistics of a real store.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from moa_data.storage.schema import (
 from moa_data.storage.write.store import StoreWriter
 
 SHAPES = {"small": (8, 2, 64, 384), "llama-3-8b": (32, 8, 128, 4096)}
-"""Name -> (layers, KV heads, head dim, width) of drawn activations."""
+"""Maps a name to (layers, KV heads, head dim, width) of activations that are drawn at random."""
 
 MEAN_TOKENS = 208
-"""Mean length of drawn sequences. It is that of GSM8K's chats."""
+"""Mean length of sequences that are drawn at random. GSM8K's chats have the same mean length."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def load(store: Path, n_bytes: int) -> Data:
 
 
 def draw(shape: str, n_bytes: int) -> Data:
-    """Draw values with a different scale for each channel.
+    """Draw random values with a different scale for each channel.
 
-    Their exponents have about 2.7 bits, like those of keys and values.
+    The exponents of the values have an entropy of about 2.7 bits, as in real keys and values.
     """
     n_layers, n_heads, head_dim, width = SHAPES[shape]
     rng = np.random.default_rng(0)
@@ -95,7 +95,8 @@ def draw(shape: str, n_bytes: int) -> Data:
 def write_store(data: Data, path: Path) -> None:
     """Write the sequences as a store.
 
-    The store keeps their order, because they are sorted by length and fill one part.
+    A store sorts the sequences of a part by length. These sequences are sorted already and fill one
+    part, so the store has the same order.
     """
     fields = (tokens_field(), response_mask_field(), *data.fields)
     manifest, plan = recipe(fields, data.lengths.tolist(), target={"vocab_size": 32_000})

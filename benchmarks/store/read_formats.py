@@ -1,8 +1,8 @@
 """The formats that ``read.py`` compares. Each fills the same padded batch from its own files.
 
-A format has ``write(data, folder)`` and ``open(folder, data)``. The latter opens the files and
-returns ``read(rows, what, out)``. ``what`` is "all" (keys, values, hidden states), "layer" (keys
-and values of the last layer) or "hidden".
+A format has two functions. ``write(data, folder)`` writes its files. ``open(folder, data)`` opens
+the files, and returns the function ``read(rows, what, out)``, which fills a batch. ``what`` is
+"all" (keys, values, hidden states), "layer" (keys and values of the last layer) or "hidden".
 """
 
 import gzip
@@ -31,7 +31,7 @@ class Format:
         name: Name in tables.
         write: Writes the files.
         open: Opens the files and returns a function that reads a batch.
-        shares: Name of the format whose files it reads, if it has none of its own.
+        shares: Name of another format, if this format reads the files of the other one.
         needs: Module that must be installed.
     """
 
@@ -156,7 +156,7 @@ def write_ours(data: Data, folder: Path) -> None:
 
 
 def part_and_starts(folder: Path) -> tuple[Path, np.ndarray, np.ndarray]:
-    """Return the only part of the store, and the starts and lengths of its sequences."""
+    """Return the folder of the store's only part, and the starts and lengths of its sequences."""
     with ActivationStore(folder / "store") as store:
         first = store.sequences["first_token"].to_numpy()
         return folder / "store/parts", first, store.lengths.astype(np.int64)

@@ -1,14 +1,14 @@
-"""Runs every stage at the shape of Llama-3-8B on a CPU: its memory, time and bytes.
+"""Measures memory, time and bytes of every stage on a CPU, with a target of Llama-3-8B's shape.
 
     python -m benchmarks.store.real_shape OUT [--layers 32] [--tokens 512]
 
 The benchmark makes a folder with Llama-3-8B's config.json and random bfloat16 weights in OUT (16 GB
-at 32 layers). Then it runs plan, extract, verify, audit, two training steps of every drafter at the
-sizes of the paper, and generates four tokens with each drafter. Every stage is a separate process,
-whose peak memory the kernel counts. Random weights show figures that a small target cannot show:
-memory, bytes, files, widths and load times. They do not show compression ratios or acceptance. A
-machine with 24 GB is enough. Stages with a record in OUT do not run again. Checkpoints are deleted
-after each training.
+at 32 layers). Then it runs plan, extract, verify, audit, and two training steps of every drafter
+with its default sizes. At the end, it generates four tokens with each drafter. Every stage is a
+separate process, and the kernel reports the peak memory of each process. Random weights are enough
+to measure memory, bytes, files, widths and load times at this shape, but not compression ratios or
+acceptance. A machine with 24 GB is enough. Stages with a record in OUT do not run again.
+Checkpoints are deleted after each training.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Measures speculators' own dataset and collation on its own files and on stores.
 
-It needs an environment with speculators and this package. All sides hold the same sequences.
-``files`` is the output of ``export --format speculators``. The stores are the one that was
-exported, and copies of it with other codecs.
+It needs an environment with speculators and this package. All sides hold the same sequences. The
+side ``files`` is the output of ``export --format speculators``. The other sides are the store that
+was exported, and copies of this store with other codecs.
 """
 
 import argparse

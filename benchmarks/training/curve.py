@@ -1,7 +1,7 @@
 """Fits acceptance length against training tokens on short runs, and predicts it for longer ones.
 
-Runs report the expected acceptance length on held-out training chats. It is fitted by ``a - b *
-tokens ** -c`` (tokens in millions) over the runs of at most ``--up-to`` tokens. Runs with the same
+Runs report the expected acceptance length on held-out training chats. The curve ``a - b * tokens **
+-c`` (tokens in millions) is fitted to the runs with at most ``--up-to`` tokens. Runs with the same
 number of steps are averaged. Test prompts are not used. ::
 
     python -m benchmarks.training.curve OUT/96/run-moa-1-0 OUT/192/run-moa-1-0

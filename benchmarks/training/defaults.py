@@ -1,17 +1,18 @@
 """Compares the defaults of `train` with a search over learning rates and batches, at equal tokens.
 
-For each store and kind of drafter, the benchmark trains once without settings. Then it trains for
-as many epochs with each batch size, optimizer and factor of the learning rates. All runs are judged
-by the expected acceptance length on the same held-out chats of the store. ::
+For each store and kind of drafter, the benchmark trains once with the settings that `train` chooses
+by itself. Then it trains for the same number of epochs with each batch size, optimizer and factor
+of the learning rates. The runs are compared by the expected acceptance length on the same held-out
+chats of the store. ::
 
     moa-data extract --model MODEL --dataset CHATS --out STORE
         --activations kv,hidden:last,hidden:layer:1,...
     python -m benchmarks.training.defaults OUT --stores STORE ... [--drafters eagle] [--epochs 1]
         [--batches 4 8 16]
 
-Everything is kept in OUT, and a later call continues from there. It resumes runs that were stopped,
-and does not repeat finished runs. Several processes may share OUT if each trains different
-drafters. OUT/defaults.json holds a row for each store and kind, of all runs in OUT.
+All results are stored in OUT. A later call resumes runs that were stopped, and does not repeat
+finished runs. Several processes may share OUT if each trains different drafters. OUT/defaults.json
+has a row for each store and kind of drafter in OUT.
 """
 
 import json
@@ -28,7 +29,7 @@ from benchmarks.training.runs import trained
 from moa_data.trainer.config import RUN_FILE, TrainConfig
 
 RATES = {"learning_rate": 1e-4, "matrix_learning_rate": 2e-3, "peak_multiplier": 10.0}
-"""Learning rates that the factors of the search multiply. The peak multiplier is not changed."""
+"""Learning rates of the search. A factor multiplies them, but not the peak multiplier."""
 
 
 def run_folder(options: Namespace, store: str, kind: str, name: str) -> Path:

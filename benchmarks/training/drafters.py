@@ -3,19 +3,21 @@
 The question is which drafter commits the most tokens per target call. Each drafter is trained with
 two learning rates. The rate that is better on held-out chats of the TRAINING data is used with the
 other seeds, too. The test prompts are decoded with each chosen run: with chains of several lengths,
-with a chain that stops if a draft is unsure, and with a tree. ::
+with a chain that stops at an uncertain draft, and with a tree. ::
 
     moa-data extract --model MODEL --dataset TRAIN_CHATS --out STORE \
         --activations kv,hidden:last,hidden:layer:1,hidden:layer:3,hidden:layer:6
     python -m benchmarks.training.drafters STORE MODEL TEST_CHATS OUT --target NAME --steps 340
         --seeds 0 1 [--only eagle ...] [--set divergence=lk]
 
---only also takes variants of Mixture of Attentions, see ABLATIONS. Those that go through target
-layers need a store with --target-layers 3. --set changes settings, which needs a separate OUT.
+--only also takes the variants of Mixture of Attentions in ABLATIONS. Variants with Target Layer
+Inference need a store with --target-layers 3. --set changes settings. Runs with changed settings
+need a separate OUT.
 
-Sizes are for a target of 8 layers and width 384. Everything is kept in OUT, and a later call
-continues from there. Several processes may share OUT if each trains different drafters.
-OUT/drafters.json holds all rows in OUT. ``leaderboard.py`` measures tokens/s, on an idle machine.
+The sizes of the drafters are for a target of 8 layers and width 384. All results are stored in OUT,
+and a later call continues from there. Several processes may share OUT if each trains different
+drafters. OUT/drafters.json holds all rows in OUT. ``leaderboard.py`` measures tokens/s, on an idle
+machine.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from benchmarks.training.runs import small_config, trained
 from moa_data.trainer.config import PRESETS, TrainConfig
 
 READ = (1, 3, 6)
-"""Target layers whose outputs are read."""
+"""Layers of the target whose outputs the drafters read."""
 BLOCK: dict[str, Any] = {"block_layers": 2, "anchors": 24}
 # The loss that DSpark was published with.
 PUBLISHED = {"forward_kl_weight": 0.0, "cross_entropy_weight": 0.1, "l1_weight": 0.9}
@@ -100,8 +102,10 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
         DSPARK | {"context": "memory", "self_attention_mlp_width": 67},
     ),
 }  # fmt: skip
-"""Name -> (title, settings). Each drafter has about 1.89 M weights, with its own head and
-embeddings."""
+"""Maps the name of each drafter to (title, settings).
+
+Each drafter has about 1.89 M weights, including an LM head and embeddings of its own.
+"""
 ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "paper": ("MoA as in the paper", PAPER),
     "last-layer": (

@@ -1,22 +1,23 @@
-"""Compares drafters of targets of several families with those of a Llama of equal size.
+"""Compares drafters for targets of several families with drafters for a Llama of equal size.
 
-The benchmark trains a target of each family for a number of steps, with equal widths and as many
-weights. It extracts the same chats with each target, and trains drafters from the stores with equal
-settings. With --decode it also decodes the same test prompts. ::
+The benchmark trains a target of each family for a number of steps. All targets have equal widths
+and numbers of weights. It extracts the same chats with each target, and trains drafters from the
+stores with equal settings. With --decode it also decodes the same test prompts. ::
 
     python -m benchmarks.training.families OUT --train CHATS ... --test CHATS ...
         --targets llama:700 qwen3:850 ... [--drafters moa eagle3] [--set fc_norm=true] [--decode]
 
-Everything is kept in OUT, and a later call continues from there. The record has these figures:
+All results are stored in OUT, and a later call continues from there. The record has these figures:
 
-- the loss of each target on held-out chats, the entropy of its distributions there (nats per token
-  of answers), and how far it looks back
-- the acceptance length of each drafter, with --decode
-- the expected acceptance length on chats that neither target nor drafter saw, also as a ratio to
-  that of a Llama of equal loss, interpolated between the Llamas in the record
+- the loss of each target on held-out chats, the entropy of its distributions on these chats (nats
+  per token of answers), and the share of tokens that need only a short context
+- with --decode, the acceptance length of each drafter
+- the expected acceptance length on chats that neither target nor drafter saw in training
+- the ratio of this length to the length for a Llama of equal loss. The length for this Llama is
+  interpolated between the Llamas in the record
 
-The chats are the same for all targets. The texts that a target writes itself repeat to different
-degrees, so their acceptance lengths compare less well.
+The chats are the same for all targets. Acceptance lengths on texts that the targets write
+themselves would be harder to compare, because these texts repeat to different degrees.
 """
 
 import argparse
@@ -57,10 +58,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "olmo2": {},  # The norms are after attention and MLP instead of before.
-    # The sixth of the eight layers has full attention, the others have windows.
+    # The sixth of the eight layers has full attention, and the others have sliding windows.
     "gemma3_text": {"sliding_window": 32, "query_pre_attn_scalar": 48},
-    # The variants below isolate differences of Gemma and Llama: the windows, and the scale of the
-    # embeddings (``SCALES``). In wide variants the window covers all positions.
+    # Gemma differs from Llama in the sliding windows and in the scale of the embeddings
+    # (``SCALES``). The variants of Gemma below lack one or both of these differences. In variants
+    # with "wide", the window covers all positions.
     "gemma3_text-wide": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
     "gemma3_text-unscaled": {"sliding_window": 32, "query_pre_attn_scalar": 48},
     "gemma3_text-wide-unscaled": {"sliding_window": MAX_POSITIONS, "query_pre_attn_scalar": 48},
@@ -69,10 +71,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ]},
     "llama-scaled": {},
 }  # fmt: skip
-"""Model type, with a suffix for a variant -> settings of its config besides the sizes."""
+"""Maps each model type, with a suffix for a variant, to the settings of its config.
+
+The sizes are not included, because they are the same for all.
+"""
 SCALES = {"scaled": SIZES["hidden_size"] ** 0.5, "unscaled": SIZES["hidden_size"] ** -0.5}
-"""Factors of the embeddings in training, like the one in Gemma's model code. Saved weights include
-the factor."""
+"""Factors by which embeddings are multiplied in training, as Gemma's model code does.
+
+The factor is multiplied into the saved weights.
+"""
 SEEN = 32
 
 
@@ -109,9 +116,10 @@ class _Scaled(torch.nn.Module):
 
 
 def _scale_embeddings(model: Any, scale: float) -> None:
-    """Train embeddings that are multiplied by a scale.
+    """Let a model multiply its embeddings by a factor in training.
 
-    The trained weights have their usual initial size. Saving multiplies the scale into the weights.
+    The weights keep their usual initial size. When the model is saved, the factor is multiplied
+    into the weights.
     """
     embeddings, save = model.get_input_embeddings(), model.save_pretrained
     parametrize.register_parametrization(embeddings, "weight", _Scaled(scale))
@@ -127,9 +135,9 @@ def _scale_embeddings(model: Any, scale: float) -> None:
 def on_held_out(folder: Path, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Measure a target on the answers of chats.
 
-    Returns its loss and the entropy of its distributions, in nats per token. Also returns the share
-    of some tokens for which its choice stays the same if it sees only the first token and the last
-    ``SEEN`` ones.
+    Returns the target's loss, and the entropy of its distributions, in nats per token. Also returns
+    a share of a sample of tokens: those for which the target's choice stays the same if it sees
+    only the first token of the text and the last ``SEEN`` tokens.
     """
     from moa_data.moa.targets.live import Target
 
@@ -194,7 +202,8 @@ def expected(options: argparse.Namespace, own: Path, drafter: str, seed: int, ra
         validation_sequences=150,
     )
     trained(config := train_config(given, drafter, rate, seed))
-    # Take one step that changes nothing, and then validate on nine tenths of another store.
+    # To validate the drafter on another store, start a run from its weights. The run takes one step
+    # that changes nothing, and then validates on nine tenths of the store.
     given.store, given.out = str(own / "unseen"), own / "on-unseen" / named
     given.steps, given.validation_sequences = 1, 400
     given.set = [*options.set, f"init_from={config.out}", "validation_fraction=0.9"]
@@ -262,7 +271,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 row["lengths"] = decoded(options, own, family, drafter, seed)
             rows.append(row)
     for row in rows:
-        # Interpolate the length of a Llama with the same loss between Llamas of the same seed.
+        # Interpolate between the Llamas of the same seed to get the length for the same loss.
         same = [
             one for one in rows if one["family"] == "llama" and one["drafter"] == row["drafter"]
         ]

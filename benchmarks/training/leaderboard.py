@@ -2,20 +2,21 @@
 
 The drafter may be anything that this package can load: a run of `moa-data train`, or a folder in
 the layout of another program (docs/interop.md). It decodes the first test prompts greedily with
-chains of several lengths, with a chain that stops if a draft is unsure, and with a tree. Every
-answer must equal that of plain decoding. The drafter also continues alone from cuts of answers.
-Tokens/s are measured one prompt at a time, plain decoding and the drafter in turns, so the machine
-must be idle. The threshold at which a chain stops is chosen by tokens/s on held-out chats of the
-training data. Without --held-out, a chain stops below 0.1. A drafter that is not a run needs
---tokens, --seconds and --trained, because only runs record them. ::
+chains of several lengths, with a chain that stops at an uncertain draft, and with a tree. Every
+answer must equal the answer of plain decoding. The target's answers are also cut off at some
+positions, and the drafter continues them without the target. Tokens/s are measured one prompt at a
+time. Plain decoding and the drafter take turns, and the machine must be idle. A chain stops if the
+probability of acceptance falls below a threshold. The threshold is chosen by tokens/s on held-out
+chats of the training data. Without --held-out, it is 0.1. A drafter that is not a run needs
+--tokens, --seconds and --trained, because only runs record these figures. ::
 
     python -m benchmarks.training.leaderboard MODEL TEST_CHATS DRAFTER --name "DSpark"
         --target gsm8k [--out OUT] [--held-out CHATS] [--tokens N --seconds S --trained "how"]
     # Write the page:
     make figures
 
-Reports are kept in OUT, and only missing ones are measured. In the OUT of ``drafters.py``, the
-acceptance lengths of its drafters already exist.
+Reports are stored in OUT, and only missing reports are measured. If OUT is also the OUT of
+``drafters.py``, the acceptance lengths of its drafters are there already.
 """
 
 import argparse
@@ -40,12 +41,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain10": {"method": ("plain", "chain"), "draft_length": 10},
     "tree": {"method": ("plain", "tree"), "tree": "6x8x62"},
 }
-"""Key -> settings for decoding."""
+"""Maps the key of each shape of drafts to its settings for decoding."""
 STOPS = (0.05, 0.1, 0.2, 0.3, 0.4)
 """Candidate probabilities of acceptance below which a chain stops."""
 DEFAULT_STOP = 0.1
 SPEED_LENGTH, STOPPED_LENGTH = 7, 10
-"""Drafts of the chains whose tokens/s are measured, and the upper bound for chains that stop."""
+"""Length of the chains whose tokens/s are measured, and maximum length of chains that stop."""
 ALONE_TOKENS, ALONE_CUTS = 32, 3
 POSITIONS = (1, 2, 3, 5, 7, 10)
 """Positions in a chain of ten for which the table shows the share of accepted drafts."""
@@ -61,7 +62,7 @@ DECODING: dict[str, Any] = {
 def decoded(
     options: argparse.Namespace, name: str, run: str, shape: dict[str, Any], **own: Any
 ) -> dict[str, Any]:
-    """Return the report of decoding the test prompts. Measures first if it is missing."""
+    """Return the report of decoding the test prompts. If it is missing, measure first."""
     values = {
         "model": options.model, "prompts": options.prompts, "device": options.device,
         "n_prompts": options.n_prompts, "max_new_tokens": options.max_new_tokens,
@@ -120,9 +121,10 @@ def by_position(options: argparse.Namespace, name: str, run: str) -> str:
 
 
 def alone(options: argparse.Namespace, name: str, run: str) -> list[float]:
-    """Let the drafter continue alone from cuts of the target's answers.
+    """Let the drafter continue without the target where the target's answers are cut off.
 
-    Returns the number of tokens that equal the target's before the first different one.
+    Returns the number of tokens before the first one that differs from the target's answer: the
+    mean over all cuts, and its 95 % interval.
     """
     config = EvalConfig.of(
         model=options.model, prompts=options.prompts, device=options.device,

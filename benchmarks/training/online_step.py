@@ -1,9 +1,9 @@
-"""Compares a training step from a store with an online one, for which the target runs first.
+"""Compares a training step from a store with an online step, in which the target runs first.
 
-Both sides alternate in one process on the same batches. The store side waits for the loader and
-takes a step. The online side runs the target over the batch (KV of all layers and the last hidden
-state, as an online trainer needs them) and takes the same step. The figures are medians over the
-pairs with quartiles, and the cost of a step in target forwards.
+Both sides take turns in one process on the same batches. The store side waits for the loader and
+takes a step. The online side first runs the target over the batch, for the KV of all layers and the
+last hidden state, as an online trainer would. Then it takes the same step. The figures are medians
+and quartiles over the pairs, and the cost of a step as a multiple of a target forward.
 
     python -m benchmarks.training.online_step STORE MODEL [--pairs 40] [--batch-size 8]
         [--threads 1] [drafter sizes]

@@ -1,8 +1,8 @@
-"""Compares training on a dataset's answers with training on the target's own, at equal tokens.
+"""Compares training on a dataset's answers with training on the target's own answers.
 
-The figure is the drafter's acceptance length. Both stores hold the same questions, cut to the same
-number of tokens. The same drafter is trained on each store with every seed, and decodes the same
-held-out prompts.
+The figure is the drafter's acceptance length. Both stores hold the same questions, and are cut to
+the same number of tokens. The same drafter is trained on each store with every seed, and decodes
+the same held-out prompts.
 
     python -m benchmarks.training.regeneration MODEL TRAIN_CHATS TEST_CHATS OUT --chats 400
         --steps 150 --seeds 0 1
@@ -33,9 +33,9 @@ Rows = list[dict[str, Any]]
 
 
 def answered(options: argparse.Namespace) -> tuple[Rows, Rows]:
-    """Return the chats of both kinds.
+    """Return the chats with the dataset's answers, and the chats with the target's answers.
 
-    Both have the same questions: those that the target has answered.
+    Both have the same questions. A question that the target has not answered is left out.
     """
     file = options.out / "answered.jsonl"
     regenerate(
@@ -114,8 +114,8 @@ def figures(
 ) -> Rows:
     """Return a row for each kind of answers.
 
-    It has the acceptance length over all seeds and by seed, and its ratio to that of the dataset's
-    answers.
+    A row has the acceptance length over all seeds, the acceptance length of each seed, and the
+    ratio to the acceptance length with the dataset's answers.
     """
     values = {kind: [acceptance(one["rows"]) for one in runs] for kind, runs in found.items()}
     rows = []

@@ -1,7 +1,7 @@
 """Trains and measures what is missing, so that a script can be stopped and run again.
 
-It also has the options of drafters and of training that benchmarks share, which change the preset
-small.
+It also defines options of drafters and of training that several benchmarks share. These options
+change settings of the preset small.
 """
 
 import argparse
@@ -34,12 +34,12 @@ SIZES = (
 
 FLAG = {"action": argparse.BooleanOptionalAction}
 SIZE_OPTIONS: dict[str, Any] = dict.fromkeys(SIZES, int)
-"""Options of the harness, one for each size of the drafter."""
+"""Command line options for the sizes of the drafter."""
 TRAINING_OPTIONS: dict[str, Any] = {
     "optimizer": str, "teacher_forced_weight": float, "cross_attention_drafts": FLAG,
     "layer_groups": int, "unrotated_keys": FLAG,
 }  # fmt: skip
-"""Options of the harness that determine the computation of a training step."""
+"""Command line options that change the computation of a training step."""
 
 
 def chosen(options: argparse.Namespace) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def small_config(store: str, out: str, drafter: str = "moa", **named: Any) -> Tr
 def trained(config: TrainConfig) -> dict[str, Any]:
     """Train or resume training unless the run is finished, and return its report.
 
-    The report of a run that was trained without interruption has ``cpu_s``, the CPU seconds of its
-    process. Other work on the machine hardly affects them.
+    If the run was trained without interruption, its report has ``cpu_s``, the CPU seconds of its
+    process. Other work on the machine hardly affects CPU seconds.
     """
     out = Path(config.out)
     report = out / REPORT_FILE
@@ -96,7 +96,7 @@ def trained(config: TrainConfig) -> dict[str, Any]:
 
 
 def kept(config: Any, measure: Callable[..., Any]) -> dict[str, Any]:
-    """Return the report for these settings. Measures first if the report is missing."""
+    """Return the report for these settings. If the report is missing, measure first."""
     file = Path(config.out)
     wanted = json.loads(json.dumps(config.named()))
     if not file.is_file() or json.loads(file.read_text())["config"] != wanted:

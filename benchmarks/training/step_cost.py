@@ -1,10 +1,10 @@
-"""Measures a training step of each drafter against one of EAGLE-2, at the sizes of ``drafters.py``.
+"""Compares the cost of a training step of each drafter with that of EAGLE-2.
 
-All drafters take a step on the same sequences in turns, on one thread. The figures are CPU seconds
-of that thread, which other work on the machine affects least, and the floating-point operations of
-its matrix products. Reading is not counted, because it runs in parallel with the steps. With
-``--default-sizes``, the drafters have the sizes that `train` gives them for the store's target.
-``--parts`` splits the seconds among the parts of a step. ::
+The drafters have the sizes of ``drafters.py``. With ``--default-sizes``, they have the sizes that
+`train` gives them for the store's target. All drafters take steps on the same sequences in turns,
+on one thread. The figures are CPU seconds of this thread, which other work on the machine affects
+least, and the floating-point operations of its matrix products. Reading is not counted, because it
+runs in parallel with the steps. ``--parts`` splits the seconds among the parts of a step. ::
 
     python -m benchmarks.training.step_cost STORE [--steps 40] [--only eagle moa ...]
     python -m benchmarks.training.step_cost STORE --default-sizes --parts --batch-size 4 --steps 4
@@ -41,7 +41,7 @@ COUNTED = 3
 
 
 class Parts:
-    """CPU seconds of the parts of a step. Each part ends with a mark."""
+    """Measures the CPU seconds of the parts of a step. A call of :meth:`mark` ends a part."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -58,9 +58,10 @@ class Parts:
         self._last = now
 
     def after(self, call: Callable[..., Any], name: str, backward: str = "") -> Callable[..., Any]:
-        """Make a function mark the end of a part.
+        """Return ``call`` as a function that marks the end of a part when it returns.
 
-        The arrival of the gradient of its result marks the end of another part.
+        If ``backward`` is given, the end of this other part is marked when the gradient of the
+        result arrives in the backward.
         """
 
         def marking(*args: Any, **settings: Any) -> Any:

@@ -1,7 +1,7 @@
 """Trains a small Llama chat target on real chats, and prepares chats for benchmarks of drafters.
 
-A target that has seen both code and grade-school mathematics for minutes is less predictable than
-one that has seen only one of them. Drafters do not reach their limit on it as soon. ::
+If the chats are about both code and grade-school mathematics, the text of the target is less
+predictable than with only one of these topics. Drafters then keep improving for more steps. ::
 
     python -m benchmarks.training.target OUT --train CHATS ... --test CHATS ...
 

@@ -1,14 +1,15 @@
 """Measures one forward, backward and optimizer step of each drafter at the sizes of a real target.
 
-The target is a shape with random weights, by default Llama-3-8B's. Only its activations exist: a
-store of two long sequences with the keys and values of all layers, the states that drafters read,
-and the bundle of embeddings and LM head. Each drafter trains in a separate process, from the stored
-sequences over and over. On a CPU the micro-batch is one sequence. On other devices it is the one
-that a run would choose.
+The target has random weights, by default in the shape of Llama-3-8B. Only a store with its
+activations is made: two long sequences with the keys and values of all layers, the states that
+drafters read, and the embeddings and LM head. Each drafter trains in a separate process, on these
+sequences again and again. On a CPU, the micro-batch is one sequence. On other devices, it has the
+size that a run would choose.
 
-The figures are seconds and peak memory (of the process, or on a GPU the memory that torch allocated
-for the steps). The utilisation of the device counts all matrix products that a step executes, and
-attention as if each query saw each key. The attention kernels are those of the last step.
+The figures are seconds and peak memory. On a CPU, it is the memory of the process. On a GPU, it is
+the memory that torch allocated for the steps. The utilisation of the device counts all matrix
+products that a step executes, with attention between all queries and all keys. The attention
+kernels are those of the last step.
 
     python -m benchmarks.training.train_step [--tokens 2048] [--drafters moa eagle3] [--layers 32]
         [--folder DIR] [--threads 2] [--does auto]
@@ -107,9 +108,9 @@ def write_store(path: Path, config: LlamaConfig, n_tokens: int) -> None:
 
 
 def settings(store: Path, kind: str, device: str = "cpu", **changes: Any) -> TrainConfig:
-    """Return the settings of long runs, changed for a batch of one sequence.
+    """Return the settings of a long run, but with a batch of one sequence.
 
-    The precision is that of a run on the device.
+    The precision is the one that a run on this device has.
     """
     own: dict[str, Any] = {
         "optimizer": "adamw",
@@ -167,8 +168,8 @@ def _steps(
 ) -> dict[str, Any]:
     """Take the steps on one micro-batch, and report the last one.
 
-    Gradients and optimizer moments exist before the steps. On a device other than the CPU, the
-    operations of one sequence are counted first.
+    Memory for gradients and optimizer moments is allocated before the steps. On a device other than
+    the CPU, the operations of one sequence are counted first.
     """
     module.to(device)
     module.frozen.to(device)
@@ -230,8 +231,8 @@ def _batch(data: StoreDataModule, device: torch.device, n_sequences: int) -> Bat
 def in_a_process(limit_s: float | None, *arguments: Any) -> dict[str, Any]:
     """Measure one drafter in a separate process, within a time limit.
 
-    The process is forked from a server that has imported everything and computed nothing, because
-    neither CUDA nor OpenMP survive a fork.
+    Importing all modules takes long, and neither CUDA nor OpenMP work in a forked process. So the
+    process is forked from a server process that has imported all modules, but computed nothing.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -265,8 +266,9 @@ def measure_each(
 ) -> dict[str, dict[str, Any]]:
     """Measure the drafters one after the other.
 
-    Each may take twice its equal share of the remaining time, because the first one compiles
-    kernels that the others find in a cache.
+    The remaining time is divided equally among the remaining drafters, and each of them may take
+    twice its share. The first drafter needs more time, because it compiles kernels that the other
+    drafters find in a cache.
     """
     steps: dict[str, dict[str, Any]] = {}
     for number, kind in enumerate(options.drafters):

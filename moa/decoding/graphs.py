@@ -1,12 +1,16 @@
 """Draft greedy chains with CUDA graphs.
 
-Without a graph, the host launches hundreds of kernels for a chain of five drafts. With a graph, it
-launches one.
+Without a graph, the host launches hundreds of kernels for a chain of five drafts. With a graph, one
+launch runs all of them.
 
-A graph repeats its kernels at the same addresses with the same shapes. So the caches stay at fixed
-addresses, and in every round attention reads all slots of a cache, under a mask. A slot holds the
-key and value of one token. The slots that a round writes to depend on tensors on the device
-(:class:`.masks.DeviceLengths`), not on Python values.
+Each replay of a graph runs the recorded kernels with the recorded addresses and shapes, and runs no
+Python code. Therefore:
+
+- The drafter's caches stay at fixed addresses.
+- Attention reads all slots of a cache in every round, because shapes cannot change. A slot holds
+  the key and value of one token. A mask hides the slots that are not filled.
+- The lengths of the caches change in every round, so they are tensors on the device
+  (:class:`.masks.DeviceLengths`) and not Python integers.
 
 Shapes: B rows, N tokens that the drafter processes at the start of a round (right padded), S slots
 of a cache.
@@ -26,34 +30,36 @@ from ..nn.masks import DeviceLengths, added
 from ..targets.cache import TargetCache
 from .tree import DraftTree, TreeShape
 
-# A function that drafts from a drafter's state. The state already holds the tokens of the round, on
-# the device.
+# A function that drafts chains. Its argument is the drafter's state, which already holds the tokens
+# of the round in tensors on the device.
 Record = Callable[[LayerState], DraftTree]
 
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    # [B, N + 2 + n] int64, the input of a replay, for a drafter with n cache buffers. Each row has
-    # the N tokens of the round, the number of them that are not padding, the number of committed
-    # tokens that the caches held before the round, and the length of each buffer before the round.
+    # [B, N + 2 + n] int64, for a drafter with n cache buffers. Each replay reads this tensor. A row
+    # has, in this order: the N tokens of the round; how many of these tokens are not padding; how
+    # many committed tokens the caches held before the round; and the length of each of the n
+    # buffers before the round.
     numbers: Tensor
-    # [B, N, ...], the target's hidden states of the N tokens, also an input. None if the drafter
-    # reads no hidden states.
+    # [B, N, ...], the target's hidden states of the N tokens. Each replay reads them. None if the
+    # drafter needs no hidden states.
     states: Tensor | None
     # [B, depth] int64, the drafted tokens. Each replay overwrites them.
     drafts: Tensor
 
 
 class ChainGraphs:
-    """The CUDA graphs of a drafter.
+    """Records and replays the CUDA graphs of a drafter.
 
-    There is one graph for each combination of number of rows, shape of drafts, and buffer of the
-    target's cache.
+    There is one graph for each combination of three things: the number of rows, the shape of the
+    drafts, and the buffer of the target's cache.
     """
 
     def __init__(self) -> None:
-        # Buffers at fixed addresses, to which the drafter's caches are moved. Their axes are: keys
-        # or values, layer, row, KV head, slot, head dim.
+        # Buffers at fixed addresses. The drafter's caches are moved to them, because the graphs
+        # read and write these addresses. The axes of a buffer are: keys or values, layer, row, KV
+        # head, slot, head dim.
         self._homes: list[Tensor] = []
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
@@ -70,17 +76,17 @@ class ChainGraphs:
         Args:
             state: the drafter's caches and lengths for all rows.
             cache: the target's cache, whose buffer stays at the same address.
-            committed: prompt and committed tokens of each row.
+            committed: for each row, the tokens of the prompt and of the answer so far.
             shape: the shape of the chains.
-            record: drafts the chains. The graph records its kernels.
+            record: the function that drafts the chains. Its kernels are recorded as the graph.
 
         Returns:
-            Drafts [B, depth] int64. None if no graph can draft this round, for example because the
-            first round of a generation feeds many tokens.
+            Drafts [B, depth] int64. None if no graph can draft this round. For example, the first
+            round of a generation feeds the whole prompt, which has too many tokens.
         """
-        # The number N of tokens to feed. A round commits at most all drafts of a chain and one
-        # bonus token. The caches of some drafters end one token before the root, so these drafters
-        # need one more token.
+        # N, the number of tokens to feed. The previous round committed at most all drafts of its
+        # chain and one bonus token. The caches of some drafters end one token before the root, so
+        # these drafters feed one more token.
         n_new = shape.depth + 2
         n_slots = cache.capacity
         buffers = _buffers(state)
@@ -151,16 +157,18 @@ def _recorded(
     """Record the drafting of a round as a CUDA graph.
 
     Args:
-        numbers: see :class:`_Graph`. The graph reads this tensor at its address.
-        states: see :class:`_Graph`. The graph reads this tensor at its address.
+        numbers: the tokens and lengths of the round, as in :class:`_Graph`. Replays read this
+            tensor, so its address must not change.
+        states: the hidden states of the tokens, as in :class:`_Graph`. Replays read this tensor,
+            so its address must not change.
         n_new: N, the number of tokens that the drafter processes at the start of a round, with
             padding.
-        most: upper bound of a row's number of committed tokens, including the N new ones.
+        most: upper bound of the number of committed tokens of a row, including the N new tokens.
         state: the drafter's state, which is copied and not changed.
-        record: drafts the chains. The graph records its kernels.
+        record: the function that drafts the chains. Its kernels are recorded as the graph.
     """
     device = numbers.device
-    counts, before, *lengths = numbers[:, n_new:].unbind(1)  # Each tensor is [B].
+    counts, before, *lengths = numbers[:, n_new:].unbind(1)  # Each of these tensors is [B].
 
     def begun() -> LayerState:
         state_of_graph = copy.copy(state)
@@ -187,7 +195,8 @@ def _recorded(
 def _buffers(state: LayerState) -> list[KVBuffer]:
     """List the cache buffers of a state.
 
-    First come the buffers in ``state.slots``. Between rounds they contain all committed tokens up
-    to the root. The other buffers end one token earlier, before the root.
+    First come the buffers in ``state.slots``, then all other buffers of the state. Between rounds,
+    a buffer in ``state.slots`` contains the committed tokens up to and including the root. The
+    other buffers end one token before the root.
     """
     return [*state.slots, *(value for value in vars(state).values() if isinstance(value, KVBuffer))]

@@ -17,10 +17,10 @@ committed tokens with target KV, and ``~`` marks the tokens of the target call:
                   The cat sat on the mat .
                   ======================
 
-The round committed three tokens with one target call. The acceptance length is the mean of this
-number over all rounds, without the prefill. A tree is verified in the same call, under a mask in
-which each draft sees only its ancestors (``tree``). A round without drafts is a plain decoding
-step, so the same loop does plain and speculative decoding.
+The round committed three tokens with one target call. The acceptance length is the mean number of
+committed tokens over all rounds, without the prefill. A tree of drafts is also verified in one
+target call, under a mask in which each draft sees only its ancestors (``tree``). A round without
+drafts is a plain decoding step, so the same loop does plain and speculative decoding.
 """
 
 import time
@@ -42,13 +42,13 @@ from .proposer import Proposer
 from .sampling import GREEDY, SamplingConfig, accept_argmax, accept_sampled, cut_answer
 from .tree import NO_DRAFT, DraftTree, TreeShape, ancestors
 
-# The proposer for plain decoding. Its ``propose`` is never called.
+# The proposer for plain decoding. Its method ``propose`` is never called.
 PLAIN = Proposer()
-# A function that is called when tokens are committed. It gets the tokens and, for each of them,
-# whether it was a draft.
+# A function that is called when tokens are committed. Its arguments are the tokens, and one bool
+# per token that is true if the token was a draft.
 OnTokens = Callable[[list[int], list[bool]], None]
-# A function that is called after each verification. It gets the drafts and, for each row, the
-# indices of the accepted drafts from the first level down.
+# A function that is called after each verification. Its arguments are the drafts of all rows, and
+# for each row the indices of its accepted drafts, in the order of their levels.
 OnRound = Callable[[DraftTree, list[list[int]]], None]
 
 
@@ -56,9 +56,9 @@ OnRound = Callable[[DraftTree, list[list[int]]], None]
 class DecodeStats:
     """Token counts and times of a generation."""
 
-    # Number of tokens that each target call after the prefill committed.
+    # One entry for each target call after the prefill: the number of tokens committed by its round.
     committed_per_call: list[int] = field(default_factory=list)
-    # Number of generated tokens, including the first token, which the prefill gives.
+    # Number of generated tokens, including the first token, which is chosen after the prefill.
     n_tokens: int = 0
     n_drafted: int = 0
     # Number of target calls that verified drafts.
@@ -77,7 +77,7 @@ class DecodeStats:
     def acceptance_length(self) -> float:
         """Mean number of tokens committed per target call, including the bonus token.
 
-        If there was no target call after the prefill, it is NaN.
+        The result is NaN if there was no target call after the prefill.
         """
         return (
             sum(self.committed_per_call) / self.n_target_calls
@@ -134,13 +134,13 @@ def generate_batch(
 
     Each prompt gets the same answer as when it is decoded alone. Drafts do not change the answers:
     greedy tokens equal those of plain decoding, and sampled tokens have the same distribution as in
-    plain decoding. Rows whose answer has ended leave the batch. The times in the statistics are the
-    times of the batch, divided by its number of rows.
+    plain decoding. When the answer of a row has ended, the row leaves the batch. The times in the
+    statistics are the times of the batch, divided by the number of its rows.
 
     Args:
         prompts: token ids of each prompt, at least one id per prompt.
-        max_new_tokens: limit of each answer's number of tokens. An answer also ends at the target's
-            maximum number of positions.
+        max_new_tokens: maximum number of tokens of each answer. An answer also ends when prompt and
+            answer fill all positions of the target.
         proposer: proposes the drafts. If None, decoding is plain.
         tree: shape of the drafts, or a policy that chooses the shape. Required with a proposer.
         seed: seed of the random numbers. The prompt with index r uses ``seed + r``, or ``seed[r]``
@@ -187,8 +187,8 @@ def generate_batch(
             prefill_s = (time.perf_counter() - prefill_began) / len(rows)
             _decode(target, cache, rows, proposer, policy, sampling, on_round)
     finally:
-        # Release the cache even if decoding is interrupted. CUDA graphs were recorded for its
-        # buffer, and the next cache can reuse both.
+        # Release the cache even if decoding is interrupted. The next cache can then reuse the
+        # buffer of this cache, and the CUDA graphs that were recorded for this buffer.
         cache.release()
     for row in rows:
         row.stats.prefill_s = prefill_s
@@ -214,8 +214,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # This does not make the host wait, because the verification has just synchronized with the
-        # device.
+        # Computing the times below does not make the host wait, because the verification has just
+        # synchronized with the device.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
@@ -223,8 +223,8 @@ def _decode(
         committed = [[0, *(node + 1 for node in nodes)] for nodes in accepted]
         cache.commit(committed)
         proposer.observe(hidden, committed)
-        # The policy ignores rounds that recorded a CUDA graph, because they take far longer than
-        # later rounds.
+        # Report only rounds that recorded no CUDA graph to the policy. A round that records a graph
+        # takes far longer than the later rounds that replay the graph.
         if n_recorded() == n_before:
             policy.observe(
                 drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s
@@ -243,7 +243,7 @@ def _decode(
 def prefill(
     target: Target, cache: TargetCache, prompts: Sequence[list[int]], proposer: Proposer = PLAIN
 ) -> Tensor:
-    """Run the prompts, padded on the right, and commit their tokens.
+    """Run the target over the prompts, padded on the right, and commit the prompts' tokens.
 
     Returns:
         The hidden states of the prompts' last tokens, [B, E].
@@ -292,12 +292,12 @@ def _propose(
 ) -> DraftTree:
     """Propose drafts.
 
-    Greedy drafts have at most as many levels as the target has positions left, and as the answers
-    need tokens.
+    The number of levels of greedy drafts is limited by two numbers: the positions that the target
+    has left, and the largest number of tokens that an answer can still get.
     """
-    # Do not limit sampled drafts in this way. Each level draws random numbers, so the limit would
-    # make the answer of a row depend on the other rows of its batch. Tokens beyond the last
-    # position are dropped when they are committed.
+    # Do not limit sampled drafts in this way. The limit depends on all rows of the batch, and each
+    # level draws random numbers. So the answer of a row would depend on the other rows. Tokens
+    # beyond the last position are dropped when they are committed.
     if shape is not None and sampling.is_argmax:
         wanted = max(row.n_remaining for row in rows) - 1
         depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
@@ -314,14 +314,16 @@ def _verify(
     drafts: DraftTree,
     sampling: SamplingConfig,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Run the target once over the root and drafts of each row, and commit the accepted tokens.
+    """Run the target once over the root and drafts of each row, and append the accepted tokens.
+
+    The bonus token is appended to a row after its accepted drafts.
 
     Returns:
         The hidden states of the tokens of this target call, and the indices of each row's accepted
         drafts.
     """
     roots = to_device([[row.committed[-1]] for row in rows], target.device)
-    # Padding among the drafts (-1) is not a valid token, so feed token 0 in its place.
+    # Feed token 0 in place of padding, because the padding value -1 is not a valid token id.
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
     logits = target.logits(hidden)  # [B, 1 + N, V]
@@ -386,7 +388,7 @@ class _Row:
         return self._limit - len(self.tokens)
 
     def append(self, tokens: list[int], drafted: list[bool]) -> int:
-        """Commit tokens, but none beyond the end of the answer. Return how many were committed."""
+        """Commit the tokens up to the end of the answer. Return how many tokens were committed."""
         committed, finish = cut_answer(tokens, self.n_remaining, self._ends)
         self.tokens += committed
         self.committed += committed

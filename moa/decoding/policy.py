@@ -4,10 +4,20 @@ A fixed policy uses one shape for all rounds. ``auto`` drafts chains, and falls 
 decoding if chains cost more time than they save.
 
 The chains of ``auto`` end early if the drafter gives its own drafts a low probability. The policy
-measures the time of a round in plain steps, which are target calls over one token. So a slowdown of
-the whole machine does not change its decision:
+compares each round with plain steps. A plain step is a target call over one token, and commits one
+token. The gain of a round is the number of plain steps that it saves:
 
     gain = tokens committed - seconds of the round / seconds of a plain step
+
+If the whole machine becomes slower, rounds and plain steps take longer by the same factor, so the
+gain does not change. The policy keeps two sums of gains:
+
+- ``lost`` says how far the total gain of the current generation is below its highest value so far.
+  While ``lost`` is at or above ``PATIENCE``, the generation is decoded plainly.
+- ``savings`` is the total gain over all generations, limited to four times ``PATIENCE``. A new
+  policy starts with ``PATIENCE``. Drafts are used only while ``savings`` is above 0.
+
+Example of a generation, with ``savings`` of 20 from earlier generations:
 
     round   drafts   committed    ms   gain   lost   savings     (a plain step takes 10 ms)
       0                                        0.0    20.0
@@ -18,12 +28,8 @@ the whole machine does not change its decision:
      ...    chain        1        25   -1.5   12.3     9.5       lost exceeds PATIENCE
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
-The policy keeps two sums of gains. ``lost`` is how far the total gain of the current generation has
-fallen below its highest value. While ``lost`` is at or above ``PATIENCE``, the generation is
-decoded plainly. ``savings`` is the total gain of drafts over all generations, limited to four times
-``PATIENCE``. Drafts are used only while ``savings`` is above 0. Each plain step lowers ``lost`` and
-raises ``savings`` by ``1 / MEASURE_EVERY``. So even if drafts always fail, they lose no more time
-than the initial ``savings`` and the additions of the plain steps allow.
+Each plain step lowers ``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that
+always fail can lose only the initial ``savings``, plus what the plain steps have added.
 """
 
 from collections import deque
@@ -35,26 +41,26 @@ from typing_extensions import override
 
 from .tree import TreeShape
 
-# This shape was the fastest in measurements on one CPU core with drafters whose draft takes a fifth
-# to a third of the time of a target call.
+# The shape that was fastest in measurements on one CPU core. The measured drafters needed a fifth
+# to a third of the time of a target call for each draft.
 AUTO_SHAPE = TreeShape(10, stop_below=0.2)
-# If the drafts of a generation have lost this much time in total, the generation is decoded
-# plainly. The unit is the time of one plain step. With a good drafter, a round gains 1 unit or more
-# on average, and gains vary by 2 units. A smaller limit would give up good drafters. A larger limit
-# would lose more time if drafts fail.
+# Limit of the time that drafts may lose in one generation, as a number of plain steps. Beyond this
+# limit, the generation is decoded plainly. With a good drafter, a round gains 1 plain step or more
+# on average, and gains vary by 2 plain steps. With a smaller limit, good drafters would be stopped
+# after a few unlucky rounds. With a larger limit, drafts that fail would lose more time.
 PATIENCE = 12.0
-# After this number of rounds with drafts, a plain step is run to measure its time. The same number
-# of plain steps makes up for one step of lost time. Each of these two uses costs about 1 % of the
-# time. A value of 64 would cost 2 % if drafts fail. With a value of 256, the policy would notice
-# late that the machine has become slower.
+# This number has two uses. After this number of rounds with drafts, a plain step is run to measure
+# its time. After this number of plain steps, drafts may lose the time of one more plain step. Each
+# of the two uses costs about 1 % of the time. With the value 64, drafts that fail would cost 2 %.
+# With the value 256, the policy would notice too late that the machine has become slower.
 MEASURE_EVERY = 128
 
 
 class ShapePolicy:
     """Chooses the shape of each round's drafts. This base class always chooses the same shape.
 
-    If the shape is None, decoding is plain. ``is_off`` is true while drafts are not used because
-    they cost more time than they save.
+    If the shape is None, decoding is plain. ``is_off`` is true while the policy has stopped using
+    drafts, because they cost more time than they save.
     """
 
     is_off = False
@@ -85,8 +91,8 @@ class AutoPolicy(ShapePolicy):
     The policy keeps its estimate of the saved time from one generation to the next.
 
     Args:
-        is_drawn: True if tokens are sampled. Chains then cannot end early because of a low
-            probability, so they have half the length.
+        is_drawn: True if tokens are sampled. Chains of sampled tokens cannot end early at a low
+            probability, so their length is halved.
         max_depth: maximum number of levels that the drafter can draft; None if it can draft any
             number.
     """
@@ -107,8 +113,9 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def next_shape(self) -> TreeShape | None:
-        # The more time the drafts have lost, the sooner a plain step is timed again. If the machine
-        # has become slower since the last timing, drafts only seem to lose time.
+        # If the machine has become slower since a plain step was timed, drafts seem to lose time
+        # although they do not. So the more time drafts have lost, the sooner the next plain step
+        # is timed.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
             1 - self._lost / PATIENCE
         ):
@@ -125,23 +132,23 @@ class AutoPolicy(ShapePolicy):
             self._n_since_plain += 1
             gain = n_committed - round_s / median(self._plain_s or [round_s])
         self._savings = min(4 * PATIENCE, self._savings + gain)
-        # Do not add the first round with drafts to ``lost``. In this round the drafter also
-        # processes the prompt, so its time does not predict the time of later rounds.
+        # Do not count the first round with drafts in ``lost``. In this round the drafter also
+        # processes the prompt, so the round takes longer than later rounds.
         if not n_drafts or self._has_drafted:
             self._lost = max(0.0, self._lost - gain)
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # Turn ``is_off`` back to false only if the savings exceed half of ``PATIENCE``. With lower
-        # savings, the policy tries drafts only now and then.
+        # Set ``is_off`` back to false only if the savings exceed half of ``PATIENCE``. With lower
+        # savings, the policy uses drafts only from time to time.
         elif self._savings > PATIENCE / 2:
             self.is_off = False
 
     def describe(self, runs: Sequence[Any]) -> str:
-        """Describe in a sentence how many target calls verified drafts of this policy.
+        """Describe in one sentence how many target calls verified drafts of this policy.
 
         Args:
-            runs: generations, or their statistics, with the counters of ``DecodeStats``.
+            runs: statistics of generations. They have the counters of ``DecodeStats``.
         """
         n_drafted = sum(run.n_drafted_calls for run in runs)
         n_calls = sum(run.n_target_calls for run in runs)

@@ -22,19 +22,20 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# Chains can end early if their drafts become unlikely. This is checked after every n-th draft,
-# because each check synchronizes with the device. Device type -> n; for other types, n is 1.
+# Device type -> n; other types have n = 1. A chain can end early if its drafts become unlikely.
+# Each check for this synchronizes with the device, so it is done only after every n-th draft.
 _ASKS_AFTER = {"cuda": 4}
 
-# A function that chooses the drafts of one level, one token per row, [B] int64, from the drafter's
-# logits [B, V]. It is called once for each level, from the first level down.
+# A function that takes the drafter's logits [B, V] and returns the drafts of one level, [B] int64,
+# one token per row. It is called once for each level, in the order of the levels.
 Choose = Callable[[Tensor], Tensor]
 
 
 class Proposer:
-    """Proposes drafts. :meth:`observe` keeps its caches consistent with the committed tokens.
+    """Proposes drafts, for one generation at a time.
 
-    A proposer serves one generation at a time. This base class has no caches.
+    After each target call, :meth:`observe` tells the proposer which tokens were committed, so that
+    it can update its caches. This base class has no caches.
     """
 
     max_depth: int | None = None  # Maximum number of draft levels. If None, any number.
@@ -52,7 +53,7 @@ class Proposer:
 
         Args:
             hidden: [B, n, E], hidden states after the target's final norm.
-            kept: for each row, which of the n tokens were committed: their indices, in order.
+            kept: for each row, the ascending indices of the committed tokens among the n tokens.
         """
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
@@ -60,22 +61,22 @@ class Proposer:
 
         Args:
             committed: for each row, the tokens of the prompt and of the answer so far. The target's
-                cache has KV of all of them except the last.
+                cache has KV of all these tokens except the last one.
             shape: shape of the drafts.
         """
         raise NotImplementedError
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows of the batch. They get the given order."""
+        """Keep only the given rows of the batch, in the given order."""
 
 
 class Chain:
     """A chain of drafts for each row, grown level by level. All chains have the same depth.
 
-    All tokens that were given to the drafter stay in its caches until the next round starts,
-    including wrong drafts. A chain can go back to one of its earlier levels, and continue from
-    there with other tokens, like a branch of a tree. A mask then lets each token see only its
-    ancestors. In the example, the chain has drafted "the mat is", goes back to level 1 and
+    Until the next round starts, the drafter's caches contain all tokens that were fed to the
+    drafter, including wrong drafts. A chain can go back to one of its earlier levels, and continue
+    from there with other tokens, like a branch of a tree. A mask then lets each token see only its
+    ancestors. In the example, the chain has drafted "the mat is". It then goes back to level 1, and
     continues with "rug"::
 
         token          root  the  mat  is   rug
@@ -96,9 +97,9 @@ class Chain:
         self._frozen = frozen
         self._state = state
         self._cache = cache
-        # One entry for the root, and one for each level. An entry has the index of its token, in
-        # the order in which tokens were fed to the drafter, and the features [B, 1, E] of the
-        # token.
+        # One entry for the root, and one for the token of each level. An entry consists of the
+        # token's index among all tokens that were fed to the drafter in this round, and of the
+        # token's features [B, 1, E].
         self._path = [(0, features)]
         self._n_fed = 1
 
@@ -137,16 +138,19 @@ class Chain:
         self._n_fed += 1
 
     def back_to(self, depth: int) -> None:
-        """Go back to the level ``depth``; 0 is the root. The next level follows it."""
+        """Go back to the level ``depth``, so that :meth:`feed` adds the next level after it.
+
+        Level 0 is the root.
+        """
         del self._path[depth + 1 :]
 
 
 class DrafterProposer(Proposer):
     """Proposes the drafts of a trained drafter.
 
-    The drafter also needs some weights of its target, such as the LM head. They come from a live
-    target or from frozen weights. With a temperature above 0, the tokens of chains are sampled from
-    the drafter's distribution at this temperature.
+    The drafter also needs some weights of its target, such as the LM head. These weights come from
+    a live target or from a file of frozen weights. With a temperature above 0, the tokens of chains
+    are sampled from the drafter's distribution at this temperature.
     """
 
     def __init__(
@@ -176,8 +180,8 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        # Target calls store the outputs of these layers in the cache, from which the drafter takes
-        # them.
+        # Target calls store the outputs of these layers in the cache. `observe` passes them to the
+        # drafter.
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
@@ -190,9 +194,10 @@ class DrafterProposer(Proposer):
         """Continue a generation with a state and a cache that the caller keeps up to date.
 
         Args:
-            cache: the target's KV. If the target is remote, the contexts that replace its KV.
+            cache: the target's KV. If the target is remote, the contexts that it has sent in place
+                of its KV (see ``drafters.base``).
             state: the drafter's state.
-            choose: chooses the tokens of chains. If None, they are sampled according to the
+            choose: chooses the tokens of chains. If None, the tokens are sampled according to the
                 sampling settings.
         """
         self.cache = cache
@@ -211,8 +216,8 @@ class DrafterProposer(Proposer):
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
         """Grow a chain or a tree.
 
-        This is EAGLE-2, section 4.1, and lines 622-660 of the MoA authors'
-        ``inference/single_device/moa_spec.py``.
+        See section 4.1 of the EAGLE-2 paper, and lines 622-660 of
+        ``inference/single_device/moa_spec.py`` in the MoA authors' code.
         """
         self.drafter.config.check_depth(shape.depth)
         if self._uses_graphs and shape.is_chain and not (shape.stop_below or shape.cut_below):
@@ -250,8 +255,8 @@ class DrafterProposer(Proposer):
         # One tensor [B] per draft: the product of the drafter's probabilities of all drafts up to
         # this draft.
         reached: list[Tensor] = []
-        # One tensor [B] bool per draft: whether a row's chain still includes the draft, or has
-        # ended.
+        # One tensor [B] bool per draft: true if the row's chain includes the draft, false if the
+        # chain ends before the draft.
         is_kept: list[Tensor] = []
         paths = [list(row) for row in committed]
         # [B], the product of the drafter's probabilities of all drafts of the chain so far.
@@ -264,8 +269,8 @@ class DrafterProposer(Proposer):
             if shape.cut_below:
                 is_sure = chain.confidence >= shape.cut_below
                 is_kept.append(is_kept[-1] & is_sure if is_kept else is_sure)
-                # If tokens are sampled, go on even if all chains have ended. A row must draw the
-                # same random numbers in a batch as when it is decoded alone.
+                # If tokens are sampled, continue even if all chains have ended. A row must draw the
+                # same random numbers whether it is decoded in a batch or alone.
                 if not is_drawn and level % asks_after == asks_after - 1 and not is_kept[-1].any():
                     break
             logits = chain.logits  # [B, V]
@@ -276,7 +281,7 @@ class DrafterProposer(Proposer):
                 ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B]
-                # A distribution depends on the tokens before it only if there are penalties.
+                # The tokens in ``paths`` affect a distribution only if there are penalties.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)
@@ -300,9 +305,10 @@ class DrafterProposer(Proposer):
         n_rows = features.shape[0]
         b = min(shape.breadth, self.frozen.lm_head_weight.shape[0])
         root = torch.zeros(n_rows, 1, dtype=torch.int64, device=self._device)
-        # ``tokens``, ``parents`` and ``scores`` describe the candidates of all levels. At each
-        # level, b nodes are extended: the beam. For each node of the beam, the loop keeps its index
-        # among the candidates, its cumulative score, and a mask of the tokens that it sees.
+        # ``tokens``, ``parents`` and ``scores`` describe the candidates of all levels. The beam is
+        # the b nodes of a level that get children. The loop updates three tensors for the nodes of
+        # the beam: their indices among the candidates, their cumulative scores, and the masks of
+        # the tokens that they see.
         tokens = []
         parents = []
         scores = []
@@ -312,8 +318,8 @@ class DrafterProposer(Proposer):
         n_candidates = 0
         for level in range(1, shape.depth + 1):
             logits = self.drafter.draft_logits(self.frozen, features)
-            # A log-probability can round to a value above 0, which would give a child a higher
-            # score than its parent. So clamp it.
+            # Clamp log-probabilities to at most 0. Rounding can make them larger, and a child would
+            # then have a higher score than its parent.
             log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V]
             best_score, best_token = most_likely(log_p, b)
             score = (beam_score[..., None] + best_score).flatten(1)  # [B, b * b]
@@ -345,13 +351,14 @@ class DrafterProposer(Proposer):
 def _cut_chain(
     tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor
 ) -> DraftTree:
-    """Make chains of the drafts that are kept. Rows with fewer drafts than others are padded.
+    """Cut the chain of each row, and pad the rows that have fewer drafts than another row.
 
     Args:
         tokens: one tensor [B, 1] per draft.
         probabilities: one tensor [B, V] per draft: the distribution from which the draft was
             sampled. Empty if drafts were not sampled.
-        kept: [B, N] bool, whether a row keeps a draft. The kept drafts of a row come first.
+        kept: [B, N] bool, true for the drafts of the chains after the cut. In each row, true values
+            come before false values.
     """
     n_drafts = int(kept.sum(dim=1).max())
     if not n_drafts:
@@ -362,11 +369,11 @@ def _cut_chain(
 
 
 class PromptLookupProposer(Proposer):
-    """Proposes drafts by searching for the last n tokens earlier in the sequence.
+    """Proposes drafts by searching the sequence for an earlier occurrence of its last n tokens.
 
-    The drafts are the tokens that followed the latest earlier occurrence of these n tokens. The
-    number n is the largest for which there is an earlier occurrence, at most ``max_ngram``. Source:
-    Saxena, "Prompt Lookup Decoding" (2023). In transformers the same method is
+    The drafts are the tokens that followed the latest of these occurrences. First n is
+    ``max_ngram``. If the last n tokens have not occurred before, n is reduced by 1. Source: Saxena,
+    "Prompt Lookup Decoding" (2023). In transformers the same method is
     ``prompt_lookup_num_tokens``.
     """
 

@@ -1,8 +1,8 @@
-"""Chooses the next token: sampling settings, distributions, keyed noise, verifying drafts.
+"""Sampling of tokens, and verification of drafts.
 
 Shapes: B rows, N nodes of a draft tree, V vocabulary.
 
-Drafts are verified in one of three ways. In each of them, every committed token has the target's
+Drafts are verified in one of three ways. With each of them, every committed token has the target's
 distribution, whatever the drafter proposes.
 
 - Greedy: a draft is accepted if it is the target's argmax.
@@ -19,8 +19,8 @@ distribution, whatever the drafter proposes.
   nor on the other sequences of a batch. A drafter that adds the same noise to its own
   log-probabilities drafts the target's token more often than a drafter that samples independently.
 
-Distributions stay on the device of the logits. Uniform random numbers are drawn on the host, so
-that a seed gives the same numbers for every device.
+Distributions stay on the device of the logits. Uniform random numbers are drawn on the host,
+because then a seed gives the same numbers with every device.
 """
 
 import math
@@ -41,16 +41,17 @@ from .tree import NO_DRAFT, DraftTree, TreeShape
 # the total probability of these tokens is too small.
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
-# The noise of token i is computed from the random number with index i. Skipping to another index
-# takes as long as drawing about this many numbers. If the wanted tokens are closer together on
-# average, draw all numbers up to the last wanted one.
+# The noise of token i is computed from the random number with index i. The generator can skip
+# numbers, but one skip takes as long as drawing about this many numbers. So if the needed numbers
+# are closer together on average, all numbers up to the last needed one are drawn.
 _N_PER_MOVE = 700
-# If at most this many tokens have a probability above 0, compute the noise of all of them. If there
-# are more, first find the few tokens that can have the largest ``log p + noise``.
+# If at most this many tokens have a probability above 0, the noise of all these tokens is computed.
+# Otherwise, a faster computation first excludes the tokens that cannot have the largest value of
+# ``log p + noise``.
 _N_PLAIN = 8192
-# Relative margin of the comparison that excludes tokens from the search for the largest ``log p +
-# noise``. It is far larger than the rounding errors of float64 logarithms, so rounding cannot
-# exclude the right token.
+# Relative margin of the comparison that excludes tokens which cannot have the largest value of
+# ``log p + noise``. The margin is far larger than the rounding errors of float64 logarithms, so
+# rounding cannot exclude the right token.
 _ROUNDING = 1e-9
 
 
@@ -58,19 +59,19 @@ _ROUNDING = 1e-9
 class SamplingConfig:
     """Sampling settings.
 
-    They are applied in the same order as in vLLM: bias, penalties, temperature, min-p, top-k,
-    top-p.
+    The settings are applied in the same order as in vLLM: bias, penalties, temperature, min-p,
+    top-k, top-p.
 
-    The repetition penalty changes the logits of tokens that occurred in the prompt or the answer.
-    Their positive logits are divided by the penalty, and their negative logits are multiplied by
-    it. The presence penalty is subtracted once from the logit of each token that occurred in the
-    answer. The frequency penalty is subtracted once for each occurrence.
+    The repetition penalty changes the logits of tokens that occurred in the prompt or the answer:
+    positive logits are divided by the penalty, and negative logits are multiplied by the penalty.
+    The presence penalty is subtracted from the logit of each token that occurred in the answer. The
+    frequency penalty is subtracted from the same logits, once for each occurrence of the token.
     """
 
     # Logits are divided by the temperature before tokens are sampled. 0 means greedy decoding.
     temperature: float = 0.0
-    # Keep the most likely tokens until their cumulative probability reaches this value, at least
-    # one token.
+    # Keep the most likely tokens until their cumulative probability reaches this value. At least
+    # one token is kept.
     top_p: float = 1.0
     # Keep this many of the most likely tokens. 0 keeps all tokens.
     top_k: int = 0
@@ -108,12 +109,12 @@ class SamplingConfig:
         """Check that a shape can be used with these settings.
 
         Raises:
-            DrafterError: tokens are sampled, but the shape's chains stop early by their
-                probability.
+            DrafterError: tokens are sampled, but chains of this shape end early when their drafts
+                become unlikely.
         """
-        # The mean probability of all rows decides where chains stop. So the length of a row's
-        # chain, and with it the use of random numbers, depends on the other rows of the batch. But
-        # the answer for a seed must not depend on them.
+        # The mean probability of all rows decides when chains end. So the other rows of the batch
+        # change the length of a row's chain, and with it the number of random numbers that the row
+        # draws. But the answer for a seed must not depend on other rows.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
                 f"`tree={shape}` ends a chain when its drafts become unlikely, which works only at "
@@ -131,8 +132,8 @@ def cut_answer(
     """Drop new tokens beyond the end of the answer.
 
     Returns:
-        The remaining tokens, and the reason why the answer ends: ``stop``, ``length``, or empty if
-            the answer continues.
+        The remaining tokens, and the reason why the answer ends: ``stop`` or ``length``. The reason
+        is empty if the answer continues.
     """
     answer = tokens[:max_tokens]
     for index, token in enumerate(answer):
@@ -211,8 +212,8 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     Tokens are kept until their cumulative probability reaches ``top_p``. At least one token
     remains.
     """
-    # On CUDA, always sort all tokens. Sorting fewer first, as the code below does, needs a
-    # comparison on the host, which would synchronize with the device.
+    # On CUDA, always sort all tokens. The code below sorts only the most likely tokens first. To
+    # check whether they are enough, the host would have to synchronize with the device.
     if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
         remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
@@ -277,8 +278,8 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
                 numbers = generator.random_raw(4)
                 n_drawn = block + 1
             bits[index] = numbers[index_in_block]
-    # Take 52 bits and add one half. So the uniform number is neither 0 nor 1, for which the noise
-    # would be infinite.
+    # Turn 52 random bits into a uniform number between 0 and 1. One half is added to the integer,
+    # so the number is never exactly 0 or 1, for which the noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
@@ -290,8 +291,8 @@ def _philox(seed: int, position: int) -> np.random.Philox:
 def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """List the candidates for the token with the largest ``log p + noise``.
 
-    If at most ``_N_PLAIN`` tokens have a probability above 0, they are all listed. Otherwise only
-    the few tokens are listed that can have the largest value.
+    If at most ``_N_PLAIN`` tokens have a probability above 0, the list contains all these tokens.
+    Otherwise it contains only the few tokens that can have the largest value.
 
     Args:
         probability: p [V], on the host.
@@ -303,16 +304,16 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     """
     is_possible = (probability != 0).numpy()
     n_possible = np.count_nonzero(is_possible)
-    # If logits are NaN, there may be no such tokens. Then return only the token 0.
+    # If logits are NaN, there may be no token with a probability above 0. Then return only token 0.
     if n_possible <= _N_PLAIN:
         return np.flatnonzero(is_possible) if n_possible else np.arange(1)
     # The noise is ``-log(-log u)``, where u is a uniform random number between 0 and 1. So the
     # token with the largest ``log p + noise`` has the smallest ``-log(u) / p``. ``-log(u)`` is at
     # least ``1 - u``, so ``(1 - u) / p`` is a lower bound of this value that needs no logarithm.
-    # Exclude all tokens whose lower bound is above the value of some other token.
+    # Exclude each token whose lower bound is above the value of the token with the smallest bound.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    # Make a float64 from 1 to 2 of the 52 random bits, by adding the exponent bits of 1.0. Its
-    # value is ``1 + u``, minus half of the last bit.
+    # Turn the 52 random bits into a float64 between 1 and 2, by adding the exponent bits of 1.0.
+    # The value of this float64 is ``1 + u``, minus half of the last bit.
     bits |= np.uint64(0x3FF << 52)
     # 1 - u for each token. u is below 1, so 1 - u is never 0.
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)
@@ -363,11 +364,11 @@ class SamplingState:
     sampling: SamplingConfig
     seed: int
     n_prompt: int = 0
-    # A function that takes the tokens of the answer so far, and returns which next tokens are
-    # allowed, [V] bool. If it is None, all tokens are allowed.
+    # A function that takes the tokens of the answer so far. It returns [V] bool, true for tokens
+    # that are allowed as the next token. If None, all tokens are allowed.
     allowed: Callable[[Sequence[int]], np.ndarray] | None = None
-    # Minimum number of tokens of the answer. Until it is reached, the tokens of ``ends``, which
-    # would end the answer, are not chosen.
+    # Minimum number of tokens of the answer. The tokens in ``ends`` end the answer, so they are not
+    # chosen before the answer has this length.
     min_tokens: int = 0
     ends: frozenset[int] = frozenset()
 
@@ -397,8 +398,8 @@ class SamplingState:
         if not self._is_short:
             return logits
         others = logits.index_fill(0, to_device(sorted(self.ends), logits.device), -torch.inf)
-        # If all allowed tokens are in ``ends``, choose one of them, although the answer then ends
-        # before its minimum length. vLLM does the same.
+        # If all allowed tokens are in ``ends``, they can be chosen nevertheless. The answer then
+        # ends before its minimum length. vLLM does the same.
         return (
             others
             if self.allowed is None
@@ -407,7 +408,9 @@ class SamplingState:
 
 
 def choose_rows(logits: Sequence[Tensor], states: Sequence[SamplingState]) -> list[int]:
-    """Choose each sequence's next token as :func:`choose` does, but synchronize only once.
+    """Choose each sequence's next token as :func:`choose` does.
+
+    This synchronizes with the device only once for all sequences.
 
     Args:
         logits: one tensor [V] per sequence.
@@ -439,8 +442,8 @@ class ChainChoice:
         self._is_argmax = all(state.is_argmax for state in states)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Choose the next token of each row from the drafter's logits [B, V]: [B] int64."""
-        # Compute a plain argmax on the device, without a copy of the logits to the host.
+        """Choose the next token of each row, [B] int64, from the drafter's logits [B, V]."""
+        # Compute a plain argmax on the device, so that no logits are copied to the host.
         if self._is_argmax:
             return logits.argmax(dim=-1)
         chosen = choose_rows(logits.unbind(), self._states)
@@ -457,8 +460,8 @@ def accept_argmax(
     Args:
         tokens: the drafts.
         parents: index of each draft's parent, -1 for the root.
-        predicted: the tokens that the target chooses: one after the root, and one after each of the
-            N drafts.
+        predicted: the N + 1 tokens that the target chooses: the first one after the root, and then
+            one after each of the N drafts.
 
     Returns:
         The indices of the accepted drafts from the first level down, and the token that the target
@@ -477,7 +480,10 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """A sequence up to the root (its last token), its drafts, and the target's logits."""
+    """A sequence whose drafts are verified: its tokens and settings, its drafts, and logits.
+
+    The last token of the state is the root. The logits are the target's.
+    """
 
     state: SamplingState
     tokens: Sequence[int]  # Token ids of the N drafts.
@@ -549,8 +555,8 @@ def accept_sampled(
     )
     while True:
         last_accepted = accepted[-1] if accepted else -1
-        # Skip padding before random numbers are drawn. A row that is decoded alone has no padding,
-        # and must draw the same numbers.
+        # Do not draw random numbers for padding. If the row were decoded alone, it would have no
+        # padding, and it must draw the same numbers then.
         children = [
             node
             for node, parent in enumerate(parents)
@@ -563,9 +569,11 @@ def accept_sampled(
 
 
 class _Judge:
-    """The target's distributions of the tokens after the root and after each node of a row.
+    """Computes the probabilities that verify the drafts of one row.
 
-    They are computed when they are needed. The class also gives the probabilities of the drafts.
+    :meth:`after` gives the target's distribution of the token after the root or after a node. A
+    distribution is computed when it is first needed. :meth:`chance` gives the probabilities of a
+    draft.
     """
 
     def __init__(
@@ -606,12 +614,13 @@ class _Judge:
     def chance(self, node: int) -> list[float]:
         """Return a list with the probability that the target gives to a draft.
 
-        If the draft was sampled, the list has a second item: the drafter's probability of it.
+        If the draft was sampled, the list has a second item: the probability that the drafter gives
+        to the same draft.
         """
         return self._chances[node] if self._chances is not None else self._chance(node).tolist()
 
     def _chance(self, node: int) -> Tensor:
-        # Replace padding (-1) by a valid index. The result for padding is never used.
+        # Replace the padding value -1 by a valid index. The result for padding is never used.
         token = max(self.tokens[node], 0)
         of_target = self.after(self._parents[node])[token]
         return (
@@ -624,14 +633,14 @@ class _Judge:
 def _try(
     judge: _Judge, at: int, drafts: Sequence[int], generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
-    """Try to accept one of the drafts that follow a node, one after another.
+    """Try the drafts that follow a node, one after another, until one is accepted.
 
-    If the drafts were not sampled, there may be any number of them. If they were sampled from the
+    If the drafts were not sampled, there may be any number of drafts. If they were sampled from the
     drafter's distribution [V], there is at most one draft.
 
     Returns:
-        The index of the accepted draft or None, and a distribution [V]. If no draft is accepted,
-        the index is None, and the next token must be sampled from this distribution.
+        The index of the accepted draft or None, and a distribution [V]. The index is None if no
+        draft is accepted. The next token must then be sampled from the distribution.
     """
     probability = judge.after(at)
     left = 1.0

@@ -3,9 +3,9 @@
 Shapes: B rows, N nodes (drafts, without the root), C candidates for nodes.
 
 Nodes are in level order: a node comes before all nodes of deeper levels. A parent is given by its
-node index, or by -1 for the root. The root is the last committed token. It does not count as a
-node. Only :func:`ancestors` includes it, as the first token, because the target processes it
-together with the nodes.
+node index, or by -1 for the root. The root is the last committed token, and does not count as a
+node. The target processes the root together with the nodes, so the mask of :func:`ancestors`
+includes the root, as its first token.
 """
 
 import re
@@ -31,23 +31,23 @@ class TreeShape:
     The nodes of a tree are chosen by the drafter's probabilities.
     """
 
-    # Number of levels of drafts below the root. The depth in the MoA authors' code also counts the
-    # root.
+    # Number of levels of drafts, without the root. The depth in the MoA authors' code also counts
+    # the root.
     depth: int
-    # Number of nodes that are extended at each level. It is also the number of children that each
-    # of them gets. A breadth of 1 makes a chain.
+    # At each level, this number of nodes get children, and each of these nodes gets this number of
+    # children. A breadth of 1 makes a chain.
     breadth: int = 1
-    # Maximum number of drafts that the target verifies. Those with the highest cumulative
+    # Maximum number of drafts that the target verifies. The candidates with the highest cumulative
     # log-probabilities are chosen.
     n_nodes: int = 1 << 30
     # A chain ends after the draft at which the product of the drafter's probabilities falls below
-    # this value. For a batch, the mean of the rows' products is compared. On a GPU the chain may be
-    # up to three drafts longer, because it is not checked after each draft. 0 makes chains of full
-    # depth.
+    # this value. In a batch, the mean of the products of all rows is compared with this value. On a
+    # GPU the chain may be up to three drafts longer, because the product is checked only after
+    # every fourth draft. With 0, chains always have the full depth.
     stop_below: float = 0.0
-    # Each row's chain ends before the first draft whose acceptance probability, as estimated by the
-    # drafter's confidence head, is below this value. If this is the first draft, the row has no
-    # drafts. 0 makes chains of full depth.
+    # The drafter's confidence head estimates the acceptance probability of each draft. The chain of
+    # a row ends before the first draft with an estimate below this value. If this is already the
+    # first draft of the chain, the row has no drafts. With 0, chains always have the full depth.
     cut_below: float = 0.0
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class TreeShape:
 
     @property
     def n_candidates(self) -> int:
-        """The number of candidates among which the nodes of a tree are chosen."""
+        """The number of candidates from which the nodes of a tree are chosen."""
         return self.breadth + (self.depth - 1) * self.breadth**2
 
     def cut(self, depth: int) -> "TreeShape":
@@ -136,10 +136,11 @@ class DraftTree:
     # [B, N] int64, index of each node's parent; -1 for the root. A parent has a lower index than
     # its children.
     parents: Tensor
-    # [B, N], the drafter's cumulative log-probabilities.
+    # [B, N]. The score of a node is the sum of the drafter's log-probabilities of the node and its
+    # ancestors. None if these probabilities were not computed.
     scores: Tensor | None = None
     # [B, N, V], the drafter's distributions from which the drafts were sampled. None if the drafts
-    # are the most likely tokens.
+    # were not sampled.
     probabilities: Tensor | None = None
     # True if each node is the child of the node before it. The target then verifies the drafts with
     # causal attention, and needs no tree mask.
@@ -174,7 +175,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls, n_rows: int, device: torch.device) -> "DraftTree":
-        """Make a tree without drafts. Verifying it is a plain decoding step."""
+        """Make a tree without drafts. With this tree, a round is a plain decoding step."""
         nothing = torch.empty(n_rows, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, is_chain=True)
 
@@ -203,9 +204,10 @@ def ancestors(parents: Tensor) -> Tensor:
     seen = itself
     reach = 1
     while reach <= n_nodes:
-        # Pointer doubling. ``seen`` has each token and its ancestors less than ``reach`` levels
-        # above it, and ``up`` is the ancestor exactly ``reach`` levels above it. Adding what ``up``
-        # sees gives the ancestors less than ``2 * reach`` levels above the token.
+        # Pointer doubling. For each token, ``seen`` marks the token itself and its ancestors less
+        # than ``reach`` levels above it. ``up`` is the index of its ancestor exactly ``reach``
+        # levels above it. This ancestor sees its own ancestors less than ``reach`` levels above
+        # itself. Adding them to ``seen`` doubles the number of levels.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2
@@ -218,8 +220,8 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         The scores and their indices, both [..., k], in descending order of scores.
     """
-    # ``topk`` orders equal scores differently on different devices and for different numbers of
-    # rows. So sort them by index.
+    # The order in which ``topk`` returns equal scores depends on the device and on the number of
+    # rows. So sort by index first, and then by score with a stable sort.
     indices = scores.topk(k, dim=-1).indices.sort(dim=-1).values
     values = scores.gather(-1, indices)
     order = values.sort(dim=-1, descending=True, stable=True)
@@ -229,8 +231,8 @@ def most_likely(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> DraftTree:
     """Make a tree of the candidates with the best cumulative scores.
 
-    This is EAGLE-2, section 4.2, and lines 392-406 of the MoA authors'
-    ``inference/single_device/moa_spec.py``.
+    See section 4.2 of the EAGLE-2 paper, and lines 392-406 of
+    ``inference/single_device/moa_spec.py`` in the MoA authors' code.
 
     Args:
         tokens: [B, C] int64, in level order.
@@ -238,11 +240,12 @@ def pick_best(tokens: Tensor, parents: Tensor, scores: Tensor, n_nodes: int) -> 
         scores: [B, C], cumulative log-probabilities.
         n_nodes: N, the number of candidates to keep.
     """
-    # The parent of a kept candidate is always kept: it has at least the same score, and it comes
-    # first, and among equal scores the first candidates are kept.
+    # The parent of a chosen candidate is always chosen, too. The score of a parent is at least as
+    # high as the score of its child. If both scores are equal, the parent is chosen before the
+    # child, because its index is lower.
     if n_nodes >= tokens.shape[1]:
         return DraftTree(tokens, parents, scores)
-    # Indices of the kept candidates, [B, N], in level order.
+    # Indices of the chosen candidates, [B, N], in level order.
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :n_nodes].sort(dim=1).values
     new_index = torch.full_like(parents, -1).scatter(
         1, best, torch.arange(n_nodes, device=best.device).expand_as(best)

@@ -1,17 +1,20 @@
 """Recommend a drafter, activations and settings for a target, with measurements as reasons.
 
-The numbers come from these files: ``benchmarks/results/step-cost.json`` (processor time, and
-acceptance length by training tokens), ``training-gpu.json`` (tokens/s on an H100), ``curve.json``
-(acceptance length in validation) and ``docs/choosing.md`` (SmolLM2-135M).
+The numbers in the reasons come from these files:
+
+- ``benchmarks/results/step-cost.json``: processor time, and acceptance length by training tokens
+- ``benchmarks/results/training-gpu.json``: tokens/s on an H100
+- ``benchmarks/results/curve.json``: acceptance length in validation
+- ``docs/choosing.md``: measurements of SmolLM2-135M
 """
 
 from dataclasses import dataclass
 
 FAST_KIND = "eagle"
-"""The kind of drafter that takes the least time to train, and to draft on a CPU."""
+"""The kind of drafter that is fastest to train, and that drafts fastest on a CPU."""
 FEW_TOKENS = 2_000_000
-"""Largest number of chat tokens with which EAGLE-2 accepts as many drafts as Mixture of
-Attentions."""
+"""With at most this number of chat tokens for training, EAGLE-2 reaches the acceptance length of
+Mixture of Attentions."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ def advise(
         n_tokens: number of tokens of the chats.
         is_on_cpu: whether the drafter is trained on a CPU and drafts on a CPU.
         has_kv: whether the target has cached keys and values that drafters can read.
-        kv_growth: size of a token's KV and last hidden state together, divided by the size of its
-            last hidden state.
+        kv_growth: size of a token's KV and last hidden state together, divided by the size of the
+            last hidden state alone.
     """
     times = f"{kv_growth:.0f} times the bytes"
     drafter = "`moa-data train --drafter eagle`"
@@ -62,9 +65,9 @@ def advise(
 
 
 def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
-    """Recommend a drafter in place of ``moa``, the default, if another one suits better.
+    """Recommend another drafter in place of ``moa``, the default, if it suits the data better.
 
-    Returns None if ``kind`` is not ``moa``.
+    Returns None if ``moa`` suits best, or if ``kind`` is not ``moa``.
     """
     advice = advise(n_tokens, is_on_cpu)[0]
     return advice if kind == "moa" and "drafter moa" not in advice.choice else None

@@ -1,25 +1,26 @@
 """The interface of drafters, which training, validation, checkpoints and decoding use.
 
-Each drafter is a file in this folder. The file contains a subclass of :class:`Drafter` and a
-subclass of :class:`~.sizes.DrafterSizes`; ``registry.DRAFTERS`` lists the drafter. See
+Each kind of drafter has a file in this folder. The file contains a subclass of :class:`Drafter` and
+a subclass of :class:`~.sizes.DrafterSizes`. ``registry.DRAFTERS`` lists all kinds. See
 docs/adding-a-drafter.md for an example. Training calls :meth:`Drafter.objective`, and validation
-calls :meth:`Drafter.drafted_features`. Decoding makes the following calls in each round of a
-generation (for two levels of drafts)::
+calls :meth:`Drafter.drafted_features`. In each round, decoding makes the following calls (example
+with two levels of drafts)::
 
     observe(hidden states of the committed tokens)      the output of the last target call
     draft_root(committed tokens)                        -> features of the root, predict level 1
     draft_level(nodes of level 1)                       -> features of these nodes, predict level 2
 
 If the target runs on another machine, that machine sends the drafter a *context* for each position:
-the numbers that the drafter needs from the target about this position. The contexts replace
-``observe`` and the target's KV cache::
+the numbers about this position that the drafter needs from the target. With contexts, the drafter
+needs neither ``observe`` nor the target's KV cache::
 
     encode_context(hidden states, KV)    on the target's machine -> [n, W], contexts of n positions
     take_context(context)                on the drafter's machine, before the next draft_root
 
-Token positions are absolute. The *root* is the last committed token; the target has not processed
-it yet. The *features* of a position take the place of the target's hidden state after its final
-norm. The LM head turns features into the distribution of the next token.
+Token positions are absolute. The *root* is the last committed token. The target has not processed
+the root yet. The *features* of a position are a vector that the drafter computes in place of the
+target's hidden state after the final norm. The LM head turns features into the distribution of the
+next token.
 
 Shapes: B rows, T tokens, Q queries, E target width, V vocabulary, V_d draft vocabulary, b nodes of
 one level, n nodes fed in a round, W numbers per context, L target layers, D values of a token's
@@ -51,7 +52,7 @@ CommittedTokens = Sequence[list[int]]
 
 @dataclass
 class DraftedFeatures:
-    """Features of drafts. Validation computes the same features that decoding would compute."""
+    """Features of drafts in validation. They equal the features that decoding would compute."""
 
     queries: Tensor  # [B, Q] int64, positions of the drafts.
     valid: Tensor  # [B, Q] bool; False is padding.
@@ -67,10 +68,10 @@ class DraftLevel:
     # [B, b, E], the features of each node's parent, as returned by ``draft_root`` or
     # ``draft_level``.
     parent_features: Tensor
-    # [B, b, n] bool, whether a node attends to each of the n tokens that this round has fed to the
-    # drafter. The order is the order of feeding: the root first, then level by level.
+    # [B, b, n] bool, true if a node attends to a token. The n tokens are all tokens that were fed
+    # to the drafter in this round, in the order of feeding: the root first, then level by level.
     seen: Tensor
-    depth: int  # number of this level, 1 for the children of the root
+    depth: int  # The number of this level. The children of the root are level 1.
 
 
 class Drafter(nn.Module, ABC):
@@ -79,10 +80,10 @@ class Drafter(nn.Module, ABC):
     config_class: ClassVar[type[DrafterSizes]]
     # The sizes, an instance of ``config_class``.
     config: Any
-    # [V_d] int64, ascending ids of the tokens in the draft vocabulary, the only tokens that can be
+    # [V_d] int64, ascending ids of the tokens in the draft vocabulary. Other tokens cannot be
     # drafted. Empty if all tokens can be drafted.
     draft_ids: Tensor
-    # True if drafting can be recorded as a CUDA graph. The drafter must then read token ids and
+    # True if drafting can be recorded as a CUDA graph. Such a drafter must read token ids and
     # lengths from tensors on the device, never from Python values.
     by_graph = False
     # Target layers whose outputs :meth:`observe` receives. If empty, :meth:`observe` receives the
@@ -90,24 +91,25 @@ class Drafter(nn.Module, ABC):
     observed_layers: tuple[int, ...]
     # True if the drafter can run on another machine than its target.
     drafts_remotely = False
-    # W, the number of values that a remote target sends for each position (the position's context).
-    # 0 if the drafter needs none. None if the drafter must run on the target's machine.
+    # W, the number of values in the context of each position, which a remote target sends. 0 if the
+    # drafter needs no contexts. None if the drafter must run on the target's machine.
     context_width: int | None = None
-    # Target layers whose unchanged KV is sent too. It is at the end of each context.
+    # Target layers whose unchanged KV is part of each context, at its end.
     context_layers: tuple[int, ...] = ()
     # True if :meth:`encode_context` reads the target's KV.
     context_needs_kv = False
-    # True if logits are computed by the target's LM head, false if the drafter has its own head.
+    # True if the target's LM head computes logits. False if the drafter has its own LM head.
     uses_target_head = True
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.observed_layers = config.reads.outputs
-        # Copies of the LM head rows that belong to the draft vocabulary. ``_target_rows`` has rows
-        # of the target's head. Its key is the head's address and version, so a changed head gets a
-        # new copy. ``_own_rows`` has rows of the drafter's own head. Both are plain containers,
-        # because PyTorch does not register the layers in them as submodules.
+        # Copies of those rows of an LM head that belong to the draft vocabulary. ``_target_rows``
+        # contains rows of the target's head, and its key is the head's address and version. So if
+        # the head changes, the rows are copied again. ``_own_rows`` contains rows of the drafter's
+        # own head. PyTorch must not register these layers as submodules of the drafter, so they are
+        # in a plain dict and a plain list.
         self._target_rows: dict[tuple[int, int], nn.Linear] = {}
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
@@ -126,7 +128,7 @@ class Drafter(nn.Module, ABC):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        """Ascending ids [V_d] int64 of the tokens that can be drafted; None if all can be."""
+        """[V_d] int64, the ascending ids of the tokens that can be drafted. None means all."""
         return self.draft_ids if self.config.draft_tokens else None
 
     @property
@@ -153,13 +155,12 @@ class Drafter(nn.Module, ABC):
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Set the initial weights that depend on the target and the data.
 
-        It is called after :meth:`initialize`. The default implementation chooses the draft
-        vocabulary.
+        This is called after :meth:`initialize`. By default it chooses the draft vocabulary.
 
         Args:
             frozen: the target.
-            count_tokens: counts how often each token occurs in the training responses, [V] int64.
-                Each call reads all sequences.
+            count_tokens: a function that counts how often each token occurs in the training
+                responses. It returns [V] int64. Each call reads all sequences.
         """
         if 0 < self.config.draft_vocabulary < self.config.vocab_size:
             tokens = most_frequent(count_tokens(), self.config.draft_vocabulary)
@@ -173,9 +174,10 @@ class Drafter(nn.Module, ABC):
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
         """Return the loss weight of each position, [B, T] float or bool, for response masks [B, T].
 
-        By default all positions of responses have the same weight, except position 0.
+        By default, positions of responses have the weight 1. Other positions and position 0 have
+        the weight 0.
         """
-        # The first position of a sequence is excluded, because no target activation precedes it.
+        # Exclude the first position of a sequence, because no target activation precedes it.
         response = response_mask.bool().clone()
         response[:, :1] = False
         return response
@@ -190,9 +192,9 @@ class Drafter(nn.Module, ABC):
     ) -> DraftedFeatures:
         """Compute the features that decoding would compute for all drafted positions.
 
-        ``masks.drafted_positions`` chooses the drafted positions. A draft round sees the target's
-        activations only for positions before its root. The actual tokens of the batch are used as
-        if they had been drafted.
+        ``masks.drafted_positions`` chooses the drafted positions. The drafts of a round see the
+        target's activations only of positions before the root of the round. The tokens of the batch
+        are used as the drafted tokens.
         """
 
     # Decoding on the target's machine
@@ -220,8 +222,8 @@ class Drafter(nn.Module, ABC):
     def own_head(self) -> Tensor | None:
         """A trained matrix [V or V_d, n] that computes logits; None by default.
 
-        The matrix is multiplied by vectors of n numbers. The products are either the drafter's logits, or
-        corrections that are added to the logits of the target's LM head.
+        It is multiplied by vectors of n numbers. Depending on the drafter, the products are the
+        drafter's logits, or corrections that are added to the logits of the target's LM head.
         """
         return None
 
@@ -229,7 +231,7 @@ class Drafter(nn.Module, ABC):
         """Count the weights that must be read from memory to compute one draft.
 
         Returns:
-            The number of LM head weights per token of the vocabulary, and the number of all other
+            Two counts: the weights of the LM head per token of the vocabulary, and all other
             weights.
         """
         own_head = self.own_head
@@ -291,9 +293,9 @@ class Drafter(nn.Module, ABC):
 
         Args:
             state: the drafter's caches of all rows.
-            hidden: [B, n, E], hidden states after the final norm. If there are
-                :attr:`observed_layers`, the concatenated outputs of these K layers, [B, n, K * E].
-            kept: for each row, which of the n tokens were committed: their indices, in order.
+            hidden: [B, n, E], hidden states after the final norm. If there are K
+                :attr:`observed_layers`, the concatenated outputs of these layers, [B, n, K * E].
+            kept: for each row, the ascending indices of the committed tokens among the n tokens.
         """
 
     @abstractmethod
@@ -307,8 +309,8 @@ class Drafter(nn.Module, ABC):
         Args:
             state: the drafter's caches of all rows.
             frozen: the target.
-            committed: the committed tokens of each row. For all of them except the root, the
-                target's KV or contexts must be in ``cache``.
+            committed: the committed tokens of each row. ``cache`` must have the target's KV or
+                contexts of all these tokens except the root.
             cache: the target's KV, or the contexts that replace it if the target is remote.
 
         Returns:
@@ -356,8 +358,8 @@ class Drafter(nn.Module, ABC):
         """Store the contexts [n, W] of the next n positions in a state of one row and in a cache.
 
         ``start`` is the first of the n positions. A draft round needs the contexts of all positions
-        before its root. So if contexts are missing, the round starts at an earlier token. The known
-        tokens after it are then fed like drafts, one per level of a chain.
+        before its root. If the newest contexts have not arrived, the round starts at an earlier
+        token. The known tokens after this token are then fed like drafts, one per level of a chain.
         """
         width = self.context_width
         next_position = cache.lengths[0]
@@ -378,20 +380,20 @@ class Drafter(nn.Module, ABC):
         """Use contexts [B, n, W] that have already been computed, to avoid computing them again.
 
         Only the first ``counts[row]`` contexts of a row are real, the others are padding. The first
-        context belongs to position ``starts[row]``. A row's contexts are ignored if this is not the
-        next position that its state needs. By default all contexts are ignored.
+        context of a row belongs to position ``starts[row]``. If the row's state needs another
+        position next, the contexts of the row are ignored. By default all contexts are ignored.
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        """Compute the first part of contexts, without the KV of :attr:`context_layers`.
+        """Compute contexts without their last part, which is the KV of :attr:`context_layers`.
 
-        By default this part is empty.
+        By default the result is empty.
         """
         return hidden[:, :0]
 
     def _take_context(self, state: Any, context: Tensor) -> Tensor:
-        """Store the part that :meth:`_make_context` made, and return the rest, [n, N * D].
+        """Store the part of the contexts that :meth:`_make_context` computed in the state.
 
-        The rest is the KV of the N :attr:`context_layers`.
+        Returns the rest [n, N * D], which is the KV of the N :attr:`context_layers`.
         """
         return context

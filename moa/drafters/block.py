@@ -1,12 +1,12 @@
 """Block-parallel drafters: one forward pass drafts a whole block of tokens.
 
-The drafters are DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036). The input of this pass, a
-draft block, is a sequence of slots: the last committed token (the anchor), followed by mask tokens.
-DSpark has two heads: a Markov head, which makes each draft depend on the draft before it, and a
-confidence head, which estimates the acceptance probability of a draft. DFlash has neither head, and
-is trained only on the tokens of the training sequences. By default, as in the DFlash authors' code,
-each masked slot of DFlash predicts the token at its own position, and the anchor's slot predicts no
-token.
+The drafters are DSpark (arXiv 2607.05147) and DFlash (arXiv 2602.06036). The input of the forward
+pass is a draft block. A draft block is a sequence of slots: the last committed token (the anchor),
+followed by mask tokens. DSpark has two heads. Its Markov head makes each draft depend on the draft
+before it. Its confidence head estimates the acceptance probability of a draft. DFlash has neither
+head, and learns only the tokens of the training sequences, not the target's distribution. By
+default, as in the DFlash authors' code, each masked slot of DFlash predicts the token at its own
+position, and the anchor's slot predicts no token.
 
 Shapes: B rows, T tokens, N blocks of a row, G slots of a block, K drafts of a block, Q queries,
 P loss positions, E target width, m target layers that are read, H_kv key/value heads, d head dim,
@@ -23,19 +23,21 @@ of contexts:
 
     hidden    outputs of m target layers (-1 is the embedding) -> fc -> norm    as published
     memory    KV of all target layers -> encoded KV (:mod:`.kv_encoder`) -> norm
-    kv        unchanged keys and values of one or more target layers for each draft layer. With
-              several target layers, the query heads of a group are divided among them
+    kv        unchanged keys and values of one or more target layers for each draft layer. If a
+              draft layer has several target layers, its query heads are divided among them
 
-With ``hidden`` and ``memory``, each layer computes the keys and values of the context with its own
-projections and without its input norm. Training runs many blocks at once (:mod:`.training`). A
-round of decoding runs one block. The features of a draft are the hidden state of its slot, followed
-by the Markov head's memory of the tokens before the slot. Hidden states do not depend on the
-drafted tokens, so chains and trees need only one forward pass.
+With ``hidden`` and ``memory``, each draft layer computes keys and values from the context with its
+own projections. The input norm of the layer is not applied to the context. Training runs many
+blocks of a sequence at once (:mod:`.training`). A round of decoding runs one block per sequence.
 
-The reference implementations are deepseek-ai/DeepSpec and, for slots that predict the token at
-their own position, z-lab/dflash. The weights have the names of the reference. The contexts
-``memory`` and ``kv`` have no reference implementation. According to arXiv 2604.26412, drafters gain
-from reading the target's own KV.
+The features of a draft are the hidden state of its slot, followed by the memory of the Markov head,
+which is computed from the tokens before the draft. Hidden states do not depend on drafted tokens.
+So one forward pass is enough for all drafts of a round, in chains and in trees.
+
+The reference implementation of DSpark is deepseek-ai/DeepSpec. For slots that predict the token at
+their own position, the reference implementation is z-lab/dflash. The weights have the names of the
+reference implementations. The contexts ``memory`` and ``kv`` have no reference implementation.
+According to arXiv 2604.26412, drafters become better if they read the target's own KV.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +85,7 @@ N_READ_LAYERS = 5
 class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """The sizes of block-parallel drafters.
 
-    KV encoder sizes are 0 unless the context is ``memory``.
+    The sizes of layer self-attention are 0 if the context is not ``memory``.
     """
 
     # The token whose embedding is the input of masked slots.
@@ -96,13 +98,14 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     # Kind of context that the layers see: hidden, kv or memory. See the docstring of the module.
     context: str = "hidden"
     fused_layers: Indices = ()
-    """The target layers that are read. With the context ``hidden``, ``fc`` takes their outputs.
-    With the context ``kv``, each draft layer sees the KV of the same number of these layers, the
-    first draft layer that of the lowest. Empty with the context ``memory``."""
+    """The target layers that are read. With the context ``hidden``, their outputs are the input of
+    ``fc``. With the context ``kv``, they are divided evenly among the draft layers, in ascending
+    order: the first draft layer sees the KV of the lowest target layers. With the context
+    ``memory``, this field is empty."""
     # Number of decoder layers.
     block_layers: Size = 5
-    # True if only the tokens marked in the tensor ``t2d`` can be drafted, as in checkpoints of the
-    # project speculators.
+    # True if only the tokens that the tensor ``t2d`` marks can be drafted. This is the case in some
+    # checkpoints of the project speculators.
     reduced_vocabulary: Flag = False
 
     @override
@@ -201,7 +204,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
 
 def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int, ...]:
-    """Return the default target layers to read, evenly spaced from 1 to L - 3.
+    """Return the default target layers to read, evenly spaced from 1 to ``n_layers - 3``.
 
     If one layer is read, it is the middle layer.
     """
@@ -213,15 +216,15 @@ def default_read_layers(n_layers: int, n_read: int = N_READ_LAYERS) -> tuple[int
 
 
 class BlockState(LayerState):
-    """One cache per layer, which holds the context and then the block of the current round.
+    """One cache per layer. It contains the context, followed by the block of the current round.
 
-    ``fresh`` holds target states, already projected by ``fc``, of positions that the caches do not
-    contain yet.
+    ``fresh`` contains target states of positions that the caches do not contain yet. ``fc`` has
+    already been applied to these states.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
         super().__init__(n_rows, n_layers)
-        # [B, K, E], hidden states of the K slots that predict a draft. None outside a round.
+        # [B, K, E], hidden states of the K slots that predict a draft. None between rounds.
         self.hidden: Tensor | None = None
 
     def take_fresh(self, counts: Sequence[int]) -> Tensor:
@@ -247,7 +250,10 @@ class BlockState(LayerState):
 
 
 class BlockDrafter(KVEncoder, Drafter):
-    """The trained weights: layers that compute the context, decoder layers, and optional heads."""
+    """The trained weights: layers that compute the context, decoder layers, and optional heads.
+
+    The subclasses differ in the heads.
+    """
 
     config: BlockDrafterSizes
     drafts_remotely = True
@@ -292,7 +298,10 @@ class BlockDrafter(KVEncoder, Drafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Start from the target's final norm, because its output goes to the target's LM head."""
+        """Initialize the final norm from the target's final norm.
+
+        The reason is that the target's LM head reads the output of the drafter's final norm.
+        """
         super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
@@ -301,7 +310,8 @@ class BlockDrafter(KVEncoder, Drafter):
     def context(self, frozen: FrozenTarget, tokens: Tensor, projected: Tensor) -> Tensor:
         """Compute the context [..., E] of verified tokens [...].
 
-        ``projected`` is the output of :meth:`project` for these tokens, or their encoded KV.
+        ``projected`` [..., E] is the output of :meth:`project` for these tokens. With the context
+        ``memory``, it is their encoded KV.
         """
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
             embedding_weight = self.fc.weight[:, : self.config.hidden_size]
@@ -311,8 +321,8 @@ class BlockDrafter(KVEncoder, Drafter):
     def project(self, states: Tensor) -> Tensor:
         """Apply ``fc`` to the outputs of the read layers: [..., m * E] becomes [..., E].
 
-        If the embedding is one of the read layers, it is not part of ``states``; :meth:`context`
-        adds it.
+        If the embedding is one of the read layers, it is not part of ``states``. :meth:`context`
+        later adds the product of ``fc`` and the embedding.
         """
         return F.linear(states, self.fc.weight[:, -states.shape[-1] :])
 
@@ -388,8 +398,9 @@ class BlockDrafter(KVEncoder, Drafter):
         """Compute the logit [...] of each draft's acceptance; None without a confidence head."""
         if self.confidence_head is None:
             return None
-        # Features start with the hidden state, followed by the embedding of the previous token. The
-        # width of the confidence head's input decides whether this slice includes the embedding.
+        # Features consist of the hidden state, the embedding of the previous token, and possibly a
+        # recurrent state. The confidence head reads the hidden state, and the embedding only if the
+        # width of its input includes the embedding.
         logits: Tensor = self.confidence_head(
             features[..., : self.confidence_head.proj.in_features]
         )
@@ -407,8 +418,8 @@ class BlockDrafter(KVEncoder, Drafter):
     ) -> Tensor:
         """Run the blocks that start at anchor positions [B, N] of training sequences.
 
-        ``valid`` [B, N] is False for padding. Returns the hidden states of the drafts, [B, N, K,
-        E].
+        ``valid`` [B, N] is false for padding. Returns the hidden states [B, N, K, E] of the slots
+        that predict a draft.
         """
         size = self.config.block_size
         n_tokens = inputs.tokens.shape[1]
@@ -455,15 +466,16 @@ class BlockDrafter(KVEncoder, Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch over the drafts of its blocks, weighted by position.
+        """Compute the loss of one mini-batch: a weighted sum over the drafts of all blocks.
 
-        The confidence head learns the probability with which sampling would accept a draft.
+        The weight of a draft depends on its index in the block. The confidence head learns the
+        probability with which sampling would accept a draft.
         """
         inputs = step.inputs
         weights = step.weights
         blocks = replace(step.draws.blocks, n_drafts=self.config.n_drafts)
         anchors, valid = training.draw_anchors(inputs.response_mask, step.draws)
-        # Weights in the loss: [B, N, K] for N anchors in each row, and K drafts after each anchor
+        # [B, N, K], the loss weights of K drafts for each of the N anchors of a row.
         shares = training.draft_weights(inputs.response_mask, anchors, valid, blocks)
         indices = training.true_indices(shares > 0)
         hidden = self.hidden_at_anchors(frozen, inputs, anchors, valid)
@@ -512,7 +524,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the features of drafts, with one block at the root of each draft round."""
+        """Compute the features of drafts. A block starts at the root of each draft round."""
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
         index = masks.positions_of(drafted)
         queries, valid = training.loss_queries(drafted)
@@ -591,8 +603,8 @@ class BlockDrafter(KVEncoder, Drafter):
         committed: CommittedTokens,
         cache: KVSource,
     ) -> None:
-        # The committed tokens that are not in the context yet. The last one, the root, is the
-        # anchor of the block and never in the context.
+        # The committed tokens that are not in the context yet, without the root. The root is the
+        # anchor of the block, and not part of the context.
         new_tokens: list[list[int]] = []
         for row, start in zip(committed, state.n_true, strict=True):
             new_tokens.append(row[start:-1])
@@ -609,7 +621,7 @@ class BlockDrafter(KVEncoder, Drafter):
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
         """Append the keys and values of context positions [B, n, E] to the cache of each layer.
 
-        ``counts`` has the number of real positions of each row; the other positions are padding.
+        Only the first ``counts[row]`` positions of a row are real, the others are padding.
         """
         rotation = self.rotary(positions_from(state.n_true, context.shape[1], context.device))
         for block, buffer in zip(self.blocks, state.slots, strict=True):
@@ -668,8 +680,8 @@ class BlockDrafter(KVEncoder, Drafter):
 def _side_by_side(layers: Sequence[KeysValues]) -> KeysValues:
     """Concatenate the KV heads of n target layers, [B, H_kv, S, d] each, to [B, H_kv * n, S, d].
 
-    In the result, the heads are ordered by their index, so the n heads with the same index are
-    adjacent.
+    The heads are ordered by their index in the layer, and then by layer: head 0 of all n layers
+    comes first, then head 1 of all n layers.
     """
     if len(layers) == 1:
         return layers[0]

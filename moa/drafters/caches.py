@@ -1,4 +1,4 @@
-"""The state of a drafter during a generation: its caches, and the layers that fill them.
+"""The state of a drafter during a generation: its caches, and functions that fill them.
 
 Shapes: B rows, S slots, Q queries, E width, H_kv key/value heads, d head dim, b nodes of one level,
 n tokens of one call.
@@ -24,16 +24,16 @@ from .base import CommittedTokens, DraftLevel
 from .training import at_queries
 
 Fresh = tuple[Tensor, Tensor | None, list[int]]
-"""The tokens [B, n] int64 that a round feeds first, their target states [B, n, ...] or None, and
-the number of each row's tokens that are not padding.
+"""Three values for the tokens that a round feeds first: the tokens [B, n] int64, the target's
+states for them [B, n, ...] or None, and for each row the number of tokens that are not padding.
 """
 
 
 class RowState:
-    """A drafter's caches of B rows during decoding.
+    """The caches of a drafter for the B rows of a batch.
 
-    Each attribute is a :class:`KVBuffer`, a tuple of such buffers, a list with one entry per row, a
-    tensor [B, ...], or a number.
+    Subclasses add attributes. Each attribute is a :class:`KVBuffer`, a tuple of such buffers, a
+    list with one entry per row, a tensor [B, ...], or a number.
     """
 
     def forget_drafts(self) -> None:
@@ -43,7 +43,7 @@ class RowState:
         """
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep only the given rows of the batch. They get the given order."""
+        """Keep only the given rows of the batch, in the given order."""
         for name, value in vars(self).items():
             setattr(self, name, _taken(value, rows))
 
@@ -60,8 +60,8 @@ class RowState:
         The other state must not be used afterwards.
         """
         self.forget_drafts()
-        # End the other state's round too, because the two states may have fed different numbers of
-        # drafts.
+        # End the other state's round too. The two rounds may have fed different numbers of drafts,
+        # so their rows could not be appended otherwise.
         other.forget_drafts()
         for name, value in vars(self).items():
             setattr(self, name, _concatenated(value, getattr(other, name)))
@@ -95,9 +95,11 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows [n, ...] into one tensor [B, n, ...], right padded with arbitrary values.
+    """Stack rows of different lengths n into one tensor [B, max n, ...].
 
-    This launches the same number of kernels for any number of rows.
+    The rows are padded on the right with arbitrary values.
+
+    The number of launched kernels does not depend on the number of rows.
     """
     counts = [len(row) for row in rows]
     if len(set(counts)) == 1:
@@ -112,7 +114,7 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """Build a mask [B, 1, S] bool with which queries see the first ``lengths[row]`` slots.
+    """Build a mask [B, 1, S] bool: queries see the first ``lengths[row]`` slots of their row.
 
     If all lengths are equal, no mask is needed, and the result is None.
     """
@@ -123,10 +125,10 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    """Concatenate ``first`` and new keys and values [B, H, S, d].
+    """Append new keys and values to ``first``. All tensors are [B, heads, S, d].
 
-    ``first`` is converted to the dtype of the new keys. If ``first`` has more heads, the heads of
-    the new keys and values are repeated to the same number.
+    ``first`` is converted to the dtype of the new keys and values. If ``first`` has more heads, the
+    heads of the new keys and values are repeated until the numbers are equal.
     """
     if keys.shape[1] < (n_heads := first[0].shape[1]):
         keys = expand_heads(keys, n_heads)
@@ -141,8 +143,9 @@ def write_after(
 ) -> KeysValues:
     """Write the drafter's keys and values into the target's cache, after the verified tokens.
 
-    So the drafter attends to one tensor without copying the target's cache. The next target call
-    overwrites these slots.
+    The drafter attends to the target's KV and to its own KV. If both are in the same tensor, the
+    target's cache need not be copied. The next target call overwrites the slots that this function
+    writes.
 
     Args:
         view: the target's keys and values of one layer, [B, H_kv, S, d] each.
@@ -152,8 +155,8 @@ def write_after(
         values: the newest values [B, H_kv, n, d].
     """
     n_new = keys.shape[2]
-    # Replace NaN. Later calls may read these slots under a mask, and a NaN makes the result NaN
-    # even if it is masked.
+    # Replace NaN. Later calls may read these slots under a mask, but even a masked NaN would make
+    # the result of attention NaN.
     keys = keys.nan_to_num()
     values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
@@ -173,8 +176,8 @@ def causal_features(
     *before, last = blocks
     for block in before:
         normed = block.normed(x)
-        # Always compute keys and values before queries. Autograd adds the gradients of ``normed``
-        # in an order that depends on this order, and training must be repeatable bit for bit.
+        # Always compute keys and values before queries, because training must be repeatable bit for
+        # bit. Autograd sums the gradients of ``normed`` in an order that depends on the order here.
         keys, values = block.self_attn.keys_values(normed, rotation)
         own_queries = block.self_attn.queries(normed, rotation)
         x = block.finish(x, block.self_attn(own_queries, keys, values, causal))
@@ -187,15 +190,16 @@ def causal_features(
 class Fed(NamedTuple):
     """Positions and masks of the tokens that one call of the drafter processes."""
 
-    # [B or 1, 1] int64, position of each row's tokens. One entry if all rows have the same
-    # position.
+    # [B or 1, 1] int64. All tokens of a row have the same position. There is a single entry if this
+    # position is the same in all rows.
     positions: Tensor
     rotation: Rotation  # The drafter's rotary embedding at these positions.
     before: list[int]  # Number of verified tokens of each row.
-    # [B, b, n] bool, which of the round's n tokens each of the b tokens sees.
+    # [B, b, n] bool, true if one of the b tokens of the call sees one of the n tokens that were fed
+    # in this round.
     seen: Tensor
-    # [B, b, S] bool, the mask over the whole cache: the verified tokens, followed by ``seen``. None
-    # if nothing is masked.
+    # [B, b, S] bool, the mask over the whole cache: first the verified tokens, then ``seen``. None
+    # if all tokens see the whole cache.
     mask: Tensor | None
 
 
@@ -203,24 +207,24 @@ class LayerState(RowState):
     """Caches with the keys and values of a drafter's causal layers."""
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
-        # One buffer per layer. It holds the slots of committed tokens, followed by the slots of
-        # this round's draft tree in the order in which its tokens were fed.
+        # One buffer per layer. It contains the slots of committed tokens, followed by the slots of
+        # this round's drafts in the order in which they were fed.
         self.slots = tuple(KVBuffer(n_rows) for _ in range(n_layers))
         self.n_true = [0] * n_rows  # Number of slots of each row that hold committed tokens.
-        # Number of tokens that this round has fed, including the root.
+        # Number of tokens of each row that this round has fed, including the root.
         self.n_fed = 0
-        # For each row, target states [n, ...] of committed positions that have not been fed to the
-        # layers yet.
+        # For each row, tensors [n, ...] with the target's states of committed positions that have
+        # not been fed to the layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
-        # While a CUDA graph is recorded: the tensors from which each replay reads its round.
-        # Otherwise None.
+        # While a CUDA graph is recorded, the tensors from which replays read the tokens and states
+        # of a round. Otherwise None.
         self.given: Fresh | None = None
 
     @override
     def forget_drafts(self) -> None:
-        # Accepted drafts are dropped too, because they are mixed with rejected ones in the cache.
-        # Feeding accepted drafts again costs two projections of a few tokens, which is cheaper than
-        # moving their slots.
+        # Drop accepted drafts too, because rejected drafts can be between them in the cache. The
+        # next round feeds the accepted drafts again. This costs two projections of a few tokens,
+        # which is cheaper than moving their slots.
         for buffer in self.slots:
             buffer.crop(self.n_true)
         self.n_fed = 0
@@ -249,15 +253,15 @@ class LayerState(RowState):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
-        """Return the committed tokens that have no slot yet, and the target's states for them.
+        """Return the committed tokens that have no slot yet, and the target's states of them.
 
         The states are [B, n, ...], or None if the layers read only tokens.
         """
         starts: list[int] = []
         fresh_tokens: list[list[int]] = []
         for tokens, n_slots in zip(committed, self.n_true, strict=True):
-            # Always feed the root, even if it was fed before, because its slot may hold a rejected
-            # draft.
+            # Always feed the root, even if this token was fed before: its slot may contain a
+            # rejected draft.
             start = min(n_slots, len(tokens) - 1)
             starts.append(start)
             fresh_tokens.append(tokens[start:])
@@ -265,7 +269,7 @@ class LayerState(RowState):
         return fresh_tokens, None
 
     def take_round(self, committed: CommittedTokens, device: torch.device) -> Fresh:
-        """Copy :meth:`fresh_rows` to the device.
+        """Return the tokens and states of :meth:`fresh_rows` as tensors on the device.
 
         While a CUDA graph is recorded, return :attr:`given` instead.
         """
@@ -286,7 +290,7 @@ class LayerState(RowState):
     ) -> tuple[Tensor, Fed]:
         """Feed the tokens that were committed since the last round, up to the root.
 
-        Their slots replace the slots of the last round's drafts.
+        The slots of these tokens replace the slots of the last round's drafts.
 
         Returns:
             Features of the root [B, 1, E], and the root's position and mask.
@@ -304,7 +308,7 @@ class LayerState(RowState):
             has_one_token = len(counts) == 1 and x.shape[1] == 1
             mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
-        # Only the features of the root are needed, so the last layer computes no others.
+        # Only the features of the root are needed, so the last layer computes only these.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
         if last is None and len(counts) == 1 and are_alike(counts):
@@ -319,7 +323,10 @@ class LayerState(RowState):
         return (last or last_block)(x, root.rotation, keys, values, root.mask), root
 
     def begin_level(self, rotary: Rotary, level: DraftLevel) -> Fed:
-        """Count the nodes of one level as fed. The caller then appends their keys and values."""
+        """Count the nodes of one level as fed, and return their positions and masks.
+
+        The caller must then append the keys and values of the nodes to the caches.
+        """
         self.n_fed += level.tokens.shape[1]
         return self._fed(rotary, level.parent_features.dtype, level.depth, level.seen)
 

@@ -12,14 +12,15 @@ Hidden states are the target's states AFTER its final norm. In transformers they
 ``hidden_states[-1]``, in the store they are ``hidden/last``. The LM head turns hidden states and
 features into logits without another norm. The MoA authors' code does the same (``train/eagle.py``).
 
-Embeddings are about fifty times smaller than hidden states, so a drafter would need long to learn
-to use them. Therefore embeddings are multiplied by a scale first. The published drafter has no
-scale. Exports multiply the weights of the linear layer by the scale, which gives the same results.
+The values of embeddings are about fifty times smaller than the values of hidden states, so a
+drafter would learn to use the embeddings only after long training. Therefore the embeddings are
+multiplied by a scale first. The published drafter has no scale. Exports multiply the weights of the
+linear layer by the scale, which gives the same results.
 
 Slot t of the drafter's cache is computed from the hidden state of position t and the token at t+1.
-The RoPE position of the slot is t. Up to the slot of the root, the hidden states are the target's;
-after it they are the drafter's own features. Each round computes the slots of accepted tokens
-again.
+The RoPE position of the slot is t. The slots up to the slot of the root are computed from the
+target's hidden states. In later slots, the drafter's own features take the place of hidden states.
+When drafts are accepted, the next round computes their slots again from the target's hidden states.
 """
 
 import math
@@ -61,8 +62,8 @@ class FeatureState(LayerState):
         fresh_tokens: list[list[int]] = []
         for row, tokens in enumerate(committed):
             parts = self.fresh[row]
-            # If there are no new target states, this round starts at the same root as the last
-            # round. Feed this root again, with the newest state.
+            # If there are no new target states, this round has the same root as the last round.
+            # Feed the root again, with the newest target state.
             if not parts:
                 if (last := self.last[row]) is None:
                     raise DrafterError(
@@ -83,8 +84,8 @@ class FeatureState(LayerState):
 class FeatureDrafter(Drafter):
     """The common part of EAGLE and EAGLE-3.
 
-    The input of a layer is the token at position t+1 and the feature of position t. For drafted
-    positions the feature is the drafter's own output.
+    The layers read the token at position t+1 and the feature of position t. If position t was
+    drafted, its feature is the drafter's own output.
     """
 
     by_graph = True
@@ -92,12 +93,16 @@ class FeatureDrafter(Drafter):
 
     @abstractmethod
     def combine(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Make the layers' input from embeddings of tokens t+1 and features of t [..., E]."""
+        """Make the input of the layers from embeddings [..., E] and features [..., E].
+
+        The embeddings belong to the tokens t+1, and the features to the positions t.
+        """
 
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        """Return the target states of a batch that decoding passes to :meth:`observe`.
+        """Return the target states of a training batch.
 
-        By default these are the last hidden states.
+        These are the states that :meth:`observe` receives in decoding, by default the last hidden
+        states.
         """
         return inputs.hidden
 
@@ -106,11 +111,11 @@ class FeatureDrafter(Drafter):
         return states
 
     def true_inputs(self, frozen: FrozenTarget, inputs: TrainingInputs) -> tuple[Tensor, Tensor]:
-        """Compute the layers' input that is made from target states.
+        """Compute the input of the layers from the target states of a training batch.
 
         Returns:
-            Embeddings of the tokens, and the input of the layers, both [B, S, ...]. Slot t has the
-            token at t + 1.
+            Embeddings of the tokens, and the input of the layers, both [B, S, ...]. Slot t belongs
+            to the token at position t + 1.
         """
         embeddings = frozen.embed(inputs.tokens[:, 1:])
         hidden = self.target_states(inputs)[:, :-1].to(embeddings.dtype)
@@ -124,18 +129,18 @@ class FeatureDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # The rounds of all sequences run together, one level after another. The input of a level
-        # includes the features that the previous level computed.
+        # Run all rounds of all sequences together, one level after another, because each level
+        # reads the features that the previous level has computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S], for each slot, the last slot made from target states that its draft round sees.
+        # [B, S]. For each slot, the last slot made from target states that the slot's round sees.
         context = context[:, 1:]
         slots = masks.positions_of(context)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
         # drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings, features = self.true_inputs(frozen, inputs)
-        # The keys and values of each layer, [B, H_kv, 2S, d]. The first S slots are made from target
-        # states, the other S slots from features of the drafter.
+        # The keys and values of each layer, [B, H_kv, 2S, d]. The first S slots are made from
+        # target states, and the last S slots from features of the drafter.
         keys_values = []
         rotation = self.rotary(slots[None, :])
         causal = masks.causal_mask(slots[None, :], len(slots))
@@ -159,7 +164,7 @@ class FeatureDrafter(Drafter):
             )
             rotation = self.rotary(queries)
             for block, view in zip(self.blocks, keys_values, strict=True):
-                # Padding writes to the first of the drafter's slots, which no query sees.
+                # Queries that are padding write to the drafter's slot 0, which no query sees.
                 write_slots(view, *block.keys_values(x, rotation), len(slots) + queries)
                 x = block(x, rotation, *view, seen)
             cells = rows.expand_as(queries)[valid], queries[valid]
@@ -185,8 +190,8 @@ class FeatureDrafter(Drafter):
         committed: CommittedTokens,
         cache: KVSource,
     ) -> Tensor:
-        # The slots up to the root are computed from target states. The slots of accepted drafts are
-        # computed again, because they were computed from the drafter's own features.
+        # Compute the slots up to the root from target states. This includes the slots of accepted
+        # drafts, which the last round computed from the drafter's own features.
         tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
         assert hidden is not None  # [B, n, E or K * E]
         x = self.combine(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
@@ -206,22 +211,22 @@ class EagleSizes(LayerSizes):
 
     kind = "eagle"
 
-    eagle_layers: Size = 1  # number of decoder layers
+    eagle_layers: Size = 1  # Number of decoder layers.
     eagle_input_norm: Flag = True
-    """True if the first layer has a norm before its attention, as in the MoA authors' EAGLE. The
-    EAGLE authors' code has none."""
+    """True if the first layer has a norm before its attention. The MoA authors' EAGLE has this
+    norm, but the EAGLE authors' code does not have it."""
     eagle_fc_bias: Flag = False
     """True if the linear layer for token and hidden state has a bias, as in some checkpoints of the
     EAGLE authors."""
     eagle_embedding_scale: Number = 1.0
-    """Scale of the embeddings before the linear layer; 1 in the published drafter. 0 means that the
-    scale of a new drafter has not been chosen yet."""
+    """Factor by which embeddings are multiplied before the linear layer. It is 1 in the published
+    drafter. 0 means that the factor of a new drafter has not been chosen yet."""
 
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # An export multiplies weights by the scale. This is exact for powers of two, so no other
-        # scale is allowed.
+        # An export multiplies weights by the scale. The products are exact only if the scale is a
+        # power of two.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 
@@ -264,7 +269,8 @@ class EagleDrafter(FeatureDrafter):
         if (scale := self.config.eagle_embedding_scale) != 1:
             embeddings = embeddings * scale
         combined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        # Under autocast, convert the result back, so that the residual stream keeps its precision.
+        # Under autocast, the result has lower precision. Convert it back, so that the residual
+        # stream keeps its dtype.
         return combined.to(embeddings.dtype)
 
     @override
@@ -277,9 +283,9 @@ class EagleDrafter(FeatureDrafter):
         return context[:, :0]
 
     def forward(self, combined: Tensor, queries: Tensor) -> Tensor:
-        """Run the layers over slots [B, S, E] and return the features of the slots [B, Q].
+        """Run the layers over all slots [B, S, E], and return the features [B, Q, E] of some slots.
 
-        Slot t gives the feature of position t+1.
+        ``queries`` [B, Q] are the indices of these slots. Slot t gives the feature of position t+1.
         """
         return causal_features(self.blocks, self.rotary, combined, queries)
 
@@ -287,8 +293,8 @@ class EagleDrafter(FeatureDrafter):
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch.
 
-        The loss is that of section 3.2 of the EAGLE paper, with the loss weights of the Mixture of
-        Attentions paper.
+        The loss terms are from section 3.2 of the EAGLE paper, and their weights from the Mixture
+        of Attentions paper.
         """
         inputs = step.inputs
         weights = step.weights
@@ -308,7 +314,7 @@ class EagleDrafter(FeatureDrafter):
 
 
 def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
-    """Draw uniform noise [B, T, E] of the width ``noise_width`` around 0.
+    """Draw uniform noise [B, T, E] between ``-noise_width / 2`` and ``noise_width / 2``.
 
     Each row has its own seed.
     """
@@ -316,8 +322,8 @@ def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
         return None
     rows = []
     for seed in draws.seeds:
-        # The noise is drawn in order of positions, the padding last. So the noise of real tokens
-        # does not depend on the amount of padding.
+        # The numbers are drawn in the order of positions, and padding comes last. So the noise of
+        # real tokens does not depend on the amount of padding.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))
     return (torch.stack(rows) - 0.5) * draws.noise_width

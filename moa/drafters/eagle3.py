@@ -12,28 +12,30 @@ heads, d head dim.
     feature -> norm -> own LM head over the draft vocabulary
 
 Slots, positions and decoding are as in EAGLE (:mod:`.eagle`): slot t is computed from the feature
-of t and the token at t+1. In later draft steps, the output of the decoder layer takes the place of
-the fused feature, without a norm. The output need not resemble any hidden state of the target,
-because only the distribution of the next token is trained.
+of t and the token at t+1. From the second draft step on, the output of the decoder layer takes the
+place of the feature that is fused from target layers, without a norm. The loss compares only
+distributions of the next token, so this output need not resemble any hidden state of the target.
 
-The paper calls this training on own outputs *training-time test*. It simulates J draft steps of
-decoding. Each position starts a draft round. Step 1 has the features of the target as input, and
-each later step advances all rounds by one token. A round sees the slots of step 1 up to its start,
-and the slots that the round itself has computed since then. Example for a round that starts at slot
-4 (``LlamaAttention.forward`` and ``Model.forward`` in the EAGLE authors'
-``traineagle3/cnets.py``)::
+The drafter is trained on its own outputs, which the paper calls *training-time test*. Training
+simulates J draft steps of decoding. Each position starts a draft round. The inputs of step 1 are
+features of the target, and each later step advances all rounds by one token. A round sees the slots
+of step 1 up to the slot at which the round starts, and the slots that the round itself has computed
+in later steps. Example for a round that starts at slot 4 (``LlamaAttention.forward`` and
+``Model.forward`` in the EAGLE authors' ``traineagle3/cnets.py``)::
 
     step   fed slot   made from the feature of    sees slots of step 1    own slots
        1          4   the target                  0 1 2 3 4
        2          5   step 1                      0 1 2 3 4               5
        3          6   step 2                      0 1 2 3 4               5 6
 
-A round contributes to the loss as long as it stays in the response that contains its root, because
-rounds of decoding do not leave a response either. The EAGLE authors' code differs in three points.
-It also starts rounds in the prompt. Its teacher distribution is normalised over the draft
-vocabulary. Positions whose most likely token is outside the draft vocabulary have no loss. Here all
-positions have a loss, and the teacher's probabilities of tokens outside the draft vocabulary are
-left out.
+A round of decoding never leaves a response. So in training, a round contributes to the loss only
+until the response that contains its root ends. The EAGLE authors' code differs in three points:
+
+- It also starts rounds in the prompt.
+- It normalises the teacher's distribution over the draft vocabulary. Here the distribution is
+  normalised over all tokens, and the terms of tokens outside the draft vocabulary are left out.
+- It skips the loss of positions whose most likely token is outside the draft vocabulary. Here all
+  positions have a loss.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,17 +66,17 @@ from .training import (
 )
 from .vocabulary import most_frequent
 
-# Factor by which the loss weight decreases from each draft step to the next
+# The loss weight of each draft step is the weight of the previous step times this factor
 # (``traineagle3/main.py`` of the EAGLE authors).
 STEP_DECAY = 0.8
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
-"""Size of the draft vocabulary if the target has more tokens. The EAGLE authors use this size for
-Llama 3, which has 128,256 tokens."""
+"""Default size of the draft vocabulary for targets with more tokens. The EAGLE authors use this
+size for Llama 3, which has 128,256 tokens."""
 
 _SCORE_BYTES = 1 << 27
-"""Maximum bytes of attention scores that a training step computes at once. If all scores are
-larger, the computation is split by rows of the batch, and then by queries."""
+"""Maximum size in bytes of the attention scores that a training step computes at once. If the
+scores take more bytes, the computation is split by rows of the batch, and then by queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +87,18 @@ class Eagle3Sizes(LayerSizes):
     without_weights = ()
 
     fused_layers: Indices
-    """Target layers whose outputs are fused, counted from 0, in the order of the linear layer's
-    input."""
+    """Target layers whose outputs are fused, counted from 0. The linear layer that fuses them reads
+    the outputs in this order."""
     draft_vocabulary: Size  # V_d, number of tokens that can be drafted.
     test_time_steps: Size = 7  # J, number of draft steps that training unrolls.
     fc_norm: Flag = False
-    """True if each output is normed before the outputs are fused, as in EAGLE-3.1 (arXiv
-    2605.09992)."""
-    # True if the next draft step gets the outputs after the final norm, as in EAGLE-3.1.
+    """True if the output of each target layer has its own norm before the outputs are fused, as in
+    EAGLE-3.1 (arXiv 2605.09992)."""
+    # True if the final norm is applied to the decoder layer's outputs before the next draft step
+    # reads them, as in EAGLE-3.1.
     norm_output: Flag = False
-    # True if the outputs of the target layers are concatenated and normed before they are fused, as
-    # in the project speculators.
+    # True if the outputs of the target layers have one common norm before they are fused, as in the
+    # project speculators. The norm is applied to the concatenated outputs.
     norm_before_fc: Flag = False
     # True if the residual stream starts after the norm of the features, as in speculators.
     norm_before_residual: Flag = False
@@ -105,8 +108,8 @@ class Eagle3Sizes(LayerSizes):
     @override
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        # Checkpoints of other projects do not contain the target's number of layers. For them,
-        # assume that the target has no layers above the highest fused layer.
+        # Checkpoints of other projects do not state the number of target layers. For such a
+        # checkpoint, assume that the highest fused layer is the last layer of the target.
         check_target_layers(
             self.fused_layers, self.n_layers or 1 + max(self.fused_layers, default=0)
         )
@@ -120,8 +123,8 @@ class Eagle3Sizes(LayerSizes):
     @override
     def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
         values = super().defaults(facts, given)
-        # Use no biases of q, k and v, even for Qwen2 targets, because inference engines run EAGLE-3
-        # without them.
+        # Use no biases of q, k and v, even for Qwen2 targets. Inference engines run EAGLE-3 without
+        # these biases.
         values["qkv_bias"] = False
         values["draft_vocabulary"] = min(facts.vocab_size, DEFAULT_DRAFT_VOCABULARY)
         # Call ``default_fused_layers`` only if needed, because it fails for targets with few
@@ -132,9 +135,10 @@ class Eagle3Sizes(LayerSizes):
 
 
 def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
-    """Return the default low, middle and high target layer: 1, L // 2 - 1 and L - 4.
+    """Return the default target layers to fuse: a low layer, a middle layer and a high layer.
 
-    SpecForge, SGLang and vLLM use the same layers.
+    For a target with L layers, these are the layers 1, L // 2 - 1 and L - 4. SpecForge, SGLang and
+    vLLM use the same layers.
     """
     layers = (1, n_layers // 2 - 1, n_layers - 4)
     check_default_layers(layers, n_layers)
@@ -142,11 +146,11 @@ def default_fused_layers(n_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Block(DecoderBlock):
-    """A decoder layer whose attention reads two concatenated inputs, each with its own norm.
+    """A decoder layer whose input is the concatenation of embeddings and features, [..., 2E].
 
-    Both inputs have the width E: embeddings, then features. The output of attention is added to the
-    features. With ``norm_before_residual`` it is added to the normed features (vLLM
-    ``llama_eagle3.py``).
+    Before attention, one norm is applied to the embeddings and another norm to the features. The
+    output of attention is added to the features. With ``norm_before_residual``, it is added to the
+    normed features (vLLM ``llama_eagle3.py``).
     """
 
     def __init__(self, sizes: DecoderBlockSizes, norm_before_residual: bool = False) -> None:
@@ -217,7 +221,7 @@ class Eagle3Drafter(FeatureDrafter):
     @override
     @torch.no_grad()
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
-        """Choose the draft vocabulary, and initialize the LM head from the target's.
+        """Choose the draft vocabulary, and initialize the LM head from the target's LM head.
 
         The draft vocabulary consists of the most frequent tokens. Among equally frequent tokens,
         lower ids come first.
@@ -305,8 +309,8 @@ class Eagle3Drafter(FeatureDrafter):
             cap=frozen.logit_cap,
         )
         scale = step.scale(len(outputs))
-        # Report the unweighted loss of the first draft step, because other drafters report only one
-        # step.
+        # As ``forward_kl``, report the unweighted loss of the first draft step only. This makes it
+        # comparable with other drafters, which report a single step.
         return {
             "loss": step.weights.forward_kl * scale * total,
             "forward_kl": scale * by_step[:, 0].sum(),
@@ -326,7 +330,7 @@ class Eagle3Drafter(FeatureDrafter):
         Args:
             tokens: [B, T], token ids.
             queries: [B, Q], positions.
-            at: indices of the P loss positions among the queries.
+            at: indices [P] of the rows and of the queries that are loss positions.
             own: [P, J, E], normed features of the drafter.
             reached: [P, J] bool, the second result of :meth:`test_time_features`.
             smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
@@ -334,7 +338,8 @@ class Eagle3Drafter(FeatureDrafter):
         rows, columns = at
         n_steps = own.shape[1]
         labels = tokens[rows, (queries[at] + 1).clamp(max=tokens.shape[1] - 1)]
-        # The drafter gives no probability to a token outside the draft vocabulary.
+        # The drafter gives the probability 0 to tokens outside the draft vocabulary. Mark these
+        # tokens with -1.
         if self.draft_tokens is not None:
             order = labels.new_full((self.config.vocab_size,), -1)
             order[self.draft_tokens] = torch.arange(len(self.draft_tokens), device=labels.device)
@@ -342,8 +347,8 @@ class Eagle3Drafter(FeatureDrafter):
         every = labels.clamp(min=0).repeat_interleave(n_steps)
         wrong = losses.chunked_cross_entropy(own.detach().flatten(0, 1), every, self.lm_head.weight)
         wrong = wrong.view(own.shape[:2]).masked_fill((labels < 0)[:, None], torch.inf)
-        # In step j, counted from 0, a query belongs to the round that started at the query j
-        # indices to its left; see test_time_features.
+        # In step j, counted from 0, the query with index i belongs to the round that started at the
+        # query with index i - j; see test_time_features.
         steps = torch.arange(n_steps, device=labels.device)
         rounds = (columns[:, None] - steps) % queries.shape[1]
         return losses.d_pace_at(
@@ -355,15 +360,17 @@ class Eagle3Drafter(FeatureDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Run all draft steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
 
+        In step j, counted from 1, a query belongs to the round whose root is j - 1 tokens before
+        the query.
+
         Returns:
-            The features [J, B, Q, E] of each query in each draft step, and [J, B, Q] bool. In step
-            j, counted from 1, a query belongs to the round whose root is j - 1 tokens before the
-            query. The bool is true if this round reaches the query without leaving the response.
+            The features [J, B, Q, E] of each query in each draft step, and a bool tensor [J, B, Q].
+            The tensor is true if the query's round reaches the query without leaving the response.
         """
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
         slots = masks.positions_of(embeddings)
-        first = (queries - 1).clamp(min=0)  # the slot at which each round starts
+        first = (queries - 1).clamp(min=0)  # The slot at which each round starts.
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
         seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
         own_kv: list[KeysValues] = []
@@ -380,9 +387,9 @@ class Eagle3Drafter(FeatureDrafter):
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # A round that starts at one query has advanced to the query ``step`` indices to its
-            # right. This query is in the same response only if the two positions differ by
-            # ``step``, so that all positions between them are queries too.
+            # A round that started at the query with index i has advanced to the query with index
+            # i + step. Both queries are in the same response only if their positions differ by
+            # ``step``: then all positions between them are queries, too.
             features.append(outputs.roll(step, dims=1))
             has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
@@ -392,13 +399,13 @@ class Eagle3Drafter(FeatureDrafter):
 def attend_with_own_steps(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, own: Sequence[KeysValues]
 ) -> Tensor:
-    """Let each query attend to the slots that all rounds share, and to the slots of its own round.
+    """Attend to the slots that all rounds share, and to the slots of each query's own round.
 
     Args:
         q: [B, H, Q, d]. Each query belongs to its own round.
         keys: keys [B, H_kv, S, d] of the shared slots.
         values: values [B, H_kv, S, d] of the shared slots.
-        seen: [B, Q, S] bool, the shared slots that each round sees.
+        seen: [B, Q, S] bool, true if the round of a query sees a shared slot.
         own: for each earlier draft step, keys and values [B, H_kv, Q, d], with one slot per round.
 
     Returns:
@@ -407,12 +414,12 @@ def attend_with_own_steps(
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
-    # The inputs that have an axis of queries; it is always the third axis.
+    # The inputs that have an axis of queries. It is the third axis in all of them.
     of_queries = (q, seen[:, None], *chain.from_iterable(own))
     if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(keys, values, *of_queries)
-    # Split the queries, and recompute the scores of each part in the backward pass, so that only
-    # one part of the scores is in memory at a time.
+    # Split the queries into parts, and recompute the scores of a part in the backward pass. So the
+    # scores of only one part are in memory at a time.
     attended: list[Tensor] = []
     for first_row in range(0, q.shape[0], n_rows):
         rows = slice(first_row, first_row + n_rows)
@@ -433,7 +440,7 @@ def _attend(keys: Tensor, values: Tensor, q: Tensor, seen: Tensor, *own: Tensor)
     scores = [shared.masked_fill(~seen[:, :, None], -torch.inf)]
     for own_keys in own[::2]:
         scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
-    # Shape: [B, H_kv, query heads per KV head, Q, S + number of earlier steps]
+    # [B, H_kv, query heads per KV head, Q, S + number of earlier steps]
     share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)
     attended = share[..., :n_slots] @ values[:, :, None]
     for index, own_values in enumerate(own[1::2]):

@@ -9,25 +9,26 @@ target KV heads, d target head dim, b nodes of one level, n tokens fed at once, 
                      -> + cross-attention to the KV of the target's last layer at verified positions
                      -> + MLP -> LM head
 
-The next draft step gets only the drafted token as input, no features. As in the MoA authors' code
-(``train/glide.py``), neither the cross-attention nor the LM head has a norm before it.
+The input of a draft step is only the token that the previous step drafted, without its features. As
+in the MoA authors' code (``train/glide.py``), neither the cross-attention nor the LM head has a
+norm before it.
 
 Training cuts sequences into blocks of consecutive positions. Each block is trained as a draft
-round, so its positions see the target's KV only of the blocks before it. Example for blocks of 3
-positions and offset 1::
+round, so the positions of a block see only the target's KV of earlier blocks. Example for blocks of
+3 positions and offset 1::
 
     position                   0 1 2 3 4 5 6 7 8
     last visible target KV     . 0 0 0 3 3 3 6 6
 
 Some targets have layers of different shapes, or rotate keys in another way than Llama. For these
-targets the drafter attends to the last layer that has keys and values of its own. The drafter's
-queries then have the width of that layer's keys, and are not rotated. If that layer caches latents,
-as multi-head latent attention does, there is a single head. Its keys are the latent and the rotated
-key, and its values are the latent. This is how multi-head latent attention is computed if its
-projections are absorbed into the queries and the output.
+targets, the drafter attends to the last layer that has keys and values of its own. The drafter's
+queries then have the width of the keys of this layer, and are not rotated. If this layer uses
+multi-head latent attention, it caches latents. The drafter then attends to a single KV head: its
+key is the concatenation of the latent and the rotated key, and its value is the latent. This is
+multi-head latent attention with the projections absorbed into the queries and the output.
 
-The MoA authors' code uses offset 0, rotates the target's keys a second time, and lets the first
-block attend to all keys, because it has no block before it. Here the first block is a round that
+The MoA authors' code uses offset 0, and rotates the target's keys a second time. In their code, the
+first block attends to all keys, because no block precedes it. Here the first block is a round that
 starts after position 0, and position 0 itself has no loss.
 """
 
@@ -59,17 +60,17 @@ class GlideSizes(LayerSizes):
     kind = "glide"
     left_out = ("draft_", "target_")
 
-    # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
-    # widest layer.
+    # D = 2 * target KV heads * target head dim. If the layers of the target have different KV
+    # widths, D is the KV width of the widest layer.
     kv_width: Size
-    # The target layer to which the drafter attends, its number of KV heads, and the widths of a key
-    # and of a value. Empty for targets that rotate keys like Llama; the drafter then attends to
-    # their last layer.
+    # Four numbers: the index of the target layer to which the drafter attends, the number of KV
+    # heads of this layer, the width of a key, and the width of a value. Empty for targets that
+    # rotate keys like Llama. The drafter then attends to the last layer of the target.
     target_kv: Indices = ()
-    # True if this layer uses multi-head latent attention. It then caches a latent in place of keys,
-    # and a rotated key in place of values.
+    # True if the layer in ``target_kv`` uses multi-head latent attention. The target's cache then
+    # has latents in place of this layer's keys, and rotated keys in place of its values.
     target_latents: Flag = False
-    block_size: Size = 5  # number of tokens of a block in training
+    block_size: Size = 5  # Number of tokens of a block in training.
 
     @property
     @override
@@ -109,7 +110,7 @@ class GlideSizes(LayerSizes):
 
     @property
     def attended(self) -> tuple[int, int, int, int]:
-        """The target layer to attend to, its number of KV heads, and its key and value widths."""
+        """Four numbers of the attended target layer: index, KV heads, key width, value width."""
         if len(self.target_kv) == 4:
             layer, n_heads, key_width, value_width = self.target_kv
             return layer, n_heads, key_width, value_width
@@ -142,7 +143,7 @@ class GlideDrafter(Drafter):
 
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
-        """Compute the loss of one mini-batch: the forward KL. The feature loss is only for logs."""
+        """Compute the loss of one mini-batch: the forward KL. The feature loss is only logged."""
         inputs = step.inputs
         draws = step.draws
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
@@ -159,9 +160,9 @@ class GlideDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # A draft step gets only the tokens of earlier drafts, which are known here, and not their
-        # features. So one forward pass computes all drafts, as in training, but with draft rounds
-        # in place of the blocks of training.
+        # A draft step reads the tokens of earlier drafts, but not their features. The tokens are
+        # known here, so one forward pass computes all drafts. Training does the same, but with
+        # blocks in place of draft rounds.
         queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
@@ -188,9 +189,9 @@ class GlideDrafter(Drafter):
             frozen: the target.
             tokens: [B, T], token ids.
             kv: [B, T, n, D], packed target KV of n >= 1 layers. The drafter attends to the last of
-                them.
-            seen: the positions whose target KV each query sees. A tensor is [B, Q, T], either bool,
-                or float values that are added to the attention scores.
+                these layers.
+            seen: the positions whose target KV each query sees. If it is a tensor, its shape is
+                [B, Q, T]. Its values are bool, or floats that are added to the attention scores.
             queries: [B, Q], positions.
         """
         positions = masks.positions_of(tokens)[None, :]  # [1, T]
@@ -208,7 +209,10 @@ class GlideDrafter(Drafter):
         return self._layer(target, seen, x, self.rotary(queries), *own_kv, causal)
 
     def _keys_values(self, keys: Tensor, values: Tensor) -> KeysValues:
-        """Convert the target's keys and values [B, H_kv, T, d] to those that the drafter reads."""
+        """Convert the target's keys and values [B, H_kv, T, d] to the form that attention reads.
+
+        If the target caches latents, the module's docstring says how they are converted.
+        """
         return (
             (torch.cat((keys, values), dim=3), keys)
             if self.config.target_latents
@@ -261,8 +265,8 @@ class GlideDrafter(Drafter):
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
         keys, values = cache.layer_view(layer, max(before))
-        # The cache has the width of the target's widest layer, so cut off the padding of this
-        # layer.
+        # The cache has the width of the target's widest layer. So cut off the padding if this layer
+        # is narrower.
         keys = keys[:, :n_heads, :, :key_width]
         values = values[:, :n_heads, :, :value_width]
         target = self._keys_values(keys, values)
@@ -270,11 +274,11 @@ class GlideDrafter(Drafter):
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:
-    """Find the last position before the block in which each query lies: [B, Q] int64.
+    """Find the last position before the block that contains each query: [B, Q] int64.
 
-    Queries [B, Q] are positions. The result is below 0 for queries in the first block. The blocks
-    of a row start at its ``offset`` [B], or at 0 without offsets (lines 145-147 of
-    ``train/glide.py`` in the MoA authors' code).
+    Queries [B, Q] are positions. For queries in the first block, the result is below 0. In each
+    row, a block starts at the row's ``offset`` [B]; without offsets, a block starts at position 0
+    (lines 145-147 of ``train/glide.py`` in the MoA authors' code).
     """
     shift = 0 if offset is None else (offset % block_size)[:, None]
     return shift + (queries - shift) // block_size * block_size - 1

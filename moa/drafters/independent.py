@@ -8,10 +8,10 @@ nodes of one level.
     token -> own embedding -> decoder layer(s) -> norm -> features
           -> own LM head, which is the embedding matrix (tied)
 
-The drafter reads only tokens, in training and in decoding. It shares with the target only the
-vocabulary, the positions and the rotary embedding. It learns the target's next-token distribution
-(DistillSpec, arXiv 2310.08461, with forward KL). Its features have the width W and cannot be used
-in place of the target's hidden states.
+In training and in decoding, the drafter reads only tokens. The drafter and the target have only the
+vocabulary, the positions and the rotary embedding in common. The drafter learns the target's
+next-token distribution (DistillSpec, arXiv 2310.08461, with forward KL). The drafter's features
+have the width W, so they cannot be used in place of the target's hidden states.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,7 +65,10 @@ class IndependentSizes(DrafterSizes):
 
     @property
     def own_head_dim(self) -> int:
-        """Head dim: the largest even divisor of W that exceeds neither W / 4 nor the target's."""
+        """The drafter's head dim.
+
+        It is the largest even divisor of W that exceeds neither W / 4 nor the target's head dim.
+        """
         limit = max(2, min(self.head_dim, self.independent_width // 4))
         return 2 * largest_divisor(self.independent_width // 2, limit // 2)
 

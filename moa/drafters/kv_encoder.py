@@ -11,12 +11,12 @@ In layer self-attention, the target layers are the tokens: the KV of each layer 
 the other layers at the same position. Three settings can differ from the Mixture of Attentions
 paper (arXiv 2410.03804):
 
-- With ``layer_groups`` above 1, the layers are divided into groups, and the linear layer gets one
-  mean per group. If a target has few KV heads, a single mean (D numbers) would be smaller than the
-  encoded KV (E numbers), so information would be lost.
-- With ``unrotated_keys``, the keys before RoPE are encoded, because after RoPE the same content has
-  different keys at each position.
-- With a ``layer_stride`` n, only every n-th layer is encoded, counted from the last layer. Training
+- With ``layer_groups`` above 1, the layers are divided into groups, and the input of the linear
+  layer is one mean per group. The paper has a single mean of D numbers. If a target has few KV
+  heads, D is smaller than E, the width of the encoded KV, so a single mean would lose information.
+- With ``unrotated_keys``, the keys before RoPE are encoded. After RoPE, the same content has a
+  different key at each position.
+- With a ``layer_stride`` n, only the last layer and every n-th layer below it are encoded. Training
   then reads less KV, and layer self-attention has fewer inputs. For an 8B target, layer
   self-attention takes most of the time of a training step.
 """
@@ -36,25 +36,28 @@ from ..targets.cache import KVSource, check_arrived
 from ..targets.facts import TargetFacts
 from .sizes import DrafterSizes, Flag, Indices, Size, SizeOrZero, largest_divisor, multiple_of_32
 
-# Maximum number of positions in one call of layer self-attention. Each position is a sequence of L
-# layers, and CUDA attention kernels accept at most 65,535 sequences. The limit also bounds the
-# memory of the MLP, which has L rows per position.
+# Maximum number of positions in one call of layer self-attention. In this call, each position is a
+# sequence of L layers, and CUDA attention kernels accept at most 65,535 sequences. The maximum also
+# limits the memory of the MLP, which has L rows per position.
 _MAX_POSITIONS = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVEncoderSizes(DrafterSizes):
-    """The sizes of a KV encoder. All sizes are 0 in a drafter without a KV encoder."""
+    """The sizes of a KV encoder.
+
+    In a drafter without a KV encoder, the sizes of layer self-attention are 0.
+    """
 
     left_out = ("draft_", "kv_group")
 
-    # D = 2 * target KV heads * target head dim. If the layers have different widths, D of the
-    # widest layer.
+    # D = 2 * target KV heads * target head dim. If the layers of the target have different KV
+    # widths, D is the KV width of the widest layer.
     kv_width: SizeOrZero = 0
-    # Layers with the same KV shape form a group. For each layer with KV, the index of its group.
-    # Empty if all layers have the same shape.
+    # The index of the KV group of each layer with KV. The layers of a KV group have the same KV
+    # shape. Empty if all layers have the same KV shape.
     kv_groups: Indices = ()
-    # For each of these groups, the KV width of its layers, which replaces D.
+    # The KV width of the layers of each KV group, in place of D.
     kv_group_widths: Indices = ()
     layer_attention_heads: SizeOrZero = 0  # Number of query heads; it must divide kv_width.
     layer_attention_head_dim: SizeOrZero = 0  # Head dim of layer self-attention.
@@ -66,10 +69,11 @@ class KVEncoderSizes(DrafterSizes):
     layer_attention: Flag = True
     # G, number of groups of consecutive layers; 1 in the Mixture of Attentions paper.
     layer_groups: Size = 2
-    # True to encode the keys before RoPE. The Mixture of Attentions paper encodes them after RoPE.
+    # True if the keys before RoPE are encoded. In the Mixture of Attentions paper, the keys after
+    # RoPE are encoded.
     unrotated_keys: Flag = True
-    # The number n, if only the last layer and every n-th layer below it are encoded. 1 encodes all
-    # layers, as in the Mixture of Attentions paper.
+    # n: only the last layer and every n-th layer below it are encoded. With 1, all layers are
+    # encoded, as in the Mixture of Attentions paper.
     layer_stride: Size = 1
 
     @property
@@ -79,13 +83,16 @@ class KVEncoderSizes(DrafterSizes):
 
     @property
     def encoded_layers(self) -> tuple[int, ...]:
-        """The indices of the encoded layers among the L layers with KV."""
+        """The encoded layers, as indices among the L layers with KV."""
         layers = strided_layers(self.n_kv_layers, self.layer_stride)
         return layers if self.layer_attention else layers[-1:]
 
     @property
     def read_kv_layers(self) -> tuple[int, ...] | None:
-        """Indices, among the L layers with KV, of the layers that training reads; None for all."""
+        """The layers whose KV training reads, as indices among the L layers with KV.
+
+        None means all layers.
+        """
         if not self.layer_attention:
             return (-1,)
         return None if self.layer_stride == 1 else self.encoded_layers
@@ -142,12 +149,13 @@ class KVEncoderSizes(DrafterSizes):
                     numbered_layers.append((layer, number))
             grouped["kv_groups"] = tuple(number for _, number in sorted(numbered_layers))
             grouped["kv_group_widths"] = tuple(group.shape.width for group in facts.kv_groups)
-        # Limit the number of heads, because a target that caches latents has many heads, but its KV
-        # is narrow.
+        # Limit the number of heads. A target that caches latents has many heads but narrow KV, so
+        # the heads of layer self-attention would be too small.
         n_heads = min(facts.n_heads, max(1, kv_width // 64)) if grouped else facts.n_heads
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
-        # The MoA authors' code uses the target's number of heads for layer self-attention. If this
-        # number does not divide the KV width, the head dim is rounded down.
+        # The MoA authors' code gives layer self-attention the target's number of heads. If this
+        # number does not divide the KV width, their code rounds the head dim down. So accept this
+        # number if the head dim is even, and refuse others that do not divide the KV width.
         if kv_width % heads and (heads != facts.n_heads or kv_width // heads % 2):
             raise DrafterError(
                 f"`layer_attention_heads` is {heads}, which does not divide {kv_width}, the KV "
@@ -173,14 +181,15 @@ def strided_layers(n_layers: int, stride: int) -> tuple[int, ...]:
 
 
 def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
-    # RoPE needs an even head dim, so the number of heads must divide half of the width.
+    # RoPE needs an even head dim. So choose a number of heads that divides half of the KV width.
     return largest_divisor(kv_width // 2, min(n_heads, kv_width))
 
 
 class KVEncoder(nn.Module):
     """The part of a drafter that encodes KV.
 
-    Drafters inherit from this class, so that their weights have the published names.
+    Drafters inherit from this class. If it were a submodule of a drafter, the names of its weights
+    would get a prefix that the published names do not have.
     """
 
     config: KVEncoderSizes
@@ -199,7 +208,7 @@ class KVEncoder(nn.Module):
         self._kv_groups = [
             config.kv_groups[layer] for layer in config.encoded_layers if config.kv_groups
         ]
-        # The KV of layers with different widths is projected to the width of the widest layer.
+        # If layers have different KV widths, project their KV to the width of the widest layer.
         if len(widths := config.kv_group_widths) > 1:
             self.kv_inputs = nn.ModuleDict()
             for group in sorted(set(self._kv_groups)):
@@ -207,8 +216,9 @@ class KVEncoder(nn.Module):
                 self.kv_inputs[str(group)] = project
         n_means = config.layer_groups if config.layer_attention else 1
         self.kv_to_hidden = nn.Linear(n_means * config.kv_width, config.hidden_size, bias=True)
-        # A remote drafter receives numbers for each position: either the means over the layer
-        # groups, or the encoded KV that is computed from these means, whichever has fewer values.
+        # If the target is remote, it sends numbers for each position: either the means over the
+        # layer groups, or the encoded KV that is computed from these means. Send whichever has
+        # fewer values.
         self._sends_means = n_means * config.kv_width < config.hidden_size
         self.sent_width = min(n_means * config.kv_width, config.hidden_size)
         rope = config.rope_parameters, config.max_position_embeddings
@@ -226,8 +236,8 @@ class KVEncoder(nn.Module):
 
         Args:
             kv: [B, T, L, D], packed KV of all layers, or only of the layers that are encoded.
-            positions: [B or 1, T] int64, positions by which RoPE rotated the keys. If None, the
-                positions are 0 to T - 1.
+            positions: [B or 1, T] int64, the positions of the keys in RoPE. If None, the positions
+                are 0 to T - 1.
         """
         if self.config.layer_stride > 1 and kv.shape[2] == self.config.n_kv_layers:
             first = strided_layers(self.config.n_kv_layers, self.config.layer_stride)[0]
@@ -239,7 +249,7 @@ class KVEncoder(nn.Module):
         # In layer self-attention, the position of a layer is its index, and all layers see each
         # other.
         rotation = self.layer_rotary(torch.arange(kv.shape[2], device=kv.device)[None, :])
-        summaries = []  # one tensor [n, G * D] for each chunk of n positions
+        summaries = []  # One tensor [n, G * D] for each chunk of n positions.
         position_parts = positions.expand(len(kv), -1).flatten().split(_MAX_POSITIONS)
         for part, part_positions in zip(
             kv.flatten(0, 1).split(_MAX_POSITIONS), position_parts, strict=True
@@ -259,7 +269,10 @@ class KVEncoder(nn.Module):
         return all_means
 
     def _to_common_width(self, kv: Tensor) -> Tensor:
-        """Project the padded KV [n, L, D] of layers with different widths to the common width D."""
+        """Project the KV of layers with different widths to the common width D.
+
+        The input [n, L, D] is padded to the common width. The result is [n, L, D].
+        """
         if len(self.config.kv_group_widths) < 2:
             return kv
         layers = list(kv.unbind(1))
@@ -280,7 +293,7 @@ class KVEncoder(nn.Module):
     ) -> Tensor:
         """Encode the KV of ``counts[row]`` positions of each row, from ``starts[row]`` on.
 
-        The result is [B, n, E], padded to the largest count n.
+        The result is [B, n, E], where n is the largest count. Rows with smaller counts are padded.
         """
         check_arrived(cache, added(starts, counts))
         n_tokens = max(counts)

@@ -1,4 +1,4 @@
-"""Medusa drafter: heads on one hidden state. Each head predicts the token one position further.
+"""Medusa drafter: several heads read the same hidden state, and predict tokens at later positions.
 
 Cai et al., ICML 2024, arXiv 2401.10774.
 
@@ -13,11 +13,15 @@ The target's own LM head predicts the root, the token at t+1, from this state. H
 token at t+1+k. Head k drafts level k of a draft tree, so K heads draft K levels. A head does not
 know the drafts of other heads, so all drafts of a level have the same distribution.
 
-This is Medusa-1 (section 2.2.1 of the Medusa paper): the target is frozen. In the authors' code
-each head ends in its own LM head with V x E weights, initialized from the target's LM head. Here
-each head has E x E weights, initialized as the identity and followed by the target's LM head. At
-the start of training, both forms compute the same function. Here the heads learn the target's whole
-distribution. In the authors' code they learn the tokens of the training text.
+This is Medusa-1 (section 2.2.1 of the Medusa paper): the target is frozen. There are two
+differences from the authors' code:
+
+- In the authors' code, each head ends in its own LM head with V x E weights, which are initialized
+  from the target's LM head. Here each head ends in a linear layer with E x E weights, which are
+  initialized as the identity, followed by the target's LM head. At the start of training, both
+  forms compute the same function.
+- In the authors' code, the heads learn the tokens of the training text. Here they learn the
+  target's whole distribution.
 """
 
 from collections import OrderedDict
@@ -47,7 +51,7 @@ from .training import (
 )
 
 # The loss weight of head k is ``HEAD_DECAY ** k`` (section 2.2.1 of the Medusa paper). Heads that
-# predict further ahead have less weight, because their tokens are uncertain.
+# predict further ahead have less weight, because the tokens that they predict are less certain.
 HEAD_DECAY = 0.8
 
 
@@ -111,9 +115,9 @@ class MedusaDrafter(Drafter):
     @override
     @torch.no_grad()
     def initialize(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
-        """Initialize the heads so that they predict like the target.
+        """Initialize each head so that it returns its input unchanged.
 
-        The weights of residual layers are 0, the final linear layers are the identity.
+        The weights of residual layers are 0, and the final linear layers are the identity.
         """
         for name, weight in self.named_parameters():
             if name.endswith("projection.weight"):
@@ -124,9 +128,9 @@ class MedusaDrafter(Drafter):
     @override
     def objective(self, frozen: FrozenTarget, step: TrainingStep) -> LossTerms:
         """Compute the loss of one mini-batch: the weighted mean of the heads' forward KL."""
-        # Head k is trained at the positions that it could draft in decoding: a position and the k -
-        # 1 positions before it must be in one response. The sum of each head's losses is divided by
-        # the number of loss positions of the first head.
+        # Head k is trained at the positions for which it could draft in decoding: the position and
+        # the k - 1 positions before it must be in the same response. For all heads, the sum of the
+        # losses is divided by the number of loss positions of the first head.
         inputs = step.inputs
         hidden = inputs.hidden.to(self.dtype)
         # One mask [B, T] per head: the positions at which the head is trained.
@@ -139,7 +143,8 @@ class MedusaDrafter(Drafter):
         counts = every.sum(dim=(1, 2)).tolist()
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
-        # [P] for the loss positions of all heads.
+        # Each tensor is [P] int64: the index k - 1 of the head, the row and the position of each
+        # loss position of all heads.
         indices, rows, positions = true_indices(every)
         # Head k reads the hidden state k positions earlier, so it is not trained at positions below
         # k.
@@ -160,7 +165,7 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the features of drafts from the last hidden state that their draft round sees."""
+        """Compute the features of drafts. The input is the last hidden state that a round sees."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
         # The number k of the head that drafts each position; 0 for padding.
         step = torch.where(valid, queries - context, 0)
@@ -173,8 +178,8 @@ class MedusaDrafter(Drafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        # All drafts of a level have the same features (expanded, with stride 0), so the logits are
-        # computed only once.
+        # All drafts of a level have the same features, which are an expanded tensor with stride 0.
+        # So compute the logits only once.
         if features.ndim == 3 and features.stride(1) == 0:
             return super().draft_logits(frozen, features[:, :1]).expand(-1, features.shape[1], -1)
         return super().draft_logits(frozen, features)

@@ -11,8 +11,9 @@ features pass through, b nodes of one level, n tokens of one call.
 
 Training runs many draft rounds at once. Each position sees the same tokens and KV as in a draft
 step of decoding. In the example, a sequence of nine tokens has a response that starts at position
-3, and the step bound (the length of a round) is 4, so every fourth position is verified and is not
-drafted. The tokens 5, 6 and 7 are one round: tokens 0 to 4 are verified, and 5 is the root::
+3. The step bound (the length of a round) is 4, so every fourth position counts as verified and is
+not drafted. Tokens 5, 6 and 7 are one round. For this round, tokens 0 to 4 are verified, and token
+5 is the root::
 
     position                                3      5      6      7
     draft step of decoding               root   root  level 1  level 2
@@ -23,12 +24,12 @@ drafted. The tokens 5, 6 and 7 are one round: tokens 0 to 4 are verified, and 5 
       and the drafter's own KV of           3      5   5..6   5..7
     predicts token                          4      6      7      8
 
-Some rows of a batch are *staircase rows* (see ``masks``). In them, self-attention sees only the
-tokens of the round.
+Some rows of a batch are *staircase rows* (see ``masks``). In a staircase row, self-attention sees
+only the tokens of the round.
 
-With ``cross_attention_drafts``, which is not in the paper, cross-attention also sees the drafts of
-the round. In the paper, a draft sees earlier drafts only as embeddings in self-attention, and late
-drafts of a round agree less with the target.
+In the paper, a draft sees the earlier drafts of its round only as embeddings in self-attention, and
+the last drafts of a round agree less often with the target. With ``cross_attention_drafts``, which
+is not in the paper, cross-attention also sees the drafts of the round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,8 +78,8 @@ class MoASizes(KVEncoderSizes):
     # N, the number of the target's last layers that the drafted features pass through.
     target_layer_inference: SizeOrZero = 0
     cross_attention_drafts: Flag = True
-    """True if cross-attention also sees the drafts of its round. In the Mixture of Attentions paper
-    it sees only encoded KV."""
+    """True if cross-attention sees encoded KV and the drafts of the round. In the Mixture of
+    Attentions paper, cross-attention sees only encoded KV."""
 
     @override
     def problems(self) -> Iterator[str]:
@@ -97,8 +98,8 @@ class MoASizes(KVEncoderSizes):
     def reads(self) -> Reads:
         n_last = self.target_layer_inference
         layers = self.read_kv_layers
-        # The last N target layers attend to their own KV, so all of their KV must be read. If N is
-        # more than 1, the last layer's KV alone is not enough.
+        # The last N target layers attend to their own KV, so the KV of all N layers must be read.
+        # The layers that the KV encoder reads include the last target layer, but not always all N.
         if n_last > 1 and layers is not None:
             layers = None if self.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, self.n_layers - n_last - 1 if n_last else None)
@@ -120,8 +121,8 @@ class MoASizes(KVEncoderSizes):
 class MoADraftState(LayerState):
     """The caches of the self-attention and of the cross-attention.
 
-    The cache of the cross-attention is ``encoded``. It has one slot for each position with target
-    KV, followed by the drafts of the current round if ``has_drafts`` is true.
+    The cache of the cross-attention is ``encoded``. It has one slot for each verified position. If
+    ``has_drafts`` is true, the slots of the current round's tokens follow.
     """
 
     def __init__(self, n_rows: int, has_drafts: bool) -> None:
@@ -191,8 +192,8 @@ class MoADrafter(KVEncoder, Drafter):
         """Run many draft rounds at once over sequences [B, T] with packed target KV [B, T, L, D].
 
         Returns:
-            The input of the target's last N layers, and the features that come out of them, [B, Q,
-            E] each. Both are the same tensor if N is 0.
+            The input of the target's last N layers, and the features that these layers and the
+            final norm compute from it, [B, Q, E] each. If N is 0, both are the same tensor.
         """
         n_tokens = tokens.shape[1]
         positions = masks.positions_of(tokens)[None, :]  # [1, T]
@@ -252,8 +253,8 @@ class MoADrafter(KVEncoder, Drafter):
             weights = weights * rounds.d_pace(wrong, indices, step.weights.d_pace)
         teachers = None
         if step.draws.on_policy_weight and step.draws.teacher_forced_weight:
-            # The on-policy and the teacher-forced pass may draft for the same position. Both drafts
-            # then have the same teacher distribution, so it is computed only once.
+            # The on-policy pass and the teacher-forced pass may draft for the same position. The
+            # target's distribution is then the same for both drafts, so compute it only once.
             teachers = indices[0] * inputs.tokens.shape[1] + rounds.queries[indices]
         kl, feature = distillation(
             frozen, features, hidden, scale, step.weights.divergence, weights, teachers
@@ -261,7 +262,7 @@ class MoADrafter(KVEncoder, Drafter):
         terms = {"forward_kl": kl, "feature_loss": feature}
         feature_term = feature
         if self.config.target_layer_inference:
-            # If N > 0, ``reads`` requests these states, so the batch has them.
+            # If N is above 0, ``MoASizes.reads`` requests these states, so the batch has them.
             assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             terms["entering_feature_loss"] = (
@@ -330,7 +331,7 @@ class MoADrafter(KVEncoder, Drafter):
     def _attend_to_target(
         self, state: MoADraftState, frozen: FrozenTarget, x: Tensor, fed: Fed, cache: KVSource
     ) -> Tensor:
-        """Compute features [B, b, E] of tokens from their self-attention outputs x [B, b, E]."""
+        """Compute features [B, b, E] from the outputs of self-attention x [B, b, E]."""
         if self.config.cross_attention_drafts:
             x = self.cross_attention.attend_cached(x, fed.rotation, state.encoded.append, fed.mask)
         else:
@@ -355,8 +356,9 @@ class MoADrafter(KVEncoder, Drafter):
 def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Rounds) -> Tensor:
     """Run the features x [B, Q, E] of many rounds through the target's last N decoder layers.
 
-    As in decoding, a query sees the target's own KV [B, T, >= N, D] up to its last verified
-    position, followed by the KV of the drafted features of its round.
+    As in decoding, a query sees the target's own KV up to the last verified position of its round,
+    and after it the KV of the drafted features of its round. ``kv`` [B, T, n, D] has the KV of at
+    least the last N layers.
     """
     queries = rounds.queries
     context = rounds.context

@@ -24,7 +24,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     )
 }
 REMOTE_KINDS = tuple(kind for kind, drafter in DRAFTERS.items() if drafter.drafts_remotely)
-"""Kinds of drafters that can draft on another machine than the target, as `moa-data chat` does."""
+"""Kinds of drafters that can run on another machine than the target, as in `moa-data chat`."""
 
 
 def drafter_class(kind: str) -> type[Drafter]:

@@ -1,4 +1,4 @@
-"""The sizes that define a drafter: common fields, their defaults for a target, and JSON form."""
+"""The sizes that define a drafter: common fields, default values for a target, and JSON form."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,12 +13,13 @@ from ..targets.facts import TargetFacts
 from .training import Reads
 
 _MAX_SIZE = 1 << 26
-# The types of the fields below. They are strict, so that pydantic does not convert values of other
-# types.
+# The types of the fields below. These types are strict, so pydantic refuses values of other types
+# instead of converting them.
 Size = Annotated[int, Field(strict=True, ge=1, le=_MAX_SIZE)]
 SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=_MAX_SIZE)]
 Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Epsilon = Annotated[float, Field(strict=True, ge=0, le=1)]
 # Indices of target layers (-1 is the embedding), or token ids. A list from a JSON file is converted
 # to a tuple.
 Indices = tuple[Annotated[int, Field(strict=True, ge=-1, le=_MAX_SIZE)], ...]
@@ -26,16 +27,17 @@ Indices = tuple[Annotated[int, Field(strict=True, ge=-1, le=_MAX_SIZE)], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSizes:
-    """The sizes of the target, which every drafter records.
+    """The sizes of the target, which are part of every drafter's sizes.
 
-    Subclasses add the drafter's own sizes.
+    Each kind of drafter has a subclass, which adds the drafter's own sizes.
     """
 
     # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
     kind: ClassVar[str]
-    # Prefixes of field names. The JSON form omits a field with such a name if it is empty or 0.
+    # Prefixes of field names. If the name of a field starts with one of them, and its value is
+    # empty or 0, the JSON form omits the field.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
-    # Names of fields that change no weight of the drafter.
+    # Names of fields on which the drafter's weights do not depend.
     without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
 
     # E, width of the target.
@@ -51,7 +53,7 @@ class DrafterSizes:
     vocab_size: Size  # V, vocabulary size of the target.
     max_position_embeddings: Size  # Maximum number of positions of the target.
     # Epsilon of all RMSNorms, the same as in the target.
-    norm_eps: Number
+    norm_eps: Epsilon
     # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All blocks use them.
     rope_parameters: dict[str, Any]
     # True if the q, k and v projections of self-attention have biases, as for Qwen2 targets.
@@ -60,7 +62,7 @@ class DrafterSizes:
     target: dict[str, str] = field(default_factory=dict)
     # V_d, number of tokens that can be drafted. 0 means all tokens.
     draft_vocabulary: SizeOrZero = 0
-    # Ids of the tokens that can be drafted, ascending. Empty until they are chosen.
+    # Ascending ids of the tokens that can be drafted. Empty until these tokens are chosen.
     draft_tokens: Indices = ()
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class DrafterSizes:
     def problems(self) -> Iterator[str]:
         """Yield descriptions of sizes that do not fit together.
 
-        Each size has already been checked on its own.
+        The single values have already been checked.
         """
         yield from ()
 
@@ -125,7 +127,10 @@ class DrafterSizes:
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
-        """Yield a problem for each number of KV heads that does not divide the query heads."""
+        """Yield a problem for each field whose value does not divide the number of query heads.
+
+        ``names`` are the names of these fields, which have numbers of KV heads.
+        """
         for name in names:
             if self.n_heads % (count := getattr(self, name)):
                 yield (
@@ -139,8 +144,13 @@ class DrafterSizes:
     ) -> Self:
         """Create the sizes of a drafter for a target.
 
-        ``facts`` are the facts about the target, ``target`` has the hashes that identify it, and
-        ``sizes`` overrides defaults. Raises DrafterError if the sizes are not consistent.
+        Args:
+            facts: facts about the target.
+            target: hashes that identify the target.
+            sizes: values that replace defaults. A value of None keeps the default.
+
+        Raises:
+            DrafterError: the sizes do not fit together.
         """
         values: dict[str, Any] = {
             "hidden_size": facts.hidden_size,
@@ -161,9 +171,9 @@ class DrafterSizes:
 
     @classmethod
     def defaults(cls, facts: TargetFacts, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose defaults from the facts about a target and the sizes that are given.
+        """Choose default sizes from the facts about a target and from the given sizes.
 
-        This class has no defaults.
+        This base class has no default sizes.
         """
         return {}
 
@@ -272,7 +282,10 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 
 
 def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
-    """Raise DrafterError if default layers do not ascend because the target has too few layers."""
+    """Raise DrafterError if the target has too few layers for the default layers.
+
+    The default layers then do not ascend.
+    """
     if list(layers) != sorted(set(layers)):
         n_read = min(len(layers), n_layers)
         spread = [index * (n_layers - 1) // max(1, n_read - 1) for index in range(n_read)]
@@ -296,7 +309,7 @@ def check_target_fits(
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong: list[str] = []
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        # A size is 0 if the drafter is a checkpoint of another project that does not state it.
+        # A size is 0 if it is not stated in the drafter's checkpoint, which another project wrote.
         size = getattr(config, name, 0)
         if size not in (0, sizes[name]):
             wrong.append(f"the drafter's {name} is {size}, but the target's is {sizes[name]}")

@@ -1,13 +1,14 @@
-"""What a training step consists of: mini-batch, random draws, draft rounds or blocks, and losses.
+"""The parts of a training step: mini-batch, random draws, draft rounds or blocks, and losses.
 
 Shapes: B batch, T tokens, Q queries, N blocks of a row, G slots of a block, K drafts of a block,
 S context positions, P loss positions, L target layers, D width of packed KV, E target width.
 
 **Rounds.** During training, the positions of a sequence simulate draft rounds. The positions at
-which a draft is computed are called *queries*. In each row, the queries are packed to the left, and
-the queries of a second pass over the batch follow the queries of the first pass. In the example, a
-row of nine tokens has a response that starts at position 3. The step bound, the length of a round,
-is 4 (with offset 0, see ``masks``). A second, teacher-forced pass has half the weight::
+which a draft is computed are called *queries*. In each row, the queries are packed to the left. A
+training step can make two passes over the batch: the first pass is on-policy, the second pass is
+teacher-forced. The queries of the second pass follow the queries of the first pass. In the example,
+a row of nine tokens has a response that starts at position 3. The step bound (the length of a
+round) is 4, the offset is 0 (see ``masks``), and the second pass has half the weight::
 
     pass_index    0  0  0  0    1    1    1    1    1    1
     queries       3  5  6  7    3    4    5    6    7    8      drafted positions
@@ -15,28 +16,27 @@ is 4 (with offset 0, see ``masks``). A second, teacher-forced pass has half the 
     weights       1  1  1  1  0.5  0.5  0.5  0.5  0.5  0.5      weight in the loss
 
 In the first pass, positions 4 and 8 are not queries, because every fourth position counts as
-verified. Query 3 is a round of its own: its last verified position is 2, the end of the prompt.
-Queries 5, 6 and 7 are one round: query 6 sees target activations up to position 4 and the drafts at
-positions 5 and 6. In the second pass each query is its own round. A row with fewer queries than
-another row is padded with position 0.
+verified. Query 3 is a round of its own. The last verified position before it is 2, the end of the
+prompt. Queries 5, 6 and 7 are one round. For example, query 6 sees target activations up to
+position 4, and the drafts at positions 5 and 6. In the second pass, each query is a round of its
+own. A row with fewer queries than another row is padded with position 0.
 
-**Blocks** are used by block-parallel drafters (:mod:`.block`). A block starts at an *anchor* a, a
-token whose preceding tokens are verified, like the root of a draft round. The slots of a block are
-the anchor and G - 1 mask tokens. The slots see the target's activations up to position a - 1, and
-all slots of the block see each other. Draft k, counted from 0, is at position a + k. It predicts
-the token at a + k + 1, and learns from the target's hidden state at a + k. Example for G = 4 and a
-= 5 (``+`` marks visible positions)::
+**Blocks** are used by block-parallel drafters (:mod:`.block`). A block starts at a position a, its
+*anchor*. Like the root of a draft round, the anchor is a known token that the target has not
+processed yet. The slots of a block are the anchor and G - 1 mask tokens. Each slot sees the
+target's activations up to position a - 1, and all slots of the block. Draft k, counted from 0, is
+at position a + k. It predicts the token at a + k + 1, and learns from the target's hidden state at
+a + k. Example for G = 4 and a = 5 (``+`` marks visible positions)::
 
     position          0 1 2 3 4 5 6 7 8 9
-    context           + + + + + . .             without the anchor, for which decoding has none yet
+    context           + + + + + . .             the target has not processed the anchor yet
     slots                       a m m m
     drafts                      0 1 2 3         predict the tokens at 6, 7, 8, 9
     without the first slot (original DFlash, whose slots predict the token at their own position)
     drafts                        0 1 2         predict the tokens at 6, 7, 8
 
-An anchor is a position for which both its own token and the next token belong to the response. The
-drafts of a block contribute to the loss until the response ends, so no block reaches into another
-response.
+A position can be an anchor if its token and the next token belong to the response. The drafts of a
+block contribute to the loss only until the response ends, so no block learns from another response.
 """
 
 from dataclasses import dataclass, field, fields
@@ -58,18 +58,21 @@ class Reads:
 
     # True if the target's KV is read.
     kv: bool = False
-    # Layers whose KV is read, ascending. Negative numbers count from the last layer. If None, the
-    # KV of all layers is read.
+    # Ascending indices of the layers whose KV is read. Negative numbers count from the last layer.
+    # If None, the KV of all layers is read.
     kv_layers: tuple[int, ...] | None = None
-    # The layer whose output is read as the input of the last N target layers. If None, it is not
-    # read.
+    # The layer before the last N target layers. Its output is read, because it is the input of
+    # these layers. If None, no such output is read.
     entering_layer: int | None = None
     # Decoder layers whose outputs are read into ``TrainingInputs.layer_outputs``.
     outputs: tuple[int, ...] = ()
 
     @property
     def fields(self) -> dict[str, str]:
-        """Map attributes of :class:`TrainingInputs` to store fields, without layer outputs."""
+        """Map attributes of :class:`TrainingInputs` to the store fields from which they are read.
+
+        Layer outputs are not included.
+        """
         store_fields = {"kv": "kv"} if self.kv else {}
         store_fields["hidden"] = "hidden/last"
         if self.entering_layer is not None:
@@ -90,10 +93,10 @@ class TrainingInputs:
     kv: Tensor | None
     # [B, T, E], the target's hidden states after its final norm.
     hidden: Tensor
-    # [B, T, E], the input of the target's last N layers. Required if the drafter runs its features
-    # through these layers (N > 0).
+    # [B, T, E], the input of the target's last N layers. It is required if the drafter runs its
+    # features through these layers, that is, if N is above 0.
     entering_hidden: Tensor | None = None
-    # One tensor [B, T, E] per layer whose output the drafter reads, before any norm.
+    # One tensor [B, T, E] for each layer whose output the drafter reads. No norm has been applied.
     layer_outputs: tuple[Tensor, ...] = ()
 
     def required_kv(self) -> Tensor:
@@ -115,13 +118,14 @@ class BlockDraws:
 
     # K, number of drafts of a block.
     n_drafts: int = 1
-    # Maximum number of blocks per sequence. If a sequence has more blocks, this number of them is
-    # sampled. If None, all blocks are trained.
+    # Maximum number of blocks per sequence. If a sequence has more possible blocks, this number of
+    # blocks is sampled. If None, all possible blocks are trained.
     max_anchors: int | None = None
-    # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. With 0 all drafts
-    # have weight 1.
+    # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. If 0, all drafts
+    # have the weight 1.
     position_decay: float = 0.0
-    # [B, N] int64, fixed anchor positions that are used instead of sampled ones; -1 is padding.
+    # [B, N] int64, fixed positions of anchors; -1 is padding. If None, :func:`draw_anchors` chooses
+    # the anchors.
     anchors: Tensor | None = None
 
 
@@ -129,15 +133,15 @@ class BlockDraws:
 class Draws:
     """The random draws of one training step. Tensors and ``seeds`` have one entry per row."""
 
-    # [B] int64, the step bound e of each row, which limits the length of its draft rounds: every
-    # e-th position counts as verified and is not drafted. If None, all positions of responses are
+    # [B] int64, the step bound e of each row: every e-th position counts as verified and is not
+    # drafted. This limits the length of draft rounds. If None, all positions of responses are
     # drafted.
     step_bound: Tensor | None
     # [B] bool, true for staircase rows. In these rows, the self-attention of a drafted position
     # sees only tokens of its own round.
     staircase_rows: Tensor
-    # [B] int64, the offset o of each row. The positions that count as verified because of the step
-    # bound e are o, o + e, o + 2 e and so on. If None, all offsets are 0.
+    # [B] int64, the offset o of each row. With the step bound e, the positions o, o + e, o + 2 e
+    # and so on count as verified. If None, all offsets are 0.
     offset: Tensor | None = None
     # One seed per row, for noise in hidden states and for sampled blocks.
     seeds: tuple[int, ...] = ()
@@ -154,12 +158,11 @@ class Draws:
     blocks: BlockDraws = field(default_factory=BlockDraws)
 
     def passes(self, response_mask: Tensor) -> list[tuple[float, Tensor, Tensor]]:
-        """List the passes of this step over response masks [B, T], the on-policy pass first.
+        """List the passes of this step, the on-policy pass first. Skip passes with weight 0.
 
-        Passes with weight 0 are left out.
-
-        For each pass, the list has its weight, the drafted positions [B, T] bool, and for each
-        position the last verified position that it sees, [B, T] int64.
+        ``response_mask`` is [B, T]. The entry of a pass has three values: its weight; [B, T] bool,
+        true for drafted positions; and [B, T] int64, the last verified position that each position
+        sees.
         """
         passes = []
         if self.on_policy_weight:
@@ -179,27 +182,33 @@ class Draws:
 
 @dataclass
 class Rounds:
-    """The draft rounds of a training step: the drafted positions (queries), and what each sees."""
+    """The draft rounds of a training step.
 
-    queries: Tensor  # [B, Q] int64, positions.
-    context: Tensor  # [B, Q] int64, last position whose target activations the query sees.
+    The drafted positions are called queries. The fields say what each query sees, and its weight.
+    """
+
+    queries: Tensor  # [B, Q] int64, the position of each query.
+    context: Tensor  # [B, Q] int64, the last position whose target activations a query sees.
     drafted: Tensor  # [B, Q] bool; False is padding.
     # [B, Q] float32, weight in the loss.
     weights: Tensor
-    # [B, Q] bool, true if the query's self-attention sees only tokens of its own round. This is the
+    # [B, Q] bool, true if self-attention sees only tokens of the query's own round. This is the
     # case in the on-policy pass of staircase rows.
     staircase: Tensor
-    # [Q] int64, the pass to which each query belongs. Queries of different passes do not see each
-    # other.
+    # [Q] int64, the index of the pass to which each query belongs. Queries of different passes do
+    # not see each other.
     pass_index: Tensor
 
     @classmethod
     def packed(cls, draws: Draws, response_mask: Tensor) -> "Rounds":
-        """List the drafted positions of all passes over ``response_mask`` [B, T], packed left."""
-        parts: list[tuple[Tensor, ...]] = []  # one tuple per pass, with one tensor per field
+        """List the drafted positions of all passes, packed to the left.
+
+        ``response_mask`` is [B, T].
+        """
+        parts: list[tuple[Tensor, ...]] = []  # One tuple per pass, with one tensor per field.
         passes = draws.passes(response_mask)
-        # The largest number of drafted positions of a row, for each pass. The numbers of all passes
-        # are copied together, so that the host synchronizes with the device only once.
+        # For each pass, the largest number of drafted positions in a row. Copy these numbers from
+        # the device together, so that the host synchronizes with it only once.
         widths = torch.stack([drafted.sum(dim=1).max() for _, drafted, _ in passes]).tolist()
         for index, (weight, drafted, context) in enumerate(passes):
             queries, valid = loss_queries(drafted, widths[index])
@@ -211,7 +220,7 @@ class Rounds:
             parts.append(
                 (queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index)
             )
-        columns: list[Tensor] = []  # one tensor per field, with the queries of all passes
+        columns: list[Tensor] = []  # One tensor per field, with the queries of all passes.
         for of_passes in zip(*parts, strict=True):
             columns.append(torch.cat(of_passes, dim=-1))
         return cls(*columns)
@@ -219,9 +228,9 @@ class Rounds:
     def d_pace(self, cross_entropy: Tensor, at: tuple[Tensor, ...], smoothing: float) -> Tensor:
         """Compute D-PACE weights [P] of the P queries at the indices ``at``.
 
-        D-PACE gives a weight to each draft of a block; see :func:`.losses.d_pace_weights`. Here
-        each draft round of the on-policy pass is treated as a block. Queries of the teacher-forced
-        pass have the weight 1.
+        D-PACE gives a weight to each draft of a block; see :func:`.losses.d_pace_weights`. Here a
+        block is a draft round of the on-policy pass. Queries of the teacher-forced pass have the
+        weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
         index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
@@ -240,7 +249,8 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
             computes it, which synchronizes with the device.
 
     Returns:
-        Queries [B, Q] int64 and valid [B, Q] bool, which is false for padding. Q is at least 1.
+        Queries [B, Q] int64, and valid [B, Q] bool. ``valid`` is false for padding. Q is at least
+        1.
     """
     n_queries = max(1, int(mask.sum(dim=1).max()) if most is None else most)
     order = torch.argsort(mask.int(), dim=1, descending=True, stable=True)[:, :n_queries]
@@ -251,8 +261,9 @@ def loss_queries(mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]
 def true_indices(mask: Tensor) -> tuple[Tensor, ...]:
     """Return the indices at which a mask is true, in row-major order: [P] int64 for each dimension.
 
-    Use these indices instead of the mask. Computing them synchronizes with the device once.
-    Indexing with the mask would synchronize at every use, and again in the backward pass.
+    Index tensors with these indices instead of the mask. Computing the indices synchronizes with
+    the device once. Indexing with the mask would synchronize at every use, and again in the
+    backward pass.
     """
     return mask.nonzero(as_tuple=True)
 
@@ -263,10 +274,13 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions from ``first`` on, and the last context position of each.
+    """Find the drafted positions from ``first`` on, and the last context position before each.
 
-    A draft round sees the target's activations up to the last context position. The results are
-    [B, T] bool and [B, T] int64.
+    A draft round sees the target's activations up to this context position.
+
+    Returns:
+        [B, T] bool, true for drafted positions; and [B, T] int64, the last context position at or
+        before each position.
     """
     drafted = masks.drafted_positions(response_mask, draws.step_bound, draws.offset)
     drafted[:, :first] = False
@@ -279,8 +293,8 @@ def round_queries(
     """List the drafted positions from ``first`` on, packed to the left.
 
     Returns:
-        The positions, bools that are false for padding, and the last position whose target
-        activations each position sees, [B, Q] each.
+        Three tensors [B, Q]: the positions; bools that are false for padding; and for each position
+        the last position whose target activations it sees.
     """
     drafted, context = draft_rounds(response_mask, draws, first)
     queries, valid = loss_queries(drafted)
@@ -291,10 +305,10 @@ def round_queries(
 
 
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Choose the positions at which draft blocks start (anchors) in responses, ascending.
+    """Choose the positions in responses at which draft blocks start (anchors), ascending.
 
-    ``response_mask`` is [B, T]. If a row has more than ``draws.blocks.max_anchors`` possible
-    anchors, this number of them is sampled with the row's seed.
+    ``response_mask`` is [B, T]. A row has at most ``draws.blocks.max_anchors`` anchors. If it has
+    more possible anchors, they are sampled with the row's seed.
 
     Returns:
         Anchors [B, N] int64, padded with 0, and valid [B, N] bool, with N >= 1.
@@ -345,21 +359,21 @@ def draft_weights(
 
 
 def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> masks.Mask:
-    """Build the mask of blocks with anchors [B, N].
+    """Build the attention mask of blocks with anchors [B, N].
 
     A slot sees the context positions before its anchor, and all slots of its own block. The keys of
     the context come first, followed by the keys of all slots.
     """
-    # [B, N * G], the anchor of each slot, or 0 for blocks that are padding. Slots of padding see
-    # their own block, so no query is left without keys.
+    # [B, N * G], the anchor of each slot, or 0 for blocks that are padding. The slots of these
+    # blocks see no context, but they see their own block. So each query sees at least one key.
     first = torch.where(valid, anchors, 0).repeat_interleave(n_slots, dim=1)
 
     def context(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key < first[row, query]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # ``row < 0`` is always false. It only broadcasts the result to the shape of all three
-        # indices.
+        # ``row < 0`` is always false. It is there to broadcast the result to the common shape of
+        # all three indices.
         return (query // n_slots == key // n_slots) | (row < 0)
 
     return masks.Mask(first, ((n_context, context), (first.shape[1], own_block)))
@@ -383,8 +397,9 @@ class LossWeights:
     confidence: float = 1.0  # Weight of the confidence head's binary cross-entropy.
     # The divergence of the forward KL term.
     divergence: losses.Divergence = losses.KL
-    # Smoothing s of D-PACE, which computes the weight of a draft from the probabilities of the
-    # drafts of its block: each probability q becomes (1 - s) q + s. If None, the weights are fixed.
+    # Smoothing s of D-PACE. D-PACE computes the weight of a draft from the probabilities of the
+    # drafts of its block. Each probability q is first replaced by (1 - s) q + s. If None, D-PACE is
+    # not used, and the weights of drafts are fixed.
     d_pace: float | None = None
 
     @classmethod
@@ -416,10 +431,11 @@ class TrainingStep:
     def scale(self, n_positions: float | Tensor) -> float:
         """Return the factor by which sums over loss positions are multiplied.
 
-        The factor is 1 divided by the ``denominator``. Without a denominator, the sums become means
-        over ``n_positions``. If it is a tensor, this synchronizes with the device.
+        The factor is 1 divided by the ``denominator``. Without a denominator, the factor is 1
+        divided by ``n_positions``. If ``n_positions`` is a tensor, this synchronizes with the
+        device.
         """
-        # Without a denominator, normalise as the MoA authors' code does.
+        # Without a denominator, add 1e-5 as the MoA authors' code does.
         return 1.0 / (
             self.denominator if self.denominator is not None else float(n_positions) + 1e-5
         )
@@ -428,8 +444,8 @@ class TrainingStep:
 LossTerms = dict[str, Tensor]
 """Scalar losses of one mini-batch by name. ``loss`` is minimized, and all losses are logged.
 
-Each loss is a sum over loss positions, divided by the denominator. ``forward_kl`` is the forward
-KL, or another divergence if the settings choose another.
+Each loss is a sum over loss positions, divided by the denominator of the step. ``forward_kl`` is
+the forward KL, or another divergence if the settings select it.
 """
 
 
@@ -451,9 +467,9 @@ def distillation(
         scale: factor by which both sums are multiplied.
         divergence: the divergence to compute.
         weights: [P], weights of the positions; None if all weights are 1.
-        teachers: [P] int64, an id for each position's hidden state. At most two positions may have
-            the same id. Their hidden states are equal, so the target's distribution is computed
-            only once for both. If None, all positions have hidden states of their own.
+        teachers: [P] int64, an id of the hidden state of each position. At most two positions may
+            have the same id. Such positions have equal hidden states, so the target's distribution
+            is computed only once for both. If None, all ids are different.
     """
     weights = features.new_ones(len(features), dtype=torch.float32) if weights is None else weights
     feature = (losses.feature_loss(features, hidden) * weights).sum() * scale
@@ -473,15 +489,15 @@ def distillation(
 
 
 def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
-    """Group P positions by the id of their hidden state. N ids have one or two positions each.
+    """Group P positions by the id of their hidden state. Each of the N ids has 1 or 2 positions.
 
     Returns:
-        The indices of the positions of each id, [N, 2] int64, where a single index is repeated; and
-        [N] bool, true for ids with two positions.
+        [N, 2] int64, the indices of the two positions of each id; and [N] bool, true for ids with
+        two positions. If an id has only one position, the index of this position is repeated.
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    # If there are no positions, the padded mask has one entry too many, which is cut off.
+    # The padded mask has at least one entry. If there are no positions, cut this entry off.
     starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

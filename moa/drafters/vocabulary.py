@@ -1,10 +1,11 @@
-"""Draft vocabularies: the tokens that a drafter can draft. A small one can save time.
+"""Draft vocabularies: the tokens that a drafter can draft. A small vocabulary can save time.
 
-Each draft reads the drafter's weights and an LM head. With a large vocabulary, the LM head has most
-of these weights: 28 M of 32 M for EAGLE-2 and a target of 135 M weights with 49,152 tokens. A
-drafter that drafts only the most frequent tokens reads only the rows of these tokens. It never
-drafts the other tokens, so a draft fails whenever the target chooses one of them. The decoded text
-does not change. Frequency-ranked speculative sampling (arXiv 2502.14856) does this for EAGLE-2.
+To compute a draft, the drafter's weights and an LM head are read from memory. With a large
+vocabulary, most of these weights are in the LM head: 28 M of 32 M for EAGLE-2 and a target of 135 M
+weights with 49,152 tokens. A drafter that drafts only the most frequent tokens reads only the rows
+of these tokens. It never drafts the other tokens, so a draft fails whenever the target chooses one
+of the other tokens. The decoded text does not change. Frequency-ranked speculative sampling (arXiv
+2502.14856) does this for EAGLE-2.
 """
 
 from dataclasses import dataclass
@@ -14,18 +15,18 @@ from torch import Tensor
 
 # Assumed number of drafts per round when the size of a draft vocabulary is chosen.
 N_DRAFTS = 5
-# Assumed probability that a draft is accepted. It is that of a good drafter. With a worse drafter,
-# fewer accepted drafts are lost by a smaller draft vocabulary.
+# Assumed probability that a draft is accepted, which is realistic for a good drafter. With a worse
+# drafter, a smaller draft vocabulary loses fewer accepted drafts.
 _ACCEPTED = 0.8
 # Smallest vocabulary of a target for which a draft vocabulary is chosen. For a smaller vocabulary,
 # the LM head takes only a small share of the time of a draft.
 _FEWEST_TOKENS = 1 << 14
-# Smallest draft vocabulary. Fewer tokens would save little more time, and would suit only text
-# similar to the training text.
+# Smallest draft vocabulary. With fewer tokens, the drafter would save little more time, and would
+# suit only text similar to the training text.
 _SMALLEST_CHOICE = 1 << 12
-# A draft vocabulary is used only if it increases the number of committed tokens per weight that is
-# read by at least this factor. Below it, the gain does not make up for the disadvantage that the
-# vocabulary suits only text similar to the training text.
+# A draft vocabulary must increase the number of committed tokens per weight read by at least this
+# factor. A smaller gain does not make up for the disadvantage of a draft vocabulary: it suits only
+# text similar to the training text.
 _LEAST_GAIN = 1.1
 
 
@@ -33,30 +34,31 @@ _LEAST_GAIN = 1.1
 class DraftVocabulary:
     """The size of a draft vocabulary, and the reason for this size."""
 
-    n_tokens: int  # number of tokens; 0 means all tokens
+    n_tokens: int  # Number of tokens. 0 means all tokens.
     why: str
 
 
 def most_frequent(counts: Tensor, n_tokens: int) -> Tensor:
-    """Return the ids of the most frequent tokens by their counts [V], ascending: [n_tokens] int64.
+    """Return the ascending ids of the most frequent tokens, [n_tokens] int64.
 
-    Among equally frequent tokens the lower ids are chosen.
+    ``counts`` [V] has the number of occurrences of each token. Among equally frequent tokens, the
+    lower ids are chosen.
     """
     order = torch.argsort(counts, descending=True, stable=True)
     return order[:n_tokens].sort().values
 
 
 def may_be_reduced(vocab_size: int) -> bool:
-    """Return whether a vocabulary is large enough for a smaller draft vocabulary to pay off."""
+    """Return whether a vocabulary is so large that a smaller draft vocabulary can save time."""
     return vocab_size >= _FEWEST_TOKENS
 
 
 def coverage(halves: Tensor, n_tokens: int) -> float:
     """Estimate which share of new text consists of the ``n_tokens`` most frequent tokens.
 
-    ``halves`` [2, V] has the token counts of two halves of a text. The most frequent tokens of one
-    half are counted in the other half. Counted in their own half, rare tokens that this half
-    repeats would make the share too large.
+    ``halves`` [2, V] has the token counts of two halves of a text. The most frequent tokens of each
+    half are counted in the other half. In their own half their share would be too large, because
+    some rare tokens are frequent there by chance.
     """
     shares = []
     for counts, others in zip(halves, halves.flip(0), strict=True):
@@ -74,7 +76,7 @@ def choose_draft_vocabulary(
 ) -> DraftVocabulary:
     """Choose the draft vocabulary size that commits the most tokens per weight read in a round.
 
-    Call it only if :func:`may_be_reduced`.
+    Call this function only if :func:`may_be_reduced` returns true for V.
 
     Args:
         halves: [2, V] int64, token counts of two halves of the training responses.

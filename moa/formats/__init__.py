@@ -1,4 +1,4 @@
-"""Drafter checkpoints in this project's layout, and in those of authors and engines.
+"""Drafter checkpoints: the layout of this project, and the layouts of authors and engines.
 
 The modules convert names and shapes of tensors. They do not run drafters.
 """

@@ -1,22 +1,23 @@
-"""Layouts of block-parallel drafters: DFlash and DSpark, as other programs store them.
+"""Layouts of the block-parallel drafters DFlash and DSpark, as other programs store them.
 
 Sources:
 
-- z-lab/dflash ``dflash/model.py``, ``tests/fixtures/``: embeddings and LM head are the target's.
-  The first slot of a draft block drafts nothing.
+- z-lab/dflash ``dflash/model.py``, ``tests/fixtures/``: the file has no embeddings and no LM head,
+  because the target's are used. The first slot of a draft block drafts nothing.
 - deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py``:
   the file contains copies of the target's embeddings and LM head. Every slot drafts a token. All
   keys of config.json are at the top level.
 - vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py``,
-  ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``: only vanilla Markov heads are supported.
-  If the file has no embeddings and no LM head, vLLM uses the target's.
+  ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``: the only Markov heads that vLLM supports
+  are vanilla heads. If the file has no embeddings and no LM head, vLLM uses the target's.
 - sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py``,
-  ``speculative/dflash_utils.py``: embeddings and LM head are required. Only vanilla Markov heads
-  are supported, and only confidence heads that read the Markov head's embedding.
+  ``speculative/dflash_utils.py``: the file must have embeddings and an LM head. The only Markov
+  heads that SGLang supports are vanilla heads. A confidence head must read the embedding of the
+  Markov head.
 
-``target_layer_ids`` are the decoder layers, counted from 0, whose outputs the drafter reads. The
-layer ids in vLLM's ``eagle_aux_hidden_state_layer_ids`` and in speculators'
-``aux_hidden_state_layer_ids`` are larger by 1.
+In config.json, ``target_layer_ids`` lists the decoder layers whose outputs the drafter reads. The
+first decoder layer has the id 0. The keys ``eagle_aux_hidden_state_layer_ids`` of vLLM and
+``aux_hidden_state_layer_ids`` of speculators list the same layers, with ids that are larger by 1.
 """
 
 from dataclasses import replace
@@ -58,24 +59,27 @@ def _reads_embedding(sizes: BlockDrafterSizes) -> list[str]:
 
 
 def _is_dspark(config: ForeignConfig) -> bool:
-    """Whether a config.json describes a DSpark drafter, with or without Markov and confidence heads."""
+    """Whether a config.json describes a DSpark drafter.
+
+    The drafter may lack the Markov head, the confidence head, or both.
+    """
     heads = dict(config) | layout.nested(config, "dflash_config")
     return "DSpark" in str(config.get("architectures")) or "markov_rank" in heads
 
 
 def _is_block(names: set[str]) -> bool:
-    # Every block-parallel drafter has these tensors: the projection and the norm of the target's
-    # layer outputs that it reads, and the norm of each head's queries.
+    # Every block-parallel drafter has these three tensors. ``fc`` and ``hidden_norm`` process the
+    # layer outputs that the drafter reads from the target. ``q_norm`` is a norm of the queries.
     return {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"} <= names
 
 
 def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
-    """Read the common sizes of DFlash and DSpark, from config.json and the shapes of tensors."""
+    """Read the sizes that DFlash and DSpark share, from config.json and the shapes of tensors."""
     settings = dict(config) | layout.nested(config, "dflash_config")
     facts = layout.drafter_facts(config)
     block = settings.get("block_size")
     mask = settings.get("mask_token_id")
-    # ModelOpt and vLLM write these keys into config.json.
+    # ModelOpt and vLLM write the keys ``causal`` and ``is_causal`` into config.json.
     if settings.get("causal") or settings.get("is_causal"):
         raise DrafterError(
             "config.json has causal true, which is not supported, because all slots of a block "
@@ -135,8 +139,8 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
         "model_type": "muse_glimmer_assistant",
     }
     block_settings = config.pop("dflash_config")
-    # For this model type, transformers has defaults of these keys that belong to another
-    # vocabulary. Null turns the defaults off.
+    # transformers has default token ids for this model type, which belong to another vocabulary.
+    # Null turns the defaults off.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     del config["sliding_window"]
     return {**config, **block_settings}
@@ -144,7 +148,8 @@ def _hf_config(sizes: DFlashSizes, target_config: Any) -> dict[str, Any]:
 
 HF_DFLASH = replace(
     DFLASH,
-    # transformers loads the folder by generate(speculation_type="dflash", assistant_model=...).
+    # To use the folder in transformers, call generate(speculation_type="dflash",
+    # assistant_model=...).
     name="hf-dflash",
     reader="transformers",
     notes=lambda sizes: [],
@@ -162,7 +167,7 @@ HF_DFLASH = replace(
 def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
     """Add the settings of the Markov and confidence heads to the DFlash config.
 
-    DeepSpec and vLLM expect them at the top level.
+    The settings are at the top level, where DeepSpec and vLLM read them.
     """
     config = _config(sizes)
     has_markov = sizes.markov_head != "none"
@@ -231,13 +236,13 @@ DSPARK = Layout(
 
 VLLM_DSPARK = replace(
     DSPARK,
-    # vLLM loads the folder by the option --speculative-config '{"method": "dspark", "model": FOLDER,
+    # To load the folder in vLLM, give --speculative-config '{"method": "dspark", "model": FOLDER,
     # ...}'.
     name="vllm-dspark",
     reader="vLLM",
     needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},
     notes=lambda sizes: [f"set num_speculative_tokens to {sizes.n_drafts}"],
-    # If this package did not write the folder, it is read with the layout ``dspark``.
+    # A folder that this package did not write is read with the layout ``dspark`` instead.
     recognises=lambda names, config: False,
 )

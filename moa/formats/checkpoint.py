@@ -1,8 +1,8 @@
-"""Reads and writes drafter checkpoints in our own layout and in those of other programs.
+"""Reads and writes drafter checkpoints in our own layout and in the layouts of other programs.
 
-Our own layout consists of ``drafter.safetensors`` and ``drafter.json`` (:class:`DrafterSizes`). A
-``drafter.json`` without a kind describes a Mixture of Attentions drafter. :data:`LAYOUTS` lists the
-layouts of other programs.
+Our own layout consists of two files: ``drafter.safetensors`` has the weights, and ``drafter.json``
+has the sizes (:class:`DrafterSizes`). If ``drafter.json`` does not state the kind of drafter, the
+kind is Mixture of Attentions. :data:`LAYOUTS` lists the layouts of other programs.
 """
 
 import json
@@ -50,13 +50,13 @@ _LAYOUT_CONFIG = "config.json"
 _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
-# The key in config.json under which moa-data records all sizes of the drafter, because a layout may
-# have no keys for some of them. Other programs ignore this key.
+# The key in config.json under which moa-data records all sizes of the drafter. Some layouts have
+# keys only for some of the sizes. Other programs ignore this key.
 _OWN_KEY = "moa_data"
 # Keys of config.json that say whether layers have biases or norms. An absent key means false.
 _FLAGS = ("attention_bias", "qkv_bias", "mlp_bias", "bias", *EAGLE3_FLAGS)
-# Keys of config.json that moa-data has derived from the sizes under its own key. They must still
-# have these values when a folder is read.
+# Keys of config.json whose values moa-data derives from the sizes that it records under its own
+# key. When a folder is read, the values must still follow from these sizes.
 _IMPLIED_KEYS = {
     "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
@@ -64,8 +64,8 @@ _IMPLIED_KEYS = {
     "enable_confidence_head", "confidence_head_with_markov", *_FLAGS,
 }  # fmt: skip
 
-# Layouts by name. The order matters: a folder that this package did not write is read with the
-# first layout that recognises it.
+# Layouts by name. The order of the layouts matters: if this package did not write a folder, the
+# folder is read with the first layout that recognises it.
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
@@ -91,7 +91,8 @@ LAYOUTS: dict[str, Layout] = {
 def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     """Write a drafter in our own layout, and sync the files to disk.
 
-    ``drafter.json`` is written last. A folder without this file contains no drafter.
+    ``drafter.json`` is written last, because a folder without this file counts as a folder without
+    a drafter.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,14 +158,15 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
     """Load the drafters of a target, in the order of the folders.
 
     Returns:
-        Name -> drafter. The name is that of the folder, or of its parent folder if the folder is
-        named ``drafter``. If a name is already taken, an apostrophe is appended to it.
+        Name -> drafter. The name of a drafter is the name of its folder. If the folder is named
+        ``drafter``, it is the name of the parent folder. If another drafter already has the same
+        name, an apostrophe is appended.
     """
     loaded: dict[str, Drafter] = {}
     for folder in folders:
         drafter = load_drafter(folder, dtype, target.device)
         check_drafter_matches(drafter, target)
-        # Links are not resolved, so the name of a linked folder is the name of the link.
+        # Do not resolve symbolic links. The name of a linked folder is the name of the link.
         path = Path(folder).expanduser().absolute()
         name = path.parent.name if path.name == "drafter" else path.name
         while name in loaded:
@@ -178,11 +180,11 @@ def load_target_and_drafters(
 ) -> tuple[Target, dict[str, Drafter]]:
     """Load a target and drafters for decoding, and set the target's chat template.
 
-    The template gets the arguments with which the drafters' training chats were rendered.
+    The chat template gets the same arguments as when the drafters' training chats were rendered.
 
     Args:
-        settings: the settings of a target, such as ``config.TargetSettings``. Their arguments of
-            the template override those of the training chats.
+        settings: the settings of a target, such as ``config.TargetSettings``. The template
+            arguments in these settings override the arguments of the training chats.
         folders: folders of the drafters.
     """
     target = Target.load(
@@ -208,9 +210,9 @@ def build_drafter(
 
     Args:
         config: the sizes of the drafter.
-        weights: its weights. Wrong names or shapes of tensors are refused.
+        weights: the weights of the drafter. Wrong names or shapes of tensors are refused.
         source: where the weights come from, for error messages.
-        file_name: converts the name of a tensor to its name in the file, for error messages.
+        file_name: converts the name of a tensor to the name in the file, for error messages.
     """
     build = drafter_class(config.kind)
     with torch.device("meta"):
@@ -234,7 +236,7 @@ def export_problems(sizes: DrafterSizes) -> dict[str, list[str]]:
 
     Returns:
         Name of the format -> reasons why the program that reads the format would not run the
-        drafter as it was trained. The list is empty if it would.
+        drafter as it was trained. If there are no such reasons, the list is empty.
     """
     problems: dict[str, list[str]] = {}
     for name, layout in LAYOUTS.items():
@@ -300,7 +302,10 @@ def write_layout(
 def _layout_weights(
     drafter: Drafter, layout: Layout, dtype: torch.dtype, target: Mapping[str, Any]
 ) -> Weights:
-    """Convert the weights of a drafter, and the target's tensors, to a layout and a dtype."""
+    """Convert the weights of a drafter to a layout and a dtype.
+
+    The result includes copies of the target's tensors that the layout needs.
+    """
     state = {name: value.detach().cpu() for name, value in drafter.state_dict().items()}
     weights: Weights = {}
     for name, value in layout.pack(state, drafter.config).items():
@@ -318,11 +323,11 @@ def _layout_weights(
 
 
 def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], str]]:
-    """Read a drafter of another program's layout.
+    """Read a drafter in the layout of another program.
 
     Returns:
-        The drafter's sizes, its weights, and a function that converts their names to those in the
-        file.
+        The drafter's sizes, its weights, and a function that converts the name of a weight to its
+        name in the file.
     """
     config = read_json(folder / _LAYOUT_CONFIG, DrafterError)
     tensors = _renamed(_read_weight_file(folder), lambda name: name.removeprefix("model."), folder)
@@ -373,7 +378,7 @@ def _read_layout(folder: Path) -> tuple[DrafterSizes, Weights, Callable[[str], s
 
 
 def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> Weights:
-    """Rename tensors. Refuse two tensors that get the same name, because they may differ."""
+    """Rename tensors. Refuse two tensors that get the same name: their values may differ."""
     renamed: Weights = {}
     for name, value in weights.items():
         own_name = rename(name)
@@ -387,20 +392,22 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
 
 
 def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, folder: Path) -> None:
-    """Refuse a config.json in which a key contradicts the sizes that moa-data recorded in it.
+    """Refuse a config.json in which a key contradicts the sizes that moa-data has recorded there.
 
-    Other programs read only their own keys, and so would run another drafter.
+    Other programs read only their own keys, so they would run a drafter with other sizes.
     """
-    # The target's config may be empty, because its keys are not compared.
+    # An empty config stands for the target's config, because keys of the target's config are not
+    # compared.
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
     if "hidden_act" in written:
-        # The config describes the drafter and not the target, so it calls only for written biases.
+        # This config.json describes the drafter and not the target. So a flag that is absent in
+        # ``written`` means that the drafter has no such bias or norm.
         written = dict.fromkeys(_FLAGS, False) | written
     layers = nested(config, LAYERS_KEY)
     for found in (config, layers, *(nested(part, "rope_parameters") for part in (config, layers))):
         for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
-            # Null means false.
+            # Treat null as false.
             if (found[key] or False) != written[key]:
                 raise DrafterError(
                     f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} "
@@ -413,29 +420,30 @@ def _check_ignored(
 ) -> None:
     """Check tensors that are not used here, such as copies of target tensors.
 
-    Other programs may use them, and values that are not finite mean that the file is damaged.
+    Other programs may use these tensors. Values that are not finite show that the file is damaged.
 
     Args:
-        needed: names of tensors that must be in the file, because we wrote them.
+        needed: names of tensors that must be in the file, because this package wrote them.
     """
     n_rows = {LM_HEAD: len(tensors["d2t"])} if "d2t" in tensors else {}
-    # For an independent drafter, the unused tensor is a copy of its own embeddings, which have the
-    # drafter's width.
+    # In the file of an independent drafter, the unused tensor is a copy of the drafter's own
+    # embeddings, so it has the drafter's width.
     width = getattr(sizes, "independent_width", sizes.hidden_size)
     for name in layout.ignored:
         if name in tensors or name in needed:
             check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
             values = tensors[name]
-            # Convert tensors of other dtypes, such as float8, because PyTorch cannot compute their
-            # smallest and largest values.
+            # Convert tensors of other dtypes, such as float8. PyTorch cannot compute the smallest
+            # and largest values of such tensors.
             checked = values if values.dtype in FLOATS else values.float()
             check_finite({name: checked}, "the drafter's file of weights", DrafterError)
 
 
 def _read_weight_file(folder: Path) -> Weights:
-    """Read all tensors of ``model.safetensors``, of its shards, or of ``pytorch_model.bin``.
+    """Read all tensors of a folder.
 
-    The first of these that exists is read.
+    They are read from the first of these that exists: ``model.safetensors``, the safetensors files
+    in ``model.safetensors.index.json``, ``pytorch_model.bin``.
     """
     if (folder / _LAYOUT_WEIGHTS).is_file():
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)
@@ -460,7 +468,7 @@ def _read_weight_file(folder: Path) -> Weights:
 
 
 def _read_shards(index: Path) -> Weights:
-    """Read all tensors of the safetensors files that an index names."""
+    """Read all tensors of the safetensors files that are listed in an index file."""
     weight_map = read_json(index, DrafterError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DrafterError(

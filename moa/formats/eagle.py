@@ -1,39 +1,42 @@
 """Layouts of EAGLE, EAGLE-2 and EAGLE-3 drafters, as other programs store them.
 
-A drafter of EAGLE is also a drafter of EAGLE-2, which differs only in the shape of the drafts.
-There are four layouts for these drafters: for the EAGLE authors' code, vLLM, SGLang, and the MoA
-authors' code. vLLM and SGLang share one layout for EAGLE-3.
+EAGLE and EAGLE-2 have the same drafters, and differ only in the shape of the drafts. There are four
+layouts for these drafters: for the EAGLE authors' code, vLLM, SGLang, and the MoA authors' code.
+For EAGLE-3 there is one layout, which vLLM and SGLang read.
 
 In the EAGLE authors' code, vLLM and SGLang, the first layer of EAGLE has no norm before its
-attention. If a drafter was trained with this norm, its layers become the second and later layers of
-the file. The first layer of the file then has output projections of zero, so it returns its input
-unchanged. The cost is that one more layer is run.
+attention. But a drafter of this package may have been trained with this norm. An export then
+inserts a first layer whose weights are zero except for norms, so this layer returns its input
+unchanged. The layers of the drafter become the second and later layers of the file, which have the
+norm. The cost is that one more layer is run.
 
 Sources for EAGLE (vLLM and SGLang use the target's embeddings and LM head):
 
 - SafeAILab/EAGLE ``eagle/model/cnets1.py``, ``eagle/model/ea_model.py``,
-  ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``: unexpected or missing tensors raise an error. The
-  default of ``bias`` in config.json is true.
+  ``eagle/train/EAGLE-LLaMA3-Instruct-8B.json``: unexpected or missing tensors raise an error. If
+  config.json has no ``bias``, the value is true.
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py``: ``fc`` has no bias. An unknown
   tensor name raises a KeyError.
 - vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: ``LlamaForCausalLM`` becomes
   ``EagleLlamaForCausalLM``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py``: ``fc`` has a
-  bias. If the file has no bias, the bias of ``fc`` stays random. Only Qwen2 has attention biases.
+  bias. If the file does not contain this bias, its values stay random. Only Qwen2 has attention
+  biases.
 - huawei-noah/HEBO, branch ``mixture-of-attentions``, ``moa_spec/models/train/eagle.py``.
 
 Sources for EAGLE-3:
 
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle3.py``: ``midlayer.`` is read as
-  ``layers.0.``. Its q, k and v projections have inputs of width 2E. To get the token id of a draft,
-  vLLM adds the draft's entry of ``d2t`` to its index in the draft vocabulary. It refuses a file
-  with ``d2t`` if the draft vocabulary has all tokens. ``t2d`` is ignored. If the file has no
-  embeddings, vLLM uses the target's.
-- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is
-  kept if it ends in ``Eagle3``.
+  ``layers.0.``. The q, k and v projections of this layer have inputs of width 2E. ``d2t`` has an
+  offset for each token of the draft vocabulary. To get the token id of a draft, vLLM adds the
+  offset to the draft's index in the draft vocabulary. vLLM refuses a file with ``d2t`` if the draft
+  vocabulary has all tokens. vLLM ignores ``t2d``. If the file has no embeddings, vLLM uses the
+  target's.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is not
+  changed if it ends in ``Eagle3``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names of tensors are the same
-  as in vLLM. ``draft_vocab_size`` is required. A missing tensor stays random without an error. A
-  true ``bias`` would add biases to fc and to the attention.
+  as in vLLM. config.json must have ``draft_vocab_size``. If a tensor is missing, its values stay
+  random, without an error. If ``bias`` were true, ``fc`` and the attention would have biases.
 - SafeAILab/EAGLE ``eagle/traineagle3/config.json``.
 """
 
@@ -59,12 +62,13 @@ def _renumbered(name: str, shift: int) -> str:
 
 
 def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
-    """Multiply those columns of the layer ``fc`` that are applied to embeddings by a scale.
+    """Multiply the columns of the layer ``fc`` that are applied to embeddings by a scale.
 
-    The product is exact if the scale is a power of two.
+    The products are exact if the scale is a power of two.
     """
     fc_weight = weights.get("fc.weight")
-    # Return a tensor that is missing or does not fit unchanged. `find_problems` refuses it later.
+    # If this tensor is missing or has a wrong shape or dtype, change nothing. `find_problems`
+    # refuses the weights later.
     if fc_weight is None or fc_weight.dim() != 2 or fc_weight.dtype not in FLOATS:
         return weights
     fc_weight = fc_weight.clone()
@@ -75,8 +79,9 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
 def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> Weights:
     """Convert weights for programs whose first layer has no norm before its attention.
 
-    The scale of the embeddings is multiplied into ``fc``. If the drafter's own first layer has such
-    a norm, it becomes the second layer, after an inserted layer that returns its input unchanged.
+    The scale of the embeddings is multiplied into ``fc``. If the drafter's first layer has such a
+    norm, a layer is inserted before it, which returns its input unchanged. The drafter's first
+    layer then becomes the second layer of the file.
     """
     weights = _scaled(weights, sizes, sizes.eagle_embedding_scale)
     packed: Weights = {}
@@ -143,8 +148,8 @@ def _config(sizes: EagleSizes, target_config: Any, **more: Any) -> dict[str, Any
 
 def _sglang_config(sizes: EagleSizes, target_config: Any) -> dict[str, Any]:
     family, model_type = ("Qwen2", "qwen2") if sizes.qkv_bias else ("Llama", "llama")
-    # If ``bias`` were true, SGLang would add attention biases. A Qwen2 layer has biases of q, k and
-    # v in any case.
+    # If ``bias`` were true, SGLang would add attention biases. A Qwen2 layer always has biases of
+    # q, k and v, so it needs no ``bias``.
     return _config(
         sizes,
         target_config,
@@ -179,9 +184,9 @@ def _read_sizes(
 
 def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
     # In the EAGLE authors' code, the first layer has no norm before its attention. If the file has
-    # such a norm, this tensor is refused as unexpected.
+    # such a norm, it is refused later as an unexpected tensor.
     layout.check_bias(config, "bias", weights, "fc.bias")
-    # In SGLang's folders, ``bias`` says whether the attention has biases, and fc always has a bias.
+    # In folders for SGLang, ``bias`` is true if the attention has biases. ``fc`` always has a bias.
     is_for_sglang = "CausalLMEagle" in str(config.get("architectures"))
     if config.get("bias") is False and not is_for_sglang and "fc.bias" in weights:
         _check_zero_bias(weights)
@@ -196,7 +201,7 @@ EAGLE = Layout(
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
     needs=(layout.EMBEDDINGS,),
-    # With linear scaling of RoPE, the EAGLE authors' code ignores rope_theta.
+    # If RoPE has linear scaling, the EAGLE authors' code ignores rope_theta. So refuse scaled RoPE.
     unfit=lambda sizes: [
         *layout.unfilled_width(sizes),
         *[
@@ -211,8 +216,8 @@ EAGLE = Layout(
     ),
     pack=_pack,
     unpack=_unpack,
-    # Exclude files of EAGLE-3 with vLLM's tensor names. They have numbered layers too, but also a
-    # hidden_norm.
+    # Do not recognise files of EAGLE-3 with vLLM's tensor names. Such files have numbered layers
+    # too, but they also have a hidden_norm.
     recognises=lambda names, config: (
         "fc.weight" in names
         and any(name.startswith("layers.0.") for name in names)
@@ -222,7 +227,7 @@ EAGLE = Layout(
 )
 VLLM_EAGLE = replace(
     EAGLE,
-    # The user loads the folder with --speculative-config '{"method": "eagle", "model": FOLDER,
+    # To load the folder in vLLM, give --speculative-config '{"method": "eagle", "model": FOLDER,
     # ...}'.
     name="vllm-eagle",
     reader="vLLM",
@@ -230,13 +235,13 @@ VLLM_EAGLE = replace(
     requires={"eagle_fc_bias": (False,)},
     unfit=lambda sizes: [],
     config=partial(_config, bias=False),  # A true ``bias`` would add attention biases.
-    # If this package did not write the folder, it is read with the layout ``eagle``.
+    # A folder that this package did not write is read with the layout ``eagle`` instead.
     recognises=lambda names, config: False,
 )
 SGLANG_EAGLE = replace(
     VLLM_EAGLE,
-    # The user loads the folder with --speculative-algorithm EAGLE --speculative-draft-model-path
-    # FOLDER.
+    # To load the folder in SGLang, give --speculative-algorithm EAGLE
+    # --speculative-draft-model-path FOLDER.
     name="sglang-eagle",
     reader="SGLang",
     requires={},
@@ -249,7 +254,8 @@ SGLANG_EAGLE = replace(
 def _moa_own_name(name: str) -> str:
     """Rename a tensor: ``spec_model_fc.x`` to ``fc.x``, and ``spec_model.0.x`` to ``layers.0.x``.
 
-    In a file with a single layer, names have no layer number: ``spec_model.x``.
+    In a file with a single layer, names have no layer number. Then ``spec_model.x`` becomes
+    ``layers.0.x``.
     """
     if name.startswith("spec_model."):
         rest = name.removeprefix("spec_model.")
@@ -274,7 +280,7 @@ MOA_EAGLE = Layout(
     file_name=lambda name: name.replace("fc.", "spec_model_fc.").replace("layers.", "spec_model."),
     own_name=_moa_own_name,
     recognises=lambda names, config: "spec_model_fc.weight" in names,
-    # A drafter of the MoA authors' code always has the norm.
+    # Drafters of the MoA authors' code always have a norm before the attention of the first layer.
     read_sizes=lambda weights, config: replace(
         _read_sizes(weights, EagleSizes.from_target(parse_facts(config, "config.json")).to_dict()),
         eagle_input_norm=True,
@@ -296,8 +302,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
         "mlp_bias": False,
         "bias": False,
         "draft_vocab_size": sizes.draft_vocabulary,
-        # vLLM and SGLang count the output of layer k in different ways: vLLM as k + 1, SGLang as k.
-        # vLLM prefers the key at the top level, SGLang reads the key in ``eagle_config``.
+        # The output of layer k has the id k + 1 in vLLM, and the id k in SGLang. vLLM prefers the
+        # key at the top level. SGLang reads the key in ``eagle_config``.
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
@@ -311,8 +317,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
     facts = layout.drafter_facts(config)
     key = "eagle_aux_hidden_state_layer_ids"
     eagle_config = layout.nested(config, "eagle_config")
-    # Refuse keys that would change the computation in a way that is not implemented. The values in
-    # this dict do not change the computation.
+    # Refuse keys that would change the computation in a way that is not implemented. Only null and
+    # the values in this dict are accepted.
     for name, plain in {
         "use_aux_hidden_state": True,
         "logit_scale": 1,
@@ -335,9 +341,10 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
     }
     for name in EAGLE3_FLAGS:
-        # ``fc_norm`` is also true if the file has tensors with this name.
+        # A flag is also true if the file has tensors with its name, such as ``fc_norm.0.weight``.
         read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
-    # TensorRT-LLM reads this key in ``eagle_config``. The other keys are at the top level only.
+    # TensorRT-LLM reads ``norm_before_fc`` in ``eagle_config``. The other keys are always at the
+    # top level.
     read["norm_before_fc"] = bool(eagle_config.get("norm_before_fc", read["norm_before_fc"]))
     return Eagle3Sizes.from_dict(
         facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read
@@ -347,8 +354,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
     """Return the tensors ``d2t`` and ``t2d`` of a drafter that can draft all tokens.
 
-    Files of such drafters do not contain the two tensors, because vLLM refuses them. For a drafter
-    with a reduced vocabulary, the result is empty.
+    For such a drafter, vLLM refuses a file with ``d2t``, so the file contains neither of the two
+    tensors. For a drafter with a reduced vocabulary, the result is empty.
     """
     n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
     made = {
@@ -359,7 +366,7 @@ def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
 
 
 def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
-    """Leave out the tensors of :func:`_full_vocabulary`."""
+    """Remove the tensors that :func:`_full_vocabulary` returns."""
     packed = dict(weights)
     for name in _full_vocabulary(sizes):
         packed.pop(name, None)
@@ -367,7 +374,8 @@ def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
 
 
 EAGLE3 = Layout(
-    # vLLM loads the folder with "method": "eagle3", SGLang with --speculative-algorithm EAGLE3.
+    # To load the folder, give "method": "eagle3" in vLLM, or --speculative-algorithm EAGLE3 in
+    # SGLang.
     name="eagle3",
     kind=Eagle3Sizes.kind,
     reader="vLLM and SGLang",

@@ -11,5 +11,6 @@ FORMATS: dict[str, dict[str, tuple[str, str]]] = {
 }  # fmt: skip
 """Engine -> kind of drafter -> (format that the engine reads, name of the method in the engine)."""
 
-# Methods with which engines always draft a whole draft block, whatever number of drafts is set.
+# Names of methods that always draft a whole block. With them, an engine ignores the number of
+# drafts in its settings.
 WHOLE_BLOCKS = ("dflash",)

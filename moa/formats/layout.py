@@ -21,9 +21,9 @@ from ..targets.facts import rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-ACTIVATION = "silu"  # the activation function of all drafters, as transformers names it
-Weights = dict[str, Tensor]  # tensors by name, from a file or a drafter's state dict
-ForeignConfig = Mapping[str, Any]  # content of a config.json that another program wrote
+ACTIVATION = "silu"  # The name in transformers of the activation function of all drafters.
+Weights = dict[str, Tensor]  # Tensors by name, from a file or a drafter's state dict.
+ForeignConfig = Mapping[str, Any]  # The content of a config.json that another program wrote.
 NO_CONFIG: ForeignConfig = MappingProxyType({})
 
 
@@ -35,40 +35,42 @@ def _unchanged(given: Any, sizes: Any = None) -> Any:
 class Layout:
     """How another program stores one kind of drafter.
 
-    The functions take ``sizes``, the drafter's sizes, and ``names``, names of tensors.
+    In the functions, ``sizes`` are the drafter's sizes, and ``names`` are the names of its tensors.
     """
 
-    name: str  # name of the layout on the command line
-    # Kind of drafter that this layout stores, see ``registry.DRAFTERS``.
+    name: str  # Name of the layout on the command line.
+    # Kind of drafter that this layout stores, a key of ``registry.DRAFTERS``.
     kind: str
-    reader: str  # name of the program that reads the layout, for messages
-    # What writing a folder needs of the target: ``config`` for its transformers config, and the
-    # names of its tensors that are copied into the file.
+    reader: str  # Name of the program that reads the layout, for messages.
+    # What is needed from the target to write a folder: the names of target tensors that are copied
+    # into the file, and ``config`` if the target's transformers config is needed.
     needs: tuple[str, ...] = ()
     # Names of tensors in the file that are not read, because they are copies of target tensors.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
-    # Name of a size -> the allowed values of this size. With other values, the program that reads
-    # the layout would not run the drafter as it was trained.
+    # Name of a size -> allowed values. If a size has another value, the program that reads the
+    # layout would not run the drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Returns further reasons why the program that reads the layout would not run the drafter as it
+    # Returns other reasons why the program that reads the layout would not run the drafter as it
     # was trained.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
-    # Makes config.json from the sizes and the target's transformers config, which may be None.
+    # Makes config.json from the drafter's sizes and the target's transformers config. The target's
+    # config may be None.
     config: Callable[[Any, Any], dict[str, Any]]
     # Converts the name of a tensor in the drafter's state dict to its name in the file.
     file_name: Callable[[str], str] = _unchanged
-    # Converts the name of a tensor in the file to its name in the drafter's state dict. It knows the
-    # names of all versions of the other program.
+    # Converts the name of a tensor in the file to its name in the drafter's state dict. This works
+    # for the files of all versions of the other program.
     own_name: Callable[[str], str] = _unchanged
-    # Converts the drafter's tensors to those of the file. The tensors are renamed afterwards.
+    # Converts the drafter's tensors to the tensors of the file. ``file_name`` is applied after it.
     pack: Callable[[Weights, Any], Weights] = _unchanged
-    # Converts the tensors of the file back. They have been renamed before.
+    # Converts the tensors of the file to the drafter's tensors. ``own_name`` is applied before it.
     unpack: Callable[[Weights, Any], Weights] = _unchanged
-    # The next two functions are for folders that this package did not write. ``recognises`` checks
-    # whether a folder has this layout, by the tensor names of the file without the prefix
-    # ``model.`` and by config.json. ``read_sizes`` gets the tensors after renaming.
+    # The next two functions are for folders that this package did not write. ``recognises`` returns
+    # whether a folder has this layout. Its arguments are config.json and the tensor names of the
+    # file, without the prefix ``model.``. ``read_sizes`` reads the drafter's sizes. Its arguments
+    # are config.json and the tensors after renaming.
     recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
 
@@ -102,7 +104,10 @@ def target_keys(sizes: DrafterSizes) -> dict[str, Any]:
 
 
 def llama_config(sizes: Any) -> dict[str, Any]:
-    """Return the keys of config.json that describe a drafter's decoder layers for all engines."""
+    """Return the keys of config.json that describe a drafter's decoder layers.
+
+    All engines read these keys.
+    """
     return target_keys(sizes) | {
         "hidden_act": ACTIVATION,
         "intermediate_size": sizes.self_attention_mlp_width,
@@ -116,8 +121,8 @@ def llama_config(sizes: Any) -> dict[str, Any]:
 def rope_keys(sizes: DrafterSizes) -> dict[str, Any]:
     """Return the RoPE keys of config.json.
 
-    Both the keys of transformers 4 and those of transformers 5 are included. Each engine reads one
-    of the two forms.
+    The result has the keys of transformers 4 and the keys of transformers 5. Each engine reads the
+    keys of one of these two versions.
     """
     parameters = dict(sizes.rope_parameters)
     keys: dict[str, Any] = {
@@ -139,7 +144,7 @@ def is_rope_scaled(sizes: DrafterSizes) -> bool:
 def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
     """Yield a reason against the layout if the head dim is not the width / the number of heads.
 
-    Programs with such layouts compute the head dim in this way.
+    This is for layouts of programs that always compute the head dim as this quotient.
     """
     if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
         yield (
@@ -202,7 +207,7 @@ def layer_facts(
     """Read the sizes of a decoder layer from the shapes of its tensors.
 
     Args:
-        layer: prefix of the names of the layer's tensors, without the trailing dot.
+        layer: prefix of the names of the layer's tensors, without the dot at its end.
         config: the drafter's config.json. It is refused if it contradicts the tensors.
     """
     keys = f"{layer}.self_attn.k_proj.weight"
@@ -223,8 +228,8 @@ def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, nam
 
     Args:
         key: the key of the size in config.json. A config.json without this key is accepted.
-        size: the size according to the shape of the tensor.
-        name: name of the tensor in messages.
+        size: the value of the size that follows from the shape of the tensor.
+        name: name of the tensor.
     """
     if (value := config.get(key)) is not None and value != size:
         raise DrafterError(
@@ -234,7 +239,7 @@ def check_size(config: ForeignConfig, key: str, size: int, weights: Weights, nam
 
 
 def check_bias(config: ForeignConfig, key: str, weights: Weights, name: str) -> None:
-    """Refuse a config.json in which a key calls for a bias that the file does not have."""
+    """Refuse a config.json in which a key requires a bias that is not in the file of weights."""
     if config.get(key) and name not in weights:
         raise DrafterError(
             f"config.json has {key} true, but the tensor {name} is missing. Restore the original "
@@ -243,7 +248,7 @@ def check_bias(config: ForeignConfig, key: str, weights: Weights, name: str) -> 
 
 
 def check_shape(weights: Weights, name: str, shape: list[int]) -> None:
-    """Refuse a tensor that is missing, or has another shape than the drafter's sizes imply."""
+    """Raise DrafterError if a tensor is missing, or if its shape is not the expected shape."""
     if name not in weights:
         raise DrafterError(f"the tensor {name} {shape} is missing. Restore the file of weights.")
     found = list(weights[name].shape)
@@ -255,7 +260,7 @@ def check_shape(weights: Weights, name: str, shape: list[int]) -> None:
 
 
 def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
-    """Count the numbered layers of a file. A config.json with a different number is refused."""
+    """Count the numbered layers of a file. Refuse a config.json with a different number."""
     names = [name for name in weights if name.startswith("layers.")]
     n_layers = len({name.split(".")[1] for name in names})
     if names:
@@ -266,16 +271,17 @@ def count_layers(weights: Weights, config: ForeignConfig = NO_CONFIG) -> int:
 def with_draft_vocabulary(weights: Weights, n_tokens: int) -> Weights:
     """Add the tensor ``t2d`` to weights that contain only ``d2t``.
 
-    ``d2t`` has the distance from the id of each draft token to its id in the target's vocabulary.
-    ``t2d`` says for each of the target's ``n_tokens`` tokens whether it is a draft token.
+    ``d2t`` has one entry per draft token: the difference between its id in the target's vocabulary
+    and its index in the draft vocabulary. ``t2d`` has one bool for each of the target's
+    ``n_tokens`` tokens, true if the token is a draft token.
     """
     if "d2t" in weights:
         check_shape(weights, "d2t", [weights["d2t"].numel()])
     if "d2t" in weights and "t2d" not in weights:
         tokens = weights["d2t"].long() + torch.arange(len(weights["d2t"]))
         marked = torch.zeros(n_tokens, dtype=torch.bool)
-        # Clamp ids outside the vocabulary here. ``Drafter.check_weights`` refuses such a ``d2t``
-        # later.
+        # Clamp ids that are outside the vocabulary, to avoid an IndexError here.
+        # ``Drafter.check_weights`` refuses such a ``d2t`` later.
         marked[tokens.clamp(0, n_tokens - 1)] = True
         return weights | {"t2d": marked}
     return weights
@@ -295,11 +301,11 @@ def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
 
 
 def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
-    """Read the ids of the target layers that a drafter reads, and convert them to start from 0.
+    """Read the ids of the target layers that a drafter reads. The results are counted from 0.
 
     Args:
-        given: pairs of a list of ids and the id of the first layer in this list (0 or 1). The first
-            list that is not empty is used.
+        given: pairs of a list of ids, and the id that the first target layer has in this list (0 or
+            1). The first list that is not empty is used.
     """
     for ids, first in given:
         if ids:
@@ -310,7 +316,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     "config.json."
                 )
             return tuple(layer - first for layer in ids)
-    # Refuse the file. Do not guess the layers from the target's number of layers.
+    # Refuse the file, because guessed layers could be wrong.
     raise DrafterError(
         "config.json does not say which layers of the target the drafter reads. Restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -2,12 +2,12 @@
 
 Sources, all in huawei-noah/HEBO, branch ``mixture-of-attentions``:
 
-- Tensors in the authors' own code: constructor and ``save_pretrained`` in
+- Tensors of the authors' own code: see the constructor and ``save_pretrained`` in
   ``moa_spec/models/train/{moa_spec,cross_attention}.py``.
-- config.json for the fork of vLLM: ``vllm/convert_checkpoint.py`` writes it, and
+- config.json of the fork of vLLM: ``vllm/convert_checkpoint.py`` writes this file, and
   ``vllm/vllm/transformers_utils/configs/moa_spec.py`` reads it.
-- Tensors in the fork of vLLM: ``load_weights`` in
-  ``vllm/vllm/model_executor/models/moa_spec.py``, which fuses q, k and v, and gate and up.
+- Tensors of the fork of vLLM: see ``load_weights`` in
+  ``vllm/vllm/model_executor/models/moa_spec.py``. The function fuses q, k and v, and gate and up.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ from ..targets.facts import parse_facts
 from . import layout
 from .layout import Layout, Weights
 
-# Name of a decoder block in the MoA authors' weights and config.json -> its name in our sizes.
+# Name of a decoder block in the MoA authors' weights and config.json -> prefix of the block's
+# sizes in :class:`MoASizes`.
 _BLOCKS = {
     "self_attention": "self_attention",
     "cross_attention": "cross_attention",
@@ -30,7 +31,10 @@ _KEY = "layer_self_attention.self_attn.q_proj.weight"
 
 
 def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
-    """Infer a drafter's sizes from shapes of the MoA authors' weights and the target's config."""
+    """Infer a drafter's sizes from the shapes of its weights and from the target's config.
+
+    The weights have the names of the MoA authors' code.
+    """
     base = MoASizes.from_target(target_config).to_dict()
     return _sizes(
         weights, {name: value for name, value in base.items() if "attention_" not in name}
@@ -38,9 +42,9 @@ def sizes_from_official(weights: Weights, target_config: Any) -> MoASizes:
 
 
 def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
-    # Layer self-attention has the target's number of heads. Derive its head dim from q_proj,
-    # because the MoA authors' code rounds the head dim down if the number of heads does not divide
-    # the KV width.
+    # Layer self-attention has the target's number of heads. If this number does not divide the KV
+    # width, the MoA authors' code rounds the head dim down. So derive the head dim from the shape
+    # of q_proj.
     n_heads = facts["n_heads"]
     head_dim = facts["head_dim"]
     layer_head_dim = max(1, layout.rows(weights, _KEY) // n_heads)
@@ -51,7 +55,7 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
             layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
         )
         values[f"{our_name}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
-    # These settings are those of the drafter in the Mixture of Attentions paper.
+    # The drafter in the Mixture of Attentions paper has these settings.
     values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     return MoASizes.from_dict(values)
@@ -168,7 +172,7 @@ MOA_VLLM = replace(
     reader="the MoA authors' fork of vLLM",
     needs=(),
     # The fork of vLLM ignores the biases of q, k and v, and does not run the target's last layers
-    # on drafts. So it would compute other drafts for drafters with such biases or layers.
+    # on drafts. A drafter that needs one of the two would draft other tokens in this fork.
     requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
     unfit=_vllm_unfit,
     notes=lambda sizes: [],

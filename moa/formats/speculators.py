@@ -1,12 +1,12 @@
 """Layouts of drafters for speculators (vllm-project/speculators 0.9). vLLM loads these layouts too.
 
 The drafters are EAGLE-3, DFlash and DSpark. In config.json, ``transformer_layer_config`` has the
-sizes, and ``speculators_config`` names the target. ``from_pretrained`` of speculators takes the
-embeddings and the LM head from the target, whose name or path is in ``verifier.name_or_path``. The
-ids of the target layers whose outputs the drafter reads are counted from 1.
+sizes, and ``speculators_config`` names the target. ``from_pretrained`` of speculators loads the
+embeddings and the LM head of the target, whose name or path is in ``verifier.name_or_path``. The
+ids of the target layers that the drafter reads are counted from 1. With a reduced vocabulary, the
+LM head of DFlash and DSpark consists of rows of the target's LM head.
 
-Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and ``model.py``. With a
-reduced vocabulary, the LM head of DFlash and DSpark consists of rows of the target's LM head.
+Sources: ``src/speculators/models/{eagle3,dflash,dspark}/{config,core}.py`` and ``model.py``.
 """
 
 from collections.abc import Mapping
@@ -37,9 +37,9 @@ _HEADS = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-# The keys that are read for each type of drafter, with the values that absent keys have.
-# ``embed_requires_grad`` is not listed, so a drafter with a true value is refused. Such a drafter
-# has embeddings of its own, not the target's.
+# For each type of drafter, the keys that are read, and the values that are used if keys are absent.
+# The key ``embed_requires_grad`` is not listed, so a drafter in which it is true is refused. Such a
+# drafter has its own embeddings in place of the target's embeddings.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,
@@ -97,8 +97,8 @@ def _eagle3_config(sizes: Eagle3Sizes, target_config: Any) -> dict[str, Any]:
 def _block_config(
     name: str, sizes: BlockDrafterSizes, target_config: Any, **heads: Any
 ) -> dict[str, Any]:
-    # ``sliding_window_non_causal`` is left out, because vLLM 0.32 makes the blocks of all layers
-    # causal if the value is false.
+    # Leave ``sliding_window_non_causal`` out. If its value is false, vLLM 0.32 makes the blocks of
+    # all layers causal.
     layers = [layer + 1 for layer in sizes.fused_layers]
     block_keys = zip(
         _BLOCK_KEYS,
@@ -124,7 +124,7 @@ def _dspark_config(sizes: DSparkSizes, target_config: Any) -> dict[str, Any]:
 
 
 def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
-    """Merge the keys of config.json and of its layer config, and fill in the values of absent keys.
+    """Merge the keys of config.json and of its layer config, and add the values of absent keys.
 
     Raises:
         DrafterError: a key would change the computation in a way that is not implemented.
@@ -147,7 +147,7 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         }
         layers = AutoConfig.for_model(
             **layer_config
-            # ``to_dict`` also returns the keys that are absent, with their default values.
+            # ``to_dict`` adds absent keys with their default values.
         ).to_dict()
     merged = _OWN[kind] | dict(config) | layers
     merged["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get(
@@ -188,8 +188,9 @@ def _read_block(weights: Weights, config: ForeignConfig) -> Any:
 def _unpack_block(weights: Weights, sizes: BlockDrafterSizes) -> Weights:
     """Convert the weights of a drafter with a reduced vocabulary to the full vocabulary.
 
-    In the Markov head, the rows of draft tokens move to the rows of the same tokens in the full
-    vocabulary. The other rows are zero, and the drafter sets the logits of their tokens to -inf.
+    In the Markov head, the row of each draft token is moved to the index of the same token in the
+    full vocabulary. The rows of all other tokens are zero. The drafter sets the logits of these
+    tokens to -inf.
     """
     weights = layout.with_draft_vocabulary(weights, sizes.vocab_size)
     unpacked = dict(weights)
@@ -226,8 +227,8 @@ SPECULATORS_EAGLE3 = replace(
     requires={"qkv_bias": (False,)},
     unfit=lambda sizes: [],
     config=_eagle3_config,
-    # Write the target's embeddings into the file. Without them, from_pretrained would make random
-    # embeddings (transformers 5.19).
+    # Write the target's embeddings into the file. If they are missing, from_pretrained of
+    # transformers 5.19 initializes the embeddings at random.
     needs=("config", layout.EMBEDDINGS),
     file_name=lambda name: name.replace("midlayer.", "layers.0."),
     recognises=lambda names, config: config.get(_TYPE) == "eagle3",
@@ -253,6 +254,7 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    # Recognise every other type too. Then reading the folder raises an error that names the type.
+    # Recognise every other type too. Reading such a folder then raises an error that names the
+    # type.
     recognises=lambda names, config: _TYPE in config,
 )

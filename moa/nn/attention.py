@@ -1,4 +1,4 @@
-"""Attention of queries to keys and values. Device and mask decide which kernel computes it.
+"""Attention of queries to keys and values. The device and the mask decide which kernel is used.
 
 | device | mask | kernel |
 |---|---|---|
@@ -7,8 +7,9 @@
 | CUDA | any other mask | memory-efficient kernel, needs equal numbers of key and query heads |
 | any other case | any | PyTorch's fused kernel, supports grouped heads and masks |
 
-With a mask and grouped heads on CUDA, PyTorch falls back to its math kernel. This kernel
-materializes all scores: 4.6 GB per call for 16 sequences of 2,048 tokens and 32 heads.
+With a mask and grouped heads on CUDA, PyTorch would fall back to its math kernel. This kernel
+materializes all scores: 4.6 GB per call for 16 sequences of 2,048 tokens and 32 heads. To avoid
+this, keys and values are repeated until there are equal numbers of heads.
 
 Shapes: B batch, Q queries, S keys, H query heads, H_kv key/value heads, d head dim.
 """
@@ -26,7 +27,8 @@ from torch.nn.attention import flex_attention as flex
 from ...text import first_line
 from .masks import AnyMask, Mask
 
-# FlexAttention computes blocks of this many queries, so use it only from this number on.
+# Smallest number of queries for which FlexAttention is used. FlexAttention computes blocks of this
+# number of queries, so it would waste time with fewer queries.
 _MIN_FLEX_QUERIES = 128
 _FLEX_HEAD_DIMS = (16, 32, 64, 128, 256)
 _MAX_ERROR = 0.02
@@ -70,9 +72,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
 def attend_plainly(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Compute :func:`attend` with soft-capped scores and attention sinks.
+    """Compute attention as :func:`attend` does, but with soft-capped scores and attention sinks.
 
-    PyTorch's kernels support neither soft caps nor sinks.
+    PyTorch's ``scaled_dot_product_attention`` supports neither soft caps nor sinks.
 
     Args:
         q: [B, H, Q, d].
@@ -81,8 +83,9 @@ def attend_plainly(
         mask: [B or 1, Q, S] bool. If None, each query attends to all keys.
         cap: Soft cap: a tanh limits scores to the range from -cap to cap. If None, scores have no
             limit.
-        sinks: [H], an additional score for each head, as in gpt-oss. The sink takes a share of the
-            softmax's probability, but adds no value to the result. If None, there are no sinks.
+        sinks: [H], an additional score for each head, as in gpt-oss. This score takes part in the
+            softmax, but it has no value vector, so it only reduces the weights of all values. If
+            None, there are no sinks.
     """
     k = expand_heads(k.to(q.dtype), q.shape[1])
     v = expand_heads(v.to(q.dtype), q.shape[1])
@@ -118,10 +121,10 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend within many short sequences without a mask.
 
     Layer self-attention has such sequences: one per position, with the target's layers as tokens.
-    The result equals that of PyTorch's fused kernel.
+    PyTorch's fused kernel computes the same result.
     """
-    # On a CPU, PyTorch's fused kernel has a fixed cost for each sequence and head. Here one matrix
-    # product computes all query heads that share a key head.
+    # On a CPU, PyTorch's fused kernel has a fixed cost for each sequence and each query head. Here
+    # one matrix product computes all query heads that share a key head.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
     rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
@@ -134,18 +137,18 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attend with compiled FlexAttention, under a mask that is defined by rules."""
     rules = tuple(rule.__code__ for _, rule in mask.parts)
-    # FlexAttention needs a block mask, which says which blocks of scores it can skip. Build it only
-    # once, because all layers share the mask.
+    # FlexAttention needs a block mask, which lists the blocks of scores that it can skip. All
+    # layers have the same mask, so build the block mask only once and store it in ``mask``.
     if mask.block_mask is None:
         n_rows, n_queries, n_keys = mask.shape
 
         def rule(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            # The kernel passes the row of the batch as ``row``. If the mask has a single row, which
-            # all rows share, use row 0.
+            # The kernel passes the index of the batch row as ``row``. If the mask has a single row,
+            # all rows of the batch share it, so use index 0.
             return mask.sees(row if n_rows > 1 else row * 0, query, key)
 
-        # Compile the function that creates the block mask, too. Without compilation it would
-        # materialize the dense mask and intermediate tensors, 78 MB per row of 2,048 tokens.
+        # Compile the function that creates the block mask, too. Without compilation, this function
+        # would materialize the dense mask and intermediate tensors: 78 MB per row of 2,048 tokens.
         create = _compiled(flex.create_block_mask, rules)
         mask.block_mask = create(rule, n_rows, None, n_queries, n_keys, device=str(q.device))
     kernel = _compiled(flex.flex_attention, rules)
@@ -159,11 +162,12 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
     """Compile a function of FlexAttention for masks that are defined by the given rules.
 
-    Calling the compiled function raises an error if it needs more graphs than torch.compile keeps.
+    The rules of a mask are functions that decide which keys a query sees. Calling the compiled
+    function raises an error if it needs more graphs than torch.compile keeps.
     """
     # torch.compile keeps at most 8 graphs per function. Beyond this limit it would silently run the
-    # eager function, which materializes all scores. So masks with different rules (functions that
-    # decide which keys a query sees) get their own copies of the function.
+    # eager function, which materializes all scores. To stay below the limit, each combination of
+    # rules gets its own copy of the function.
     code = function.__code__.replace(
         co_name=f"{function.__name__}_{rules[0].co_qualname.split('.')[0]}"
     )
@@ -175,7 +179,7 @@ def _compiled(function: Any, rules: tuple[CodeType, ...]) -> Any:
 
 
 def _takes_flex(q: Tensor) -> bool:
-    # FlexAttention is not used for float32, because a global setting of PyTorch changes how it
+    # Do not use FlexAttention for float32. A global setting of PyTorch changes how FlexAttention
     # rounds float32 products.
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     is_large = q.shape[2] >= _MIN_FLEX_QUERIES and q.shape[3] in _FLEX_HEAD_DIMS
@@ -190,8 +194,8 @@ def _flex_works(
 
     The reference is PyTorch's attention in float32.
     """
-    # Whether FlexAttention works depends on the compiler and on library versions. So compare its
-    # results with the reference once.
+    # FlexAttention can fail with some compilers and library versions. So compare its results with
+    # the reference once.
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(heads: int, n: int) -> Tensor:

@@ -1,10 +1,10 @@
 """Fused decoder layers of the Llama architecture, for calls of a few tokens on a CPU.
 
-If a layer processes only a few tokens, it spends as much time outside its matrix products as in
-them. So this module fuses Q, K and V into one product, and the gate and up projections into another
-product. It rotates queries and keys together, and runs the code before and after attention with
-TorchScript. Only float32 layers are fused: in other dtypes the fused operations would round
-intermediate results differently.
+If a layer processes only a few tokens, half of its time is spent outside its matrix products. This
+module reduces this time. It computes Q, K and V as one product, and the gate and up projections as
+another product. It rotates queries and keys together, and runs the code before and after attention
+with TorchScript. Only float32 layers are fused. In other dtypes, the fused operations would round
+intermediate results in another way than the original operations.
 
 Shapes: B rows, n tokens, E width, H query heads, H_kv key/value heads, d head dim,
 D = (H + 2 * H_kv) * d.
@@ -45,8 +45,8 @@ order of ``FusedWeights.products``.
 class FusedWeights:
     """The fused weights of a decoder layer."""
 
-    # The weights of the two fused products (QKV; gate and up), then those of the output and down
-    # projections.
+    # The packed weights of four products, in this order: Q, K and V (fused); gate and up (fused);
+    # output projection; down projection.
     products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
     # All weights and biases that the layer had when they were fused.
@@ -55,10 +55,10 @@ class FusedWeights:
     # or version.
     states: list[tuple[int, int]]
     # References that keep the memory of the weights allocated. Otherwise a new weight could get the
-    # address of an old one, and would be mistaken for it.
+    # address of a freed weight, and would be mistaken for the freed weight.
     held: list[Tensor]
-    # The next two fields are copies of attributes of the layer, because an attribute lookup on a
-    # module takes as long as a small tensor operation.
+    # The next two fields are copies of attributes of the layer. Looking up an attribute of a module
+    # takes as long as a small tensor operation.
     attention: Any
     n_kv_heads: int
 
@@ -86,11 +86,12 @@ def fuse_weights(layer: Any, is_exact: bool = True) -> FusedWeights | None:
 
     Args:
         layer: A decoder layer whose linear layers were packed by :func:`.packed.pack`.
-        is_exact: If true, weights that float16 cannot represent exactly stay in float32. Drafters
-            do not need this, because rounding changes only drafts.
+        is_exact: If true, weights that float16 cannot represent exactly stay in float32. False is
+            for drafters: rounded weights may change their drafts, but not the decoded text.
 
     Returns:
-        None if the layer has another architecture than Llama, is not float32, or is not packed.
+        The fused weights. None if the layer has another architecture than Llama, is not float32, or
+        is not packed.
     """
     try:
         o, down = _submodules(layer, PRODUCTS)
@@ -136,7 +137,10 @@ def _submodules(layer: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _fused(linears: Sequence[Any], is_exact: bool) -> Laid:
-    """Pack linear layers with the same input as one product. All or none of them have a bias."""
+    """Pack linear layers that have the same input as one product.
+
+    Either all of these layers have a bias, or none.
+    """
     weight = torch.cat([linear.weight for linear in linears])
     bias = None
     if linears[0].bias is not None:
@@ -196,7 +200,7 @@ def before_attention(
 def after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid
 ) -> Tensor:
-    """Compute the operations of a layer after attention.
+    """Run the operations of a layer after attention.
 
     Args:
         attended: The output of attention [B, n, H * d], before the output projection.

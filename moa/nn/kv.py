@@ -6,7 +6,7 @@ D = 2 * H_kv * d, S slots.
 For each token and layer, the packed layout is ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, with
 keys after RoPE (lines 117-119 of ``moa_spec/models/train/moa_spec.py`` in the MoA authors' code).
 The field ``kv`` of an activation store, ``[T, L, H_kv, 2, d]``, has the same order of values. So
-merging its last three axes into the packed layout is a view.
+its last three axes can be merged into the packed layout without a copy.
 """
 
 import copy
@@ -43,9 +43,10 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
 
 
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the keys of packed KV [n, L, D] by a rotation: cos and signed sin, each [n, d].
+    """Rotate the keys of packed KV [n, L, D]. The values stay unchanged.
 
-    With the inverse of RoPE as the rotation, the result has the keys before RoPE.
+    ``rotation`` is cos and signed sin, each [n, d]. If it is the inverse of RoPE, the result
+    contains the keys before RoPE.
     """
     cos, sin = rotation
     keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
@@ -57,10 +58,10 @@ def new_cache(has_state: Sequence[bool] = ()) -> Cache:
     """Make an empty transformers cache that keeps all positions.
 
     Args:
-        has_state: For each layer, whether it has a recurrent state instead of keys and values.
-            Empty if all layers have keys and values.
+        has_state: One bool per layer, true if the layer has a recurrent state instead of keys and
+            values. Empty if all layers have keys and values.
     """
-    # Do not build the cache from the model's config, because such a cache drops keys outside a
+    # Do not build the cache from the model's config, because that cache would drop keys outside a
     # sliding window. Drafters need the keys of all positions.
     if any(has_state):
         layers: list[Any] = []
@@ -75,7 +76,7 @@ def cache_layers(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """List the keys and the values of layers of a transformers cache, without copying them.
 
-    Each tensor is [B, H_kv, T, d]. ``chosen`` are the indices of the layers; by default all layers
+    Each tensor is [B, H_kv, T, d]. ``chosen`` are the indices of the layers. By default, all layers
     are listed.
     """
     every: list[Any] = list(cache.layers)
@@ -84,12 +85,12 @@ def cache_layers(
 
 
 class KVBuffer:
-    """A KV cache of L layers and B rows of different ``lengths``.
+    """A KV cache of L layers and B rows. The rows can have different ``lengths``.
 
-    All keys and values are in one tensor. A slot is the room for the key and value of one token,
-    and slot i of a row holds the token at position i. If there are too few slots, their number is
+    All keys and values are in one tensor. A slot is the memory for the key and value of one token.
+    Slot i of a row holds the token at position i. If there are too few slots, their number is
     doubled. The slots at or beyond a row's length hold undefined values, and later tokens overwrite
-    them. So dropping rejected drafts only changes the length, at the same cost for all sequences.
+    them. So rejected drafts are dropped by reducing the length, without copying any memory.
     """
 
     def __init__(self, n_rows: int = 1, n_slots: int = 256, n_layers: int = 1) -> None:
@@ -111,7 +112,7 @@ class KVBuffer:
 
     @property
     def capacity(self) -> int:
-        """Number S of allocated slots per row. A slot holds the key and value of one token."""
+        """S, the number of allocated slots per row. A slot holds the key and value of one token."""
         return 0 if self._buffer is None else self._buffer.shape[4]
 
     def append(
@@ -122,8 +123,8 @@ class KVBuffer:
         Args:
             keys: [B, H_kv, n, d].
             values: [B, H_kv, n, d].
-            counts: For each row, how many of the n tokens are not padding. If None, no token is
-                padding.
+            counts: For each row, the number of its n tokens that are not padding. If None, no token
+                is padding.
 
         Returns:
             All keys and values, [B, H_kv, max(lengths), d].
@@ -149,12 +150,12 @@ class KVBuffer:
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Keep some of the new tokens in each row, and drop the others.
 
-        New tokens are in the slots after the row's length. The kept tokens are moved next to the
-        row's other tokens, and count towards its length from then on.
+        New tokens are in the slots after the row's length. The tokens to keep are moved to the
+        first of these slots, and the length grows by their number.
 
         Args:
-            kept: For each row, the ascending indices of the new tokens to keep; 0 is the first new
-                token.
+            kept: For each row, the ascending indices of the new tokens to keep. The first new token
+                has the index 0.
         """
         for row, indices in enumerate(kept):
             start = self.lengths[row]
@@ -172,16 +173,17 @@ class KVBuffer:
 
     @torch.inference_mode()
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row as :func:`pack_kv` does: [B, n, L, D].
+        """Pack the KV of n consecutive positions of each row as :func:`pack_kv` does: [B, n, L, D].
 
-        The n positions of a row start at ``starts[row]``. Layers before ``first_layer`` are left
-        out.
+        The first of the n positions of a row is ``starts[row]``. Layers before ``first_layer`` are
+        left out.
         """
         return self._positions(starts, n_tokens, slice(first_layer, None)).flatten(3)
 
     def _positions(self, starts: Sequence[int], n_tokens: int, layers: slice) -> Tensor:
         """Take the KV of n positions of each row in some layers: [B, n, L, H_kv, 2, d]."""
-        # Positions beyond a row's length give undefined values, which the caller drops.
+        # If some of the positions are beyond a row's length, their values are undefined, and the
+        # caller drops them.
         if max(starts) + n_tokens > self.capacity:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, layers]
@@ -203,9 +205,10 @@ class KVBuffer:
         return taken
 
     def add_rows(self, other: "KVBuffer") -> None:
-        """Append the rows of another cache, which has the same number and size of heads.
+        """Append the rows of another cache.
 
-        The other cache must not be used afterwards.
+        Both caches must have the same number of heads and the same head dim. The other cache must
+        not be used afterwards.
         """
         full = other._buffer if self._buffer is None else self._buffer
         if full is not None:
@@ -220,8 +223,8 @@ class KVBuffer:
 
         Args:
             n_slots: Number of slots needed.
-            like: A tensor [B, H_kv, n, d]. A new buffer gets its dtype, device, and number and size
-                of heads.
+            like: A tensor [B, H_kv, n, d]. A new buffer gets the dtype, the device, the number of
+                heads and the head dim of this tensor.
         """
         if self._buffer is not None and n_slots <= self._buffer.shape[4]:
             return
@@ -233,8 +236,8 @@ class KVBuffer:
     def resize(self, n_slots: int, like: Tensor, into: Tensor | None = None) -> None:
         """Move to a new buffer of ``n_slots`` slots, or to the buffer ``into``.
 
-        New slots are filled with zeros. Attention reads them under a mask, and a NaN would make its
-        result NaN even if it is masked.
+        New slots are filled with zeros. Attention reads these slots under a mask, but even a masked
+        NaN would make the result of attention NaN.
         """
         shape = (2, self._n_layers, len(self.lengths), like.shape[1], n_slots, like.shape[3])
         grown = self._allocate(shape, like) if into is None else into
@@ -254,7 +257,7 @@ class KVBuffer:
 
 
 def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> int | Tensor:
-    """Return the slots of n new tokens in each row. They follow the row's other tokens.
+    """Return the slots of n new tokens in each row. These slots follow the row's last token.
 
     Returns:
         The first slot if all rows have the same length, otherwise the slots of all tokens, [B, n]
@@ -264,11 +267,11 @@ def slots_after(lengths: Sequence[int], n_tokens: int, device: torch.device) -> 
 
 
 def write_slots(view: KeysValues, keys: Tensor, values: Tensor, slots: int | Tensor) -> None:
-    """Write keys and values [B, H_kv, n, d] of new tokens into a layer's cache.
+    """Write keys and values [B, H_kv, n, d] of new tokens into the cache of one layer.
 
-    ``view`` is the cache of the layer: its keys and values in all slots, each [B, H_kv, S, d].
-    ``slots`` is either the first of n consecutive slots for all rows, or the slots of each row,
-    [B, n] int64, as :func:`slots_after` returns them.
+    ``view`` is the cache of the layer: the keys and values of all slots, each [B, H_kv, S, d].
+    ``slots`` is either an int or a tensor, as :func:`slots_after` returns it. An int is the first
+    of n consecutive slots in all rows. A tensor [B, n] int64 has the slots of each row.
     """
     all_keys, all_values = view
     if isinstance(slots, int):
@@ -282,7 +285,7 @@ def write_slots(view: KeysValues, keys: Tensor, values: Tensor, slots: int | Ten
 
 
 def positions_from(starts: Sequence[int], n_tokens: int, device: torch.device) -> Tensor:
-    """List the positions of n consecutive tokens of each row, from the row's start on.
+    """List the positions of n consecutive tokens of each row. Each row has its own first position.
 
     Returns:
         [B, n] int64, or [1, n] if all rows have the same start.

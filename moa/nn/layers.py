@@ -1,9 +1,9 @@
 """The Llama decoder block in plain torch.
 
 Drafters, frozen target layers and decoding all use this definition. If the keys of a block come
-from its own input, it computes self-attention. If they come from encoded KV, it computes
-cross-attention. The same norm is applied to both inputs (lines 139-203 of
-``train/cross_attention.py`` in the MoA authors' code).
+from the block's own input, the block computes self-attention. If the keys come from encoded KV, the
+block computes cross-attention. The same norm is applied to the input of the queries and to the
+input of the keys (lines 139-203 of ``train/cross_attention.py`` in the MoA authors' code).
 
 Shapes: B batch, T tokens, Q queries, S keys, E block width, H query heads, H_kv key/value heads,
 d head dim, G groups.
@@ -27,8 +27,8 @@ from .fused import FusedWeights, fuse_weights
 from .masks import AnyMask
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine of the angles of RoPE, each [..., d] float32. In the first half of d, the sine
-has the opposite sign.
+"""Cosine and signed sine of the angles of RoPE, each [..., d] float32. The sine is negated in the
+first half of d, so that rotating is ``x * cos + x.roll(d / 2) * sin``.
 """
 
 KeysValues = tuple[Tensor, Tensor]
@@ -66,8 +66,9 @@ class DecoderBlockSizes:
     input_width: int | None = None
 
 
-# If only the last token's output is needed, Q is needed only for this token. Up to this many
-# tokens, one fused product of Q, K and V for all tokens is faster nevertheless.
+# If only the output of the last token is needed, Q is needed only for the last token. But for at
+# most this number of tokens, one fused product of Q, K and V for all tokens is faster than a
+# product of K and V for all tokens and a product of Q for the last token.
 _FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -82,7 +83,7 @@ class Rotary(nn.Module):
     The frequencies are always float32, because bfloat16 would round them.
     """
 
-    frequencies: Tensor  # [d], rotation in radians per position, negative in the first half
+    frequencies: Tensor  # [d]. Rotation in radians per position, negated in the first half of d.
 
     def __init__(
         self, head_dim: int, rope_parameters: dict[str, Any], max_position_embeddings: int
@@ -98,8 +99,8 @@ class Rotary(nn.Module):
             theta: Any = rope_parameters.get("rope_theta")
             if type(theta) not in (int, float) or not 0 < theta < math.inf:
                 raise DrafterError(
-                    f"rope_theta is {theta!r}, expected a number above 0. Restore rope_theta in "
-                    "config.json."
+                    f"rope_theta is {theta!r}, expected a number above 0. Restore it in "
+                    "config.json, or in the drafter.json of a drafter."
                 )
             exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             inv_freq = 1.0 / (float(theta) ** exponent)
@@ -109,7 +110,7 @@ class Rotary(nn.Module):
             with parsing(
                 f"the rotary embedding (RoPE) cannot be made from {rope_parameters}",
                 DrafterError,
-                "Restore these parameters in config.json.",
+                "Restore them in config.json, or in the drafter.json of a drafter.",
             ):
                 config = LlamaConfig(
                     hidden_size=head_dim,
@@ -129,7 +130,7 @@ class Rotary(nn.Module):
         if not inv_freq.is_meta and not math.isfinite(float(inv_freq.sum()) * self.scaling):
             raise DrafterError(
                 f"the rotary embedding (RoPE) of {rope_parameters} has angles that are not "
-                "finite. Restore these parameters in config.json."
+                "finite. Restore them in config.json, or in the drafter.json of a drafter."
             )
         inv_freq = inv_freq.float()
         # [d] frequencies. They are negative in the first half, because RoPE multiplies the sine by
@@ -150,7 +151,7 @@ class Rotary(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def inverse(self, positions: Tensor) -> Rotation:
-        """Compute the rotation that undoes that of :meth:`forward`, including its scaling."""
+        """Compute the rotation that undoes :meth:`forward`, including its scaling."""
         cos, sin = self(-positions)
         return (cos, sin) if self.scaling == 1.0 else (cos / self.scaling**2, sin / self.scaling**2)
 
@@ -173,15 +174,13 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         # PyTorch declares no types for `apply`, so tell mypy to ignore this call.
         rotated: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
-    # Use few operations: a draft step has few tokens, so kernel launches take most of its time.
+    # Use few operations. A draft step has few tokens, so it spends most of its time launching
+    # kernels.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class _Rotate(torch.autograd.Function):
-    """Computes x * cos + rotate_half(x) * sin in three passes over memory.
-
-    The gradient is rotated by the negative angle.
-    """
+    """Computes x * cos + rotate_half(x) * sin in three passes over memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -206,9 +205,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm, with its own autograd function for training on a CPU.
+    """Root-mean-square norm.
 
-    PyTorch's own norm makes many passes over memory on a CPU.
+    For training on a CPU, it has its own autograd function, because PyTorch's norm makes many
+    passes over memory there.
     """
 
     __call__: Callable[..., Tensor]
@@ -275,15 +275,15 @@ class Attention(nn.Module):
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
         """Project [B, T, E] to heads without rotating them: [B, H or H_kv, T, d].
 
-        ``name`` is ``"q"``, ``"k"`` or ``"v"``. ``scale`` [E], if given, multiplies the input. It
-        may be given only if ``normed`` needs no gradient.
+        ``name`` is ``"q"``, ``"k"`` or ``"v"``. If ``scale`` [E] is given, the input is multiplied
+        by it. This is allowed only if ``normed`` needs no gradient.
         """
         layer: nn.Linear = getattr(self, f"{name}_proj")
         if scale is None:
             projected = layer(normed)
         else:
-            # Multiply the columns of the weight by the scale, which gives the same product as
-            # scaling the input.
+            # Multiply the columns of the weight by the scale. The result is the same as if the
+            # input were multiplied.
             projected = F.linear(normed, layer.weight * scale, layer.bias)
         heads = projected.unflatten(-1, (-1, self.head_dim))
         norm = getattr(self, f"{name}_norm", None)
@@ -298,7 +298,7 @@ class Attention(nn.Module):
         Args:
             normed: [B, Q, E], the output of the norm.
             rotation: The rotation of the queries. If None, they are not rotated.
-            scale: [E], factors of the input. If None, the input is not scaled.
+            scale: [E], factors by which the input is multiplied. If None, it is not multiplied.
         """
         heads = self._heads("q", normed, scale)
         return heads if rotation is None else rotate(heads, rotation)
@@ -308,7 +308,7 @@ class Attention(nn.Module):
     ) -> KeysValues:
         """Project [B, S, E] to rotated keys and to values, each [B, H_kv, S, d].
 
-        ``scale`` [E], if given, multiplies the input.
+        If ``scale`` [E] is given, the input is multiplied by it.
         """
         return rotate(self._heads("k", normed, scale), rotation), self._heads("v", normed, scale)
 
@@ -316,8 +316,8 @@ class Attention(nn.Module):
         """Project [B, T, E] to rotated queries, rotated keys, and values."""
         if torch.is_grad_enabled():
             return self.queries(normed, rotation), *self.keys_values(normed, rotation)
-        # Rotate queries and keys together to save kernel launches, which take most of the time of a
-        # draft step.
+        # Rotate queries and keys together to save kernel launches. A draft step spends most of its
+        # time launching kernels.
         q = self._heads("q", normed)
         k = self._heads("k", normed)
         v = self._heads("v", normed)
@@ -374,7 +374,7 @@ class DecoderBlock(nn.Module):
         return self.input_layernorm(x)
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the tensor [..., E] to which the output of attention is added."""
+        """Return the residual [..., E], to which the output of attention is added."""
         return x
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -396,7 +396,7 @@ class DecoderBlock(nn.Module):
         values: Tensor,
         mask: AnyMask,
     ) -> Tensor:
-        """Run the block on x [B, Q, E], whose queries attend to the given keys and values.
+        """Run the block on x [B, Q, E]. Its queries attend to the given keys and values.
 
         Args:
             x: [B, Q, E], the source of the queries.
@@ -412,8 +412,8 @@ class DecoderBlock(nn.Module):
     ) -> Tensor:
         """Run the block on x [B, Q, E]. Its tokens attend to a KV cache and to each other.
 
-        ``append`` adds the keys and values of x to the cache, and returns those of all tokens.
-        ``mask`` says which of them each query may attend to.
+        ``append`` adds the keys and values of x to the cache, and returns the keys and values of
+        all tokens in the cache. ``mask`` says which of these tokens each query may attend to.
         """
         if (fused := self._current(x)) is None:
             queries, keys, values = self.self_attn.project(self.normed(x), rotation)
@@ -421,7 +421,7 @@ class DecoderBlock(nn.Module):
         return self._attend_fused(fused, x, rotation, append, mask)
 
     def attend_last(self, x: Tensor, rotation: Rotation, append: AppendKV) -> Tensor:
-        """Compute the result of :meth:`attend_cached` for only the last token of x, without a mask.
+        """Compute the output of :meth:`attend_cached`, without a mask, for the last token only.
 
         The input x is [B, Q, E], and the result is [B, 1, E]. The keys and values of all Q tokens
         are added to the cache.
@@ -440,7 +440,7 @@ class DecoderBlock(nn.Module):
         rotation: Rotation,
         append: AppendKV,
         mask: AnyMask,
-        # Number of tokens whose output is computed, counted from the end. If 0, it is computed for
+        # The output is computed for this number of tokens at the end of x. If 0, it is computed for
         # all tokens.
         n_last: int = 0,
     ) -> Tensor:
@@ -455,9 +455,9 @@ class DecoderBlock(nn.Module):
         return fused.finish(attended, self.residual(x[:, -n_last:]))
 
     def fuse(self) -> None:
-        """Let drafting use fused products (:mod:`.fused`), if the weights are packed.
+        """Prepare fused products (:mod:`.fused`) for drafting, if the weights are packed.
 
-        The fused products may round the weights, because drafts need not be exact.
+        The fused products may use rounded weights, because drafts need not be exact.
         """
         known: FusedWeights | None = vars(self).get("fused")
         if known is not None and known.is_current():
@@ -481,10 +481,9 @@ class DecoderBlock(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "fused"}
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:
-        """Let x [B, T, E] attend to itself, and average each of G groups of consecutive tokens.
+        """Run the block on x [B, T, E] without a mask and a cache, and average groups of outputs.
 
-        The result [B, G, E] has the means of what :meth:`attend_cached` returns without a mask and
-        without a cache.
+        Each of the G groups consists of consecutive tokens. The result is [B, G, E].
         """
         norm: Any = self.input_layernorm
         has_own_norms = type(self).normed is not DecoderBlock.normed
@@ -492,14 +491,14 @@ class DecoderBlock(nn.Module):
             normed = self.normed(x)
             scale = None
         else:
-            # The input x needs no gradient, because it is read from a store. If the norm's weight
-            # is multiplied into the projections instead, the normalised x needs no gradient either.
+            # The input x is read from a store, so it needs no gradient. Multiply the norm's weight
+            # into the projections and not into x. Then the normalised x needs no gradient either.
             normed = F.rms_norm(x, norm.normalized_shape, eps=norm.eps)
             scale = norm.weight
         keys, values = self.self_attn.keys_values(normed, rotation, scale)
         queries = self.self_attn.queries(normed, rotation, scale)
-        # The down projection and the sums with the residual are linear, so apply them to the mean
-        # of each group instead of each token.
+        # The down projection and the addition of the residual are linear. So they can be applied to
+        # the mean of each group, which takes less time than applying them to each token.
         x = self.residual(x) + self.self_attn(queries, keys, values, None)
         gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
@@ -520,6 +519,6 @@ class DecoderBlock(nn.Module):
 def group_means(x: Tensor, n_groups: int) -> Tensor:
     """Average groups of consecutive tokens: [B, T, E] becomes [B, n_groups, E].
 
-    If T is not a multiple of ``n_groups``, the first groups are one token longer.
+    If T is not a multiple of ``n_groups``, each of the first groups has one token more.
     """
     return torch.stack([group.mean(dim=1) for group in x.tensor_split(n_groups, dim=1)], dim=1)

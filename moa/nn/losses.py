@@ -6,8 +6,7 @@ whole head once, so the number of chunks is limited to ``MAX_CHUNKS``. If the fe
 dtype than a frozen head, the head must be cast: a small head at once, a large head piece by piece.
 
 Shapes: N positions, n positions of one chunk, J draft steps, K loss terms, E hidden width, V
-vocabulary, V_d draft vocabulary, r rank of a correction that is added to the logits (a Markov
-head's).
+vocabulary, V_d draft vocabulary, r rank of the correction that a Markov head adds to the logits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,8 @@ from torch import Tensor
 class Divergence:
     """Divergence of the drafter's distribution q from the target's distribution p.
 
-    It is the forward KL or an LK loss (arXiv 2602.23881). Let ``a = sum_v min(p_v, q_v)`` be the
-    probability that sampling accepts a draft::
+    ``kind`` selects the forward KL or an LK loss (arXiv 2602.23881). In this table, a is the
+    probability that sampling accepts a draft: ``a = sum_v min(p_v, q_v)``::
 
         kl           the forward KL
         lk           -log a
@@ -33,11 +32,11 @@ class Divergence:
 
     The KL is computed as the cross-entropy to the target's probabilities at temperature 1, without
     subtracting their entropy (lines 253-262 of ``train/moa_spec.py`` in the MoA authors' code).
-    With ``lk-hybrid``, the less likely a draft is accepted, the more weight the KL has.
+    With ``lk-hybrid``, the KL has more weight for drafts that are less likely to be accepted.
     """
 
-    # The LK paper computes one s from the mean of a over the batch. Here each position has its own
-    # s, so that a batch can be split into micro-batches and among devices.
+    # The LK paper computes one s for the whole batch, from the mean of a. Here s is computed for
+    # each position, because a batch can be split into micro-batches and among devices.
     kind: str = "kl"
     decay: float = 3.0
 
@@ -49,8 +48,8 @@ class Divergence:
         Args:
             kl: [...], the forward KL.
             l1: [...], the L1 distance of the two distributions.
-            mass: [...], the target's total probability of all compared tokens; 1 if the whole
-                vocabulary is compared.
+            mass: [...], the sum of the target's probabilities of all compared tokens. It is 1 if
+                the whole vocabulary is compared.
 
         Returns:
             The divergence, its derivative with respect to ``kl``, and its derivative with respect
@@ -69,13 +68,14 @@ KL = Divergence()
 # Lower bound of the acceptance probability, which keeps its logarithm and gradient finite.
 _LEAST_ACCEPTED = 1e-6
 
-# The number of positions in a chunk is chosen so that their float32 logits take this many bytes. If
-# this gave more than MAX_CHUNKS chunks, larger chunks are used.
+# Size in bytes of the float32 logits of one chunk, which determines the number of positions in a
+# chunk. If there were more than MAX_CHUNKS chunks, larger chunks are used.
 LOGITS_BYTES = 1 << 26
-# Maximum number of chunks, because each chunk of positions reads a whole LM head from memory.
+# Maximum number of chunks of positions. Each chunk reads a whole LM head from memory, so many
+# chunks would take much time.
 MAX_CHUNKS = 8
-# Maximum size in bytes of the rows of an LM head that are cast, or whose gradient is computed, at
-# once.
+# Maximum size in bytes of a block of rows of an LM head. A large head is cast block by block, and
+# its gradient is computed block by block.
 _CAST_BYTES = 1 << 28
 
 
@@ -110,7 +110,10 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
-    """Return the dtype to compute in, and the frozen head; autocast casts it to this dtype."""
+    """Return the dtype to compute in, and the frozen head.
+
+    Under autocast, this is the dtype of autocast, and the head is cast to it.
+    """
     if not torch.is_autocast_enabled(features.device.type):
         return features.dtype, frozen_head
     dtype = torch.get_autocast_dtype(features.device.type)
@@ -118,7 +121,10 @@ def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tenso
 
 
 def _through_head(error: Tensor, head: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the gradient of features [..., E] from that of logits [..., V], in ``dtype``."""
+    """Compute the gradient of features [..., E] in ``dtype``.
+
+    ``error`` is the gradient of logits [..., V].
+    """
     if dtype == head.dtype:
         return error.to(dtype) @ head
     parts = (error[..., block].to(dtype) @ head[block].to(dtype) for block in _blocks(head))
@@ -216,8 +222,8 @@ class _ChunkedLosses(torch.autograd.Function):
         dtype = features.dtype
         terms = torch.empty_like(weights, dtype=torch.float32)
         grads: Any = torch.empty_like(features), None if code is None else torch.empty_like(code)
-        # Gradients of the drafter's own head and of the correction, summed over all chunks. Each
-        # gradient is as large as an LM head.
+        # The gradients of the drafter's own head and of the correction, summed over all chunks.
+        # Each of these two gradients is as large as an LM head.
         sums: Any = [
             None if x is None else torch.zeros_like(x, dtype=torch.float32)
             for x in (own_head, correction)
@@ -237,17 +243,18 @@ class _ChunkedLosses(torch.autograd.Function):
             if tokens is not None:
                 probability = probability[..., tokens]
             if dtype == torch.float16:
-                # In float16, logits can overflow, so a log probability can be -inf, and 0 * -inf
-                # would be NaN. So give these tokens the probability 0. Do this without checking
-                # whether there are any, because the check would synchronize with the GPU.
+                # In float16, logits can overflow, and the drafter's log probability of a token can
+                # be -inf. The product 0 * -inf would be NaN. So set the target's probability of
+                # such a token to 0, and make the log probability finite. Do this without checking
+                # whether there are such tokens, because the check would synchronize with the GPU.
                 probability = probability * ~torch.isinf(log_draft)
                 log_draft.clamp_(min=torch.finfo(torch.float32).min)
             if tokens is not None or dtype == torch.float16:
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1, keepdim=True)
-            # If the drafter has its own head, a matrix product computes this sum over the
-            # vocabulary, because it needs no additional buffer in the size of all logits.
+            # If the drafter has its own head, compute the sum over the vocabulary as a matrix
+            # product, which needs no additional buffer of the size of all logits.
             else:
                 kl = -(log_draft @ probability.mT)
             terms[part], error, factor = _terms_and_error(
@@ -260,8 +267,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 divergence,
             )
             # The gradient of the LM head is the product of the logits' gradients, the loss weights
-            # and the features. Multiply the weights into the features, because features are
-            # narrower than logits.
+            # and the features. Multiply the weights into the features, because features have fewer
+            # values than logits.
             scale: Any = 1.0 if factor is None else factor.to(dtype)
             bent = error.to(dtype) if slope is None else error.mul(slope).to(dtype)
             error = error.to(dtype)
@@ -313,8 +320,8 @@ def chunked_losses(
     The logits of the drafter are ``features @ own_head.T + code @ correction.T``. The logits of the
     target are ``hidden @ head.T``. Without labels there is K = 1 loss term, the divergence. With
     labels there are K = 3 terms: the divergence, the L1 distance of the two distributions (twice
-    their total variation), and the cross-entropy to the label. Values and gradients equal those of
-    a computation that materializes all logits.
+    their total variation), and the cross-entropy to the label. Values and gradients are the same as
+    if all logits were materialized.
 
     Args:
         features: [N, J, E], features of the drafter, for J draft steps at each position.
@@ -332,8 +339,8 @@ def chunked_losses(
         correction: [V, r], a trained matrix. If None, the drafter's logits get no correction.
         divergence: The divergence to compute.
         cap: Limit of the logits that the frozen head computes (:func:`capped`), for the target and
-            the drafter. It is applied before the correction is added. If None, logits have no
-            limit.
+            the drafter. The limit is applied before the correction is added. If None, logits have
+            no limit.
 
     Returns:
         The weighted sum of the loss terms in nats, and the terms [N, J, K], both float32. Only the
@@ -366,8 +373,8 @@ def chunked_losses(
 def feature_loss(features: Tensor, hidden: Tensor) -> Tensor:
     """Compute the smooth-L1 loss (beta 1) between features and hidden states.
 
-    Both are [..., E], and the losses [...] are means over the width E (line 266 of
-    ``train/moa_spec.py`` in the MoA authors' code).
+    Features and hidden states are [..., E]. The losses [...] are means over the width E (line 266
+    of ``train/moa_spec.py`` in the MoA authors' code).
     """
     return F.smooth_l1_loss(features.float(), hidden.float(), reduction="none").mean(dim=-1)
 
@@ -401,14 +408,14 @@ def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) 
     """Compute D-PACE weights (arXiv 2605.18810) for the K drafts of each block.
 
     A block is a sequence of K drafts. The weight of a draft is its share of the expected acceptance
-    length. A draft of probability ``q = exp(-cross_entropy)`` has the smoothed probability ``s = (1
-    - smoothing) * q + smoothing``. The weight of draft k is the sum of ``s_1 * ... * s_j`` over all
-    j >= k.
+    length. Each draft has the probability ``q = exp(-cross_entropy)``, and the smoothed probability
+    ``s = (1 - smoothing) * q + smoothing``. The weight of draft k is the sum of ``s_1 * ... * s_j``
+    over all j >= k.
 
     Args:
         cross_entropy: [..., K], cross-entropy of each draft to the actual token.
-        supervised: [..., K] bool. Drafts for which it is false have the weight 0, and count as s =
-            1 in the products.
+        supervised: [..., K] bool, true for drafts that contribute to the loss. All other drafts
+            have the weight 0, and count as s = 1 in the products.
         smoothing: From 0 to 1. A lower value gives later drafts less weight if earlier drafts are
             uncertain.
     """
@@ -424,14 +431,16 @@ def d_pace_at(
     supervised: Tensor | bool,
     smoothing: float,
 ) -> Tensor:
-    """Compute :func:`d_pace_weights` of drafts that are given by their indices in a grid.
+    """Compute :func:`d_pace_weights` for a list of drafts.
+
+    Each draft has a cell in a grid. The last axis of the grid is the index of a draft in its block,
+    and the other axes identify the block.
 
     Args:
-        cells: Indices of the drafts in the grid. The last axis of the grid is the index of a draft
-            in its block.
-        shape: The shape of the grid. Its other cells have no draft, and count as not supervised.
+        cells: Indices of the cell of each draft, one tensor per axis of the grid.
+        shape: The shape of the grid. Cells without a draft count as not supervised.
         cross_entropy: Cross-entropy of each draft to the actual token.
-        supervised: Whether each draft is supervised, that is, contributes to the loss.
+        supervised: True for drafts that contribute to the loss.
         smoothing: See :func:`d_pace_weights`.
 
     Returns:

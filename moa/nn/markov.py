@@ -1,9 +1,10 @@
 """Heads of block-parallel drafters (DSpark, arXiv 2607.05147).
 
-A block-parallel drafter computes all slots of a block at once. A slot is an input position of the
-block. So the hidden state of a slot cannot depend on the token x that is drafted before it. A
-Markov head corrects this: it adds a bias to the slot's logits, which it computes from x through two
-narrow matrices. A confidence head predicts whether a draft is accepted::
+A draft block is a sequence of slots, which are the input positions of the drafter. A block-parallel
+drafter computes all slots of a block at once. So the hidden state of a slot cannot depend on the
+token x that is drafted in the slot before it. A Markov head corrects this: it computes a bias from
+x through two narrow matrices, and adds the bias to the slot's logits. A confidence head predicts
+whether a draft is accepted. There are four kinds of Markov heads::
 
     e = W1[x]        x is the anchor for the first slot, and the previous draft for later slots
     vanilla    logits += W2 e
@@ -14,11 +15,12 @@ narrow matrices. A confidence head predicts whether a draft is accepted::
     product    logits += W2 (Wh h * e)       the scores of DFlash 2's candidate selector, for all
                                              tokens of the vocabulary
 
-The state s is 0 in the first slot. The *memory* [..., M] of a slot is e; for ``rnn`` it is e and s,
-concatenated. The weights have the same names as in deepseek-ai/DeepSpec, which has no product head.
+The state s is 0 in the first slot. The *memory* [..., M] of a slot is e. For ``rnn``, it is the
+concatenation of e and s. The weights have the same names as in deepseek-ai/DeepSpec, which has no
+product head.
 
-Shapes: E width, V vocabulary, r rank, M size of a head's memory, K slots of a block; ``...`` is any
-shape.
+Shapes: E width, V vocabulary, r rank, M size of a head's memory, K slots of a block; ``...`` stands
+for any number of axes.
 """
 
 from collections.abc import Sequence
@@ -41,7 +43,10 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Compute the memory [..., M] of the first slots of blocks from their anchors [...]."""
+        """Compute the memory [..., M] of the first slots of blocks.
+
+        ``tokens`` [...] are the anchors, which are the known tokens at the start of the blocks.
+        """
         return nn.functional.pad(self.markov_w1(tokens), (0, self.n_states * self.rank))
 
     def follow(self, memory: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -56,7 +61,9 @@ class MarkovHead(nn.Module):
         return embedded
 
     def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the input [..., r] of ``markov_w2``, whose output is added to the logits.
+        """Compute the input [..., r] of the layer ``markov_w2``.
+
+        The output of this layer is added to the logits.
 
         Args:
             memory: [..., M], memory of the slots.
@@ -131,7 +138,7 @@ class RecurrentMarkovHead(MarkovHead):
 
     @override
     def code(self, memory: Tensor, hidden: Tensor) -> Tensor:
-        # The output of a slot is computed from the state before the slot's own update.
+        # The output of a slot is computed from the recurrent state before this slot updates it.
         return self._joint(memory, hidden)[2].tanh()
 
 

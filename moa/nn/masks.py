@@ -1,10 +1,10 @@
-"""Attention masks as pure functions. In training a mask is a rule, in decoding a tensor.
+"""Attention masks. In training a mask is a rule, in decoding a tensor.
 
-During training, the positions of a sequence simulate draft rounds. When the drafter computes a
-*drafted* position, the target has not processed it yet, so the target's KV of this position does
-not exist yet. All other positions are *context*: they count as verified. With a step bound e, every
-e-th position of a response is context, as if a verification ended there. For e = 4 and a response
-that starts at position 3::
+During training, the positions of a sequence simulate draft rounds. A *drafted* position is treated
+as if the target had not processed it yet, so the drafter must not see the target's KV of this
+position. All other positions are *context*: they count as verified. With a step bound e, every e-th
+position of a response is context, as if a verification ended there. For e = 4 and a response that
+starts at position 3::
 
     position       0 1 2 3 4 5 6 7 8        s(i) = last context position <= i
     drafted        . . . x . x x x .        (offset 0: 4 and 8 are context)
@@ -13,11 +13,11 @@ that starts at position 3::
     cross-attention of 6: keys 0..4
     self-attention of 6:  keys 0..6, or 5..6 in a staircase row
 
-Some rows of a batch are *staircase rows*. In them, the self-attention of a drafted position sees
-only the drafted positions of its own round.
+Some rows of a batch are *staircase rows*. In a staircase row, the self-attention of a drafted
+position sees only the drafted positions of its own round.
 
-In the functions, ``queries`` are positions, ``last_context_of_query`` is s(i) of each query, both
-[B, Q] int64, and ``n_keys`` is T.
+In the functions, ``queries`` [B, Q] int64 are positions, ``last_context_of_query`` [B, Q] int64 has
+s(i) for each query, and ``n_keys`` is T.
 
 Shapes: B batch, T tokens, Q queries, S keys or cache slots, P pending tokens (the tokens that a
 decoding call processes). Masks are bool; True means that a query may attend to a key.
@@ -37,7 +37,7 @@ class Chunk(int):
     """The chunk size of chunked attention, in which a token sees only tokens of its own chunk.
 
     Chunks start at the multiples of this number. Functions with an argument ``window`` take either
-    a Chunk or a plain int, which is the size of a sliding window.
+    a Chunk or a plain int. A plain int is the size of a sliding window.
     """
 
 
@@ -48,7 +48,8 @@ def to_device(
     if isinstance(values, DeviceLengths):
         return values.real
     made = torch.tensor(values, dtype=dtype)
-    # Pin the memory. A copy from other memory would wait for all work that is queued on the device.
+    # Pin the memory. A copy from memory that is not pinned would wait until the device has done all
+    # queued work.
     return (
         made.pin_memory().to(device, non_blocking=True)
         if device.type == "cuda"
@@ -57,15 +58,15 @@ def to_device(
 
 
 class DeviceLengths(list[int]):
-    """Lengths of B rows whose values are known only on the device, in the tensor :attr:`real`.
+    """Lengths of B rows for CUDA graphs. The lengths are on the device, in the tensor :attr:`real`.
 
-    CUDA graphs need such lengths. The values of the list itself are upper bounds, which are used
-    for shapes only.
+    A replay of a graph reads the lengths from this tensor. The values of the list itself are upper
+    bounds, which are used for shapes only.
     """
 
     def __init__(self, most: int, real: Tensor) -> None:
         super().__init__([most] * len(real))
-        self.real = real  # [B] int64, the lengths, on the device
+        self.real = real  # [B] int64, the lengths on the device.
 
 
 def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> list[int]:
@@ -81,7 +82,7 @@ def added(lengths: Sequence[int], more: Sequence[int] | int, sign: int = 1) -> l
 
 
 def are_alike(lengths: Sequence[int]) -> bool:
-    """Whether all lengths are the same. False if only the device knows them."""
+    """Whether all lengths are the same. The result is false for :class:`DeviceLengths`."""
     return not isinstance(lengths, DeviceLengths) and len(set(lengths)) == 1
 
 
@@ -93,14 +94,14 @@ def positions_of(x: Tensor) -> Tensor:
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
-    """Find the drafted positions of training sequences: [B, T] bool. The others are context.
+    """Find the drafted positions of training sequences: [B, T] bool. All others are context.
 
     See lines 123-131 of ``train/moa_spec.py`` in the MoA authors' code.
 
     Args:
         response_mask: [B, T], non-zero on response tokens.
-        step_bound: [B] integer, the step bound e of each row. Positions i with ``(i - offset) % e
-            == 0`` are context. If None, all positions of responses are drafted.
+        step_bound: [B] integer, the step bound e of each row. A position i is context if
+            ``(i - offset) % e == 0``. If None, all positions of responses are drafted.
         offset: [B] integer, the offset of each row. If None, all offsets are 0.
     """
     drafted = response_mask.bool()
@@ -128,23 +129,24 @@ class Mask:
 
     A rule is a function of three index tensors (row of the batch, query, key) that broadcast. It
     returns a bool tensor, true where the query sees the key. The keys can be a concatenation of
-    several parts, for example the target's keys and the drafter's keys. Then each part has its own
-    rule, which counts the keys of the part from 0. The same rules make the dense mask, and run
-    inside kernels that evaluate the mask block by block.
+    several parts, for example the target's keys and the drafter's keys. Each part then has its own
+    rule, in which the first key of the part has the index 0. :attr:`dense` evaluates the rules for
+    all scores at once. FlexAttention evaluates them in its kernels, block by block.
     """
 
-    # [B or 1, Q], one value per query. Only its shape and device are used.
+    # [B or 1, Q]. Only the shape and the device of this tensor are used.
     queries: Tensor
-    # For each part of the keys: the number of its keys, and its rule.
+    # One entry for each part of the keys: the number of keys in the part, and the part's rule.
     parts: tuple[tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]], ...]
     block_mask: Any = None  # FlexAttention's block mask. It is created when it is first needed.
 
     @classmethod
     def up_to(cls, last_seen: Tensor, n_keys: int) -> "Mask":
-        """Let each query see the keys up to a position, such as its last context position s(i).
+        """Make a mask in which each query sees all keys up to a given key.
 
         Args:
-            last_seen: [B or 1, Q] int64, the last key that each query sees.
+            last_seen: [B or 1, Q] int64, the last key that each query sees. For example, this is
+                the query's last context position s(i).
             n_keys: Number of keys.
         """
 
@@ -160,7 +162,7 @@ class Mask:
         return n_rows, n_queries, sum(n_keys for n_keys, _ in self.parts)
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether a query sees a key. The keys of all parts are numbered together."""
+        """Return whether a query sees a key. ``key`` is an index into the keys of all parts."""
         (n_keys, rule), *others = self.parts
         seen = rule(row, query, key.clamp(max=n_keys - 1)) & (key < n_keys)
         for n_more, rule in others:
@@ -182,8 +184,8 @@ class Mask:
 
 
 AnyMask = Mask | Tensor | None
-"""Which keys each query may attend to: a :class:`Mask` of rules, a bool tensor [B or 1, Q, S], or
-None if each query may attend to all keys.
+"""A mask that says which keys each query may attend to. It is a :class:`Mask` of rules, or a bool
+tensor [B or 1, Q, S]. It is None if each query may attend to all keys.
 """
 
 
@@ -192,8 +194,9 @@ def self_attention_mask(
 ) -> Mask:
     """Make the causal mask of self-attention.
 
-    If ``staircase`` is true for a query, it sees only itself and the drafted positions of its own
-    round. See lines 169-193 of ``train/moa_spec.py`` in the MoA authors' code.
+    A query sees itself and all earlier positions. If ``staircase`` is true for a query, it sees
+    only itself and the drafted positions of its own round. See lines 169-193 of
+    ``train/moa_spec.py`` in the MoA authors' code.
     """
     staircase = staircase.expand_as(queries)
 
@@ -212,16 +215,17 @@ def round_mask(
     n_keys: int,
     window: int | None = None,
 ) -> Mask:
-    """Let queries see the verified positions before their round, and earlier queries of the round.
+    """Make the mask of queries that see verified positions, and the drafts of their own round.
 
-    The keys are those of the T positions, followed by those of the Q queries. Each query also sees
-    itself.
+    The keys of the T positions come first, followed by the keys of the Q queries. A query sees the
+    verified positions before its round, the earlier queries of its round, and itself.
 
     Args:
         queries: [B, Q] int64, position of each query.
         last_context_of_query: [B, Q] int64, last context position s(i) of each query.
-        pass_index: [Q] int64, the pass over the batch to which each query belongs. Queries of
-            different passes do not see each other. If None, there is a single pass.
+        pass_index: [Q] int64, the index of the pass to which each query belongs. Training can make
+            two passes over a batch, and queries of different passes do not see each other. If None,
+            there is a single pass.
         n_keys: T, the number of keys of verified positions.
         window: Number of positions that a sliding-window layer sees, including the query's own
             position, or a :class:`Chunk`. None for no limit.
@@ -229,8 +233,8 @@ def round_mask(
     context = last_context_of_query
 
     def verified(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # Each query sees itself among the drafted keys. So a query at a context position must not
-        # see its position among the verified keys, too.
+        # Each query sees its own position among the drafted keys. So a query at a context position
+        # must not see the same position again among the verified keys.
         position = queries[row, query]
         seen = (key <= context[row, query]) & (key != position)
         return seen if window is None else seen & _reaches(position, key, window)
@@ -245,7 +249,7 @@ def round_mask(
         )
         if pass_index is not None:
             seen = seen & (pass_index[query] == pass_index[key])
-        # Queries that are padding see themselves too, because a softmax over no keys would be NaN.
+        # Each query sees itself, even if it is padding. A softmax over no keys would be NaN.
         seen = seen | (query == key)
         return seen if window is None else seen & _reaches(position, other, window)
 
@@ -263,15 +267,15 @@ def staircase_drop_probability(progress: float) -> float:
 
 
 def tree_mask(lengths: Sequence[int], seen: Tensor, window: int | None = None) -> Tensor:
-    """Let pending tokens see the committed tokens of their row, and their pending ancestors.
+    """Make the mask of tokens that see the committed tokens of their row, and their ancestors.
 
-    The pending tokens are those that a decoding call processes: the root and the drafts. In the KV
-    cache, the P pending tokens of a row follow its committed tokens.
+    The pending tokens are the tokens that a decoding call processes: the root and the drafts. In
+    the KV cache, the P pending tokens of a row follow its committed tokens.
 
     Args:
         lengths: Number of committed slots of each of the B rows.
-        seen: [B, Q, P] bool, which of the P pending tokens each of the last Q pending tokens sees.
-            Each token sees itself.
+        seen: [B, Q, P] bool, true if one of the last Q pending tokens sees one of the P pending
+            tokens. A token sees itself and its ancestors.
         window: Number of positions that a sliding-window layer sees, including the token's own
             position, or a :class:`Chunk`. None for no limit.
 
@@ -294,8 +298,7 @@ def tree_mask_after(
 
     Args:
         lengths: [B, 1] int64, number of committed tokens of each row.
-        seen: [B, Q, P] bool, which of the P pending tokens each query sees, as in
-            :func:`tree_mask`.
+        seen: [B, Q, P] bool, true if a query sees a pending token, as in :func:`tree_mask`.
         n_slots: Number of slots of the mask.
         window: Size of a sliding window, or a :class:`Chunk`. If None, a token can see all
             positions before it.
@@ -310,8 +313,8 @@ def tree_mask_after(
 def _within(window: int | None, mask: Tensor) -> Tensor:
     if window is None:
         return mask
-    # A token sees exactly its ancestors and itself, so its position is the number of tokens that it
-    # sees, minus one.
+    # Without a window, a token sees exactly its ancestors and itself. So the position of a token is
+    # the number of tokens that it sees, minus one.
     return mask & _reaches(mask.sum(dim=2, keepdim=True) - 1, mask.cumsum(dim=2) - 1, window)
 
 

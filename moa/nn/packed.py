@@ -1,12 +1,13 @@
 """Linear layers whose constant weights are packed into the layouts of fast CPU kernels.
 
 With PyTorch's layout of a weight, a product with six rows (tokens) takes two to four times as long
-as a product with one row. With oneDNN's layout it takes about as long as one row, so verifying a
-chain of drafts costs little more than a plain decoding step. If float16 can represent a float32
-weight, because the model was stored in bfloat16 or float16, the weight is also packed for FBGEMM.
-FBGEMM reads half the bytes, computes in float32, and is up to 2.5 times as fast for a few rows. The
-packed copies take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures
-the products.
+as a product with one row. With oneDNN's layout, both take about the same time, so verifying a chain
+of drafts costs little more than a plain decoding step.
+
+Some float32 weights have values that float16 can represent, for example if the model was stored in
+float16 or bfloat16. These weights are also packed for FBGEMM, which reads half the bytes and
+computes in float32. For a few rows, it is up to 2.5 times as fast. The packed copies take 1.5 times
+the memory of the weights. ``benchmarks/decoding/products.py`` measures the products.
 """
 
 import functools
@@ -23,25 +24,25 @@ from typing_extensions import override
 from ...machine import free_memory
 from ...text import first_line, format_bytes
 
-# Weights with fewer values than this are not packed. For them, choosing a kernel would take as long
-# as the product itself.
+# Weights with fewer values than this are not packed. For such a small weight, choosing a kernel
+# would take as long as the product itself.
 _FEWEST_VALUES = 1 << 15
-# Number of rows for which oneDNN optimizes its layout. Products of fewer or more rows are nearly as
-# fast.
+# Number of rows for which oneDNN optimizes its layout. With another number of rows, products are
+# nearly as fast.
 _ROWS = 8
 # Smallest normal number of float16. Smaller numbers have fewer significant bits in float16, so they
 # are rounded.
 _SMALLEST_NORMAL = 2.0**-14
 # Largest allowed float16 rounding error of a row of a weight, relative to the largest row norm.
-# ``_MAX_ERROR`` is about the error that float32 itself has in sums of some thousand products.
-# ``_MAX_DRAFT_ERROR`` is for drafters, whose weights may be rounded to the 11 significant bits of
+# ``_MAX_ERROR`` is about as large as the rounding error of a float32 sum of some thousand products.
+# ``_MAX_DRAFT_ERROR`` is for drafters. Their weights may be rounded to the 11 significant bits of
 # float16.
 _MAX_ERROR = 2.0**-19
 _MAX_DRAFT_ERROR = 2.0**-9
 _DTYPES = (torch.float32, torch.bfloat16)
 try:
     _HALVES: Any = torch.classes.quantized.LinearPackedParamsBase
-# This PyTorch has no FBGEMM. The functions below then run without TorchScript.
+# If this PyTorch has no FBGEMM, the functions below run without TorchScript.
 except (RuntimeError, AttributeError):
     _HALVES = object
 _LOG = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def scripted(function: _Function) -> _Function:
     """Compile a function with TorchScript, or return it unchanged if that fails.
 
-    Calling a PyTorch operation takes only a third of the time from TorchScript as from Python.
+    A call of a PyTorch operation from TorchScript takes a third of the time of a call from Python.
     """
     try:
         with warnings.catch_warnings():
@@ -74,7 +75,7 @@ class Laid(NamedTuple):
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with packed copies of its weight, for products that need no gradient."""
+    """A linear layer that uses packed copies of its weight if no gradient is needed."""
 
     packed: Laid | None
     # Address and version of weight and bias at the time of packing. If they have changed, the
@@ -87,7 +88,7 @@ class PackedLinear(nn.Linear):
         packed = vars(self).get("packed")
         if packed is None or torch.is_grad_enabled() or x.ndim < 2 or not x.numel():
             return F.linear(x, weight, self.bias)
-        # With one row, PyTorch's own product is as fast as oneDNN's product.
+        # With a single row, oneDNN is not faster than PyTorch's own product.
         is_faster = packed.halves is not None or x.numel() > x.shape[-1]
         if not is_faster or x.dtype != weight.dtype or self.packed_state != _states(self):
             return F.linear(x, weight, self.bias)
@@ -108,8 +109,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
 
     Args:
         module: A module with linear layers.
-        is_exact: If true, weights that float16 cannot represent exactly stay in float32. Drafters
-            do not need this, because rounding changes only drafts.
+        is_exact: If true, weights that float16 cannot represent exactly stay in float32. False is
+            for drafters: rounded weights may change their drafts, but not the decoded text.
     """
     layers: list[nn.Linear] = []
     for child in module.modules():
@@ -129,7 +130,7 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, is_exact)
         # Keep references to the weights, so that their memory stays allocated. Otherwise a new
-        # weight could get the same address, and would be mistaken for the packed one.
+        # weight could get the address of a freed weight, and would be mistaken for it.
         held = [weight.detach() for weight in layer.parameters()]
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 
@@ -168,13 +169,16 @@ def _states(layer: nn.Linear) -> list[tuple[int, int]]:
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """Return the address and the version of a weight. If its values change, one of them changes."""
+    """Return the address and the version of a weight.
+
+    If the values of the weight change, its address or its version changes too.
+    """
     return weight.data_ptr(), weight._version
 
 
 @torch.no_grad()
 def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) -> Laid:
-    """Pack a weight [out, in] and its bias. ``is_exact`` is as in :func:`pack`."""
+    """Pack a weight [out, in] and its bias. For ``is_exact``, see :func:`pack`."""
     bias = None if bias is None else bias.contiguous()
     is_held = (
         weight.dtype == torch.float32
@@ -185,7 +189,7 @@ def laid_out(weight: Tensor, bias: Tensor | None = None, is_exact: bool = True) 
 
 
 def _holds(weight: Tensor, is_exact: bool) -> bool:
-    """Whether float16 represents a weight without a rounding error that matters.
+    """Whether float16 represents a weight with a small enough rounding error.
 
     The limit is ``_MAX_ERROR``, or the larger ``_MAX_DRAFT_ERROR`` if ``is_exact`` is false.
     """
@@ -220,11 +224,11 @@ def product(x: Tensor, laid: Laid) -> Tensor:
         return few
     shape = x.shape[:-1]
     if n_rows > most_rows:
-        # Pad the number of rows to a multiple of 8 or 16. oneDNN caches a kernel for each number of
-        # rows, and these small allocations between large freed ones fragment the memory. Without
-        # padding, one call with each number of rows from 2 to 299 leaves 1.2 GB allocated; with
-        # multiples of 16, the calls leave 0.1 GB. Multiples of 8 keep the padding of small calls,
-        # such as verifications of several sequences, below one fifth.
+        # oneDNN caches a kernel for each number of rows. The small allocations of the cached
+        # kernels fragment the memory: after one call with each number of rows from 2 to 299, 1.2 GB
+        # stay allocated. So pad the rows to a multiple of 16, which leaves 0.1 GB after the same
+        # calls. With at most 128 rows, as in verifications of several sequences, pad to a multiple
+        # of 8, because the padding would be a larger share of the rows otherwise.
         step = 8 if n_rows <= 128 else 16
         x = F.pad(x.reshape(n_rows, x.shape[-1]), [0, 0, 0, -n_rows % step])
     many: Tensor = torch.ops.mkldnn._linear_pointwise(x, laid.blocked, laid.bias, "none", [], "")

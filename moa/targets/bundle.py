@@ -1,9 +1,10 @@
 """The bundle of a target: its config, its tokenizer, and the frozen weights that training needs.
 
 A bundle is the folder ``target/`` of a store. It has config.json, generation_config.json, tokenizer
-files, and frozen.safetensors. The latter contains the tensors ``embed_tokens.weight``,
-``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` in the target's dtype, where i is the
-layer's index in the target. This module also computes the hashes that identify a target.
+files, and frozen.safetensors. The file frozen.safetensors contains the tensors
+``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight`` and ``layers.{i}.*`` in the target's
+dtype. The number i is the layer's index in the target. This module also computes the hashes that
+identify a target.
 
 Shapes: B batch, T tokens, E width, V vocabulary, L decoder layers of the target, N decoder layers
 in the bundle.
@@ -42,8 +43,9 @@ _ADVICE = (
     "STORE --model MODEL`."
 )
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# The digest of a file is cached only if the file is at least this many seconds old. A younger file
-# could change again within one tick of the file system's clock, and keep its time stamp.
+# If a file changes twice within one tick of the file system's clock, the second change does not
+# change its time stamp. So the digest of a file is cached only if the last change was at least this
+# many seconds ago.
 _SETTLED_S = 2.0
 
 
@@ -76,7 +78,7 @@ def load_eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List a model's safetensors files, sorted by name; raise TargetError if there are none."""
+    """List a model's safetensors files, sorted by name. Raise TargetError if there are none."""
     if not (files := sorted(folder.glob("*.safetensors"))):
         raise TargetError(
             f"{folder} has no weights in *.safetensors files. Save the model in the safetensors "
@@ -95,9 +97,9 @@ def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, st
         progress: reports the number of bytes of weights that were hashed.
 
     Returns:
-        ``weights_sha256``, the hash of the names and bytes of all weight files, and
-        ``config_sha256``, the hash of config.json. For a folder made from a GGUF file there is only
-        ``weights_sha256``, the hash of the GGUF file.
+        A dict with ``weights_sha256``, the hash of the names and bytes of all weight files, and
+        ``config_sha256``, the hash of config.json. If the folder was made from a GGUF file, the
+        dict has only ``weights_sha256``, the hash of the GGUF file.
     """
     folder = Path(folder)
     # Raise TargetError if the folder is not a target.
@@ -126,12 +128,12 @@ def file_sha256(path: Path) -> str:
 
     The result is cached, so an unchanged file is read only once.
     """
-    # The digest is cached in the user's cache folder under the file's path, size, times and inode.
-    # Every change of a file changes one of these values, because no program can set the status
-    # change time (ctime).
+    # The digest is cached in the user's cache folder. Its key is made of the file's path, size,
+    # times and inode. Every change of a file changes this key, because it changes the status change
+    # time (ctime), which no program can set back.
     real = path.resolve()
-    # Files in the cache of the Hugging Face Hub are links to files that are named by their sha256.
-    # So they need not be hashed.
+    # In the cache of the Hugging Face Hub, a file is a link to a blob whose name is its sha256. So
+    # it need not be hashed.
     if path.is_symlink() and real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
         return real.name
     before = real.stat()
@@ -204,7 +206,7 @@ def save_target_bundle(
 
 
 def held_layers(path: str | Path) -> int:
-    """Count the decoder layers in a bundle. If the folder is not a bundle, the count is 0."""
+    """Return the number of decoder layers in a bundle. It is 0 if the folder is not a bundle."""
     file = Path(path) / FROZEN_FILE
     if not file.is_file():
         return 0
@@ -216,7 +218,7 @@ def held_layers(path: str | Path) -> int:
 
 
 def frozen_tensors(facts: TargetFacts, n_layers: int) -> dict[str, Tensor]:
-    """Create, on the meta device, the tensors that a bundle with the last N layers must contain."""
+    """Create the tensors that a bundle with the last N layers must contain, on the meta device."""
     n_total = facts.n_layers
     with torch.device("meta"):
         norm = torch.empty(facts.hidden_size)
@@ -269,13 +271,13 @@ def _embeddings(model: PreTrainedModel) -> Tensor:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer of a text model. An identity if it has no such norm."""
+    """Return the norm after the last layer of a text model, or an identity if it has none."""
     norm: nn.Module | None = first_attribute(body, _FINAL_NORMS)
     return nn.Identity() if norm is None else norm
 
 
 def _norm_factors(body: nn.Module, facts: TargetFacts) -> Tensor:
-    """Return the factors [E] of the norm after the last layer. Ones if it has no such norm."""
+    """Return the factors [E] of the norm after the last layer, or ones if the model has no norm."""
     weight: Tensor | None = getattr(final_norm(body), "weight", None)
     if weight is None:
         return torch.ones(
@@ -313,8 +315,8 @@ class FrozenTarget(nn.Module):
         # with full attention.
         self.windows = facts.layer_windows[first:]
         dtype = weights["lm_head.weight"].dtype
-        # The dtype of the results of `embed` and `logits`. If it is None, they have the dtype of the
-        # weights.
+        # The dtype of the results of `embed` and `logits`. If it is None, the results have the
+        # dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
         self.embed_tokens = nn.Embedding.from_pretrained(
             weights["embed_tokens.weight"], freeze=True
@@ -404,18 +406,22 @@ class FrozenTarget(nn.Module):
 
     @property
     def blocks(self) -> list[DecoderBlock]:
-        """The decoder layers as a list, with their type."""
+        """The decoder layers as a list whose type is known to type checkers."""
         return cast(list[DecoderBlock], list(self.layers))
 
     def compute_in(self, dtype: torch.dtype, casts_itself: bool) -> None:
-        """Compute in a wider dtype than that of the weights.
+        """Compute in a wider dtype than the weights have.
 
-        Embeddings and LM head are not cast.
+        This casts the norms and the linear layers of the decoder layers. The weights of the
+        embeddings and the LM head are not cast.
+
+        Args:
+            dtype: the dtype to compute in.
+            casts_itself: true under autocast. The linear layers are then not cast.
         """
         self.compute_dtype = dtype
         for module in (self.norm, *self.layers.modules()):
-            # Under autocast (`casts_itself`), PyTorch itself casts the matrices of the decoder
-            # layers.
+            # Under autocast, PyTorch itself casts the matrices of the decoder layers.
             if isinstance(module, RMSNorm) or (isinstance(module, nn.Linear) and not casts_itself):
                 module.to(dtype)
 
@@ -427,9 +433,9 @@ class FrozenTarget(nn.Module):
         pack(self.lm_head, is_exact=False)
 
     def head_of(self, tokens: Tensor) -> nn.Linear:
-        """Return a layer with the rows of the LM head that belong to tokens [n].
+        """Return a linear layer with the rows of the LM head that belong to tokens [n].
 
-        Its weights are packed if those of the LM head are.
+        If the weights of the LM head are packed, the new layer's weights are packed, too.
         """
         return rows_of(self.lm_head_weight, tokens, isinstance(self.lm_head, PackedLinear))
 
@@ -447,7 +453,7 @@ class FrozenTarget(nn.Module):
 
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Raise TargetError if a bundle has other sizes than those that its store has recorded."""
+    """Raise TargetError if the sizes of a bundle differ from the sizes that its store records."""
     differences: list[str] = []
     for key, size in recorded.items():
         if sizes.get(key, size) != size:

@@ -1,30 +1,35 @@
 """The target's KV cache for decoding.
 
-The rows of a batch have different lengths. In each row, drafts follow the committed tokens.
+The rows of a batch have different lengths. In each row, the drafts follow the committed tokens.
 
 Shapes: B rows, L target layers, N layers whose KV a :class:`ContextCache` stores, H_kv key/value
 heads, d head dim, D = 2 * H_kv * d, n tokens of one target call, S slots of the cache, K watched
 layers (layers whose outputs are stored for a drafter).
 
 A target call writes the keys and values of its tokens into the slots after the committed tokens of
-each row. These tokens are *pending* until ``commit``, which moves the accepted tokens next to the
-committed tokens, and drops the others. The cost of a commit does not depend on the length of the
-sequence. In this example, two rows with 5 and 3 committed tokens verify a root r and three drafts
-x, y, z. The first row accepts x and z, the second row accepts no draft::
+each row. These tokens are *pending* until ``commit``. It moves the accepted tokens next to the
+committed tokens, and drops the other pending tokens. The cost of a commit does not depend on the
+length of the sequence.
+
+In this example, row 0 has 5 committed tokens and row 1 has 3. For each row, a target call processes
+four tokens: r, which is not a draft, and three drafts x, y and z. Row 0 accepts x and z. Row 1
+accepts no draft::
 
     slot                        0 1 2 3 4 5 6 7 8
     row 0 before the call       a b c d e . . . .     lengths [5, 3], n_pending 0
     row 1                       f g h . . . . . .
-    row 0 after the call        a b c d e r x y z     lengths [5, 3], n_pending 4: slots 5..8
-    row 1                       f g h r x y z . .     of row 0, slots 3..6 of row 1
-    row 0 after the commit      a b c d e r x z z     commit([[0, 1, 3], [0]]): lengths [8, 4],
-    row 1                       f g h r x y z . .     n_pending 0
+    row 0 after the call        a b c d e r x y z     lengths [5, 3], n_pending 4
+    row 1                       f g h r x y z . .
+    row 0 after the commit      a b c d e r x z z     lengths [8, 4], n_pending 0
+    row 1                       f g h r x y z . .
 
-The next target call overwrites the slots at or beyond a row's length.
+The commit is ``commit([[0, 1, 3], [0]])``: for each row, it gets the indices of the pending tokens
+to keep. The next target call overwrites the slots at or beyond a row's length, such as the second z
+of row 0. No committed token is dropped, even in models with a sliding window.
 
-No committed token is dropped, even in models with a sliding window. A static call
-(``live.StaticCalls``) is a target call that a CUDA graph can replay. Its layers attend to all slots
-of the buffer, under a mask, and the slots to which it writes are in a tensor, not in Python values.
+A static call (``live.StaticCalls``) is a target call that a CUDA graph can replay. A graph cannot
+depend on Python values such as the lengths of the rows. So the layers of a static call attend to
+all slots of the buffer, under a mask. The slots to which they write are in a tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +58,10 @@ class KVSource(Protocol):
     lengths: list[int]  # For each row, the number of positions whose KV is available.
 
     def packed(self, starts: Sequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n positions of each row from ``starts`` on: [B, n, L, D]."""
+        """Pack the KV of n positions of each row: [B, n, L, D].
+
+        The positions of a row start at ``starts[row]``. Layers before ``first_layer`` are left out.
+        """
         ...
 
     def layer_view(self, layer: int, n_slots: int) -> tuple[Tensor, Tensor]:
@@ -72,9 +80,9 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
     Args:
         groups: groups of the layers that have KV of their own. The layers of a group have keys and
             values of the same shape.
-        take: returns the KV of a target layer, [..., H_kv, 2, d]. It comes from a buffer that has
-            room for the widest layer. A narrower layer uses only the first heads, and the first
-            values of each head.
+        take: takes the index of a target layer, and returns its KV [..., H_kv, 2, d]. All layers
+            have the same H_kv and d, those of a buffer with room for the widest layer. A narrower
+            layer uses only the first heads, and the first values of each head.
         first: index of the first layer to pack, among the layers that have KV of their own.
     """
     layers: list[tuple[int, KVShape]] = []
@@ -98,13 +106,13 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
 Buffers = dict[tuple[int, ...], list[Tensor]]
 
 
-# Both base classes have a method `crop`, to which mypy objects. transformers never calls its own
-# `crop`.
+# mypy objects, because the methods `crop` of the two base classes have different signatures.
+# transformers never calls `Cache.crop`.
 class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     """The KV cache of L layers and B rows. transformers writes to it.
 
-    If ``buffers`` is given, the cache takes its buffer from there, if there is one of the right
-    shape.
+    If ``buffers`` contains a buffer of the right shape, the cache uses this buffer instead of
+    allocating one.
     """
 
     def __init__(
@@ -118,7 +126,7 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     ) -> None:
         # ``shapes`` and ``groups`` are given only if the layers differ. ``shapes`` has the KV shape
         # of each layer, and None for a layer that has a recurrent state instead of KV. ``groups``
-        # has the layers with KV of their own.
+        # has the layers with KV of their own, which do not reuse the KV of another layer.
         KVBuffer.__init__(self, n_rows, n_slots, n_layers)
         self._free = buffers
         self.has_static_buffer = buffers is not None
@@ -134,18 +142,19 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         # Decoder layers whose outputs each target call stores in this cache, because the drafter
         # reads them.
         self.watched_layers: tuple[int, ...] = ()
-        # One tensor [B, n, K * E] per chunk of a call.
+        # The stored outputs of the watched layers, one tensor [B, n, K * E] per chunk of a call.
         self._layer_outputs: list[Tensor] = []
         # The slots to which the current target call writes, as `slots_after` returns them. For a
-        # static call, the lengths [B, 1] after which it writes.
+        # static call, this has the lengths [B, 1] of the rows instead, and the call writes to the
+        # slots from there on.
         self._slots: int | Tensor = 0
         # For layers with a recurrent state: their states before the last target call. They are
         # restored if drafts of this call are rejected.
         self._before: list[list[Tensor]] = []
         # For layers with a recurrent state: the tokens of the last target call, [1, n].
         self._tokens = torch.empty(0)
-        # Number of accepted tokens that the recurrent states do not include, because they were
-        # restored. The next target call processes these tokens again.
+        # Number of accepted tokens that the recurrent states do not include, because the states
+        # were restored. The next target call processes these tokens again.
         self._n_again = 0
         layers: list[Any] = []
         self._states: list[LinearAttentionLayer] = []
@@ -179,10 +188,10 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     def take_up(self, tokens: Tensor) -> Tensor:
         """Return the tokens [1, n] that a target call must process, for one row.
 
-        These are the given tokens, sometimes preceded by accepted tokens of the last call. Layers
-        with a recurrent state cannot drop rejected drafts. So if some drafts of a call are
-        rejected, the states from before the call are restored, and the next call first processes
-        the accepted tokens again.
+        These are usually the given tokens. But layers with a recurrent state cannot drop rejected
+        drafts. So if some drafts of a call are rejected, the states from before this call are
+        restored. The next call must then process the accepted tokens again, so they are put before
+        the given tokens.
         """
         if not self._states:
             return tokens
@@ -212,9 +221,13 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         self._is_static = False
 
     def begin_static_call(self, n_tokens: int, lengths: Tensor) -> None:
-        """Reserve slots for a target call that a CUDA graph replays. Rows have ``lengths`` [B, 1].
+        """Reserve slots for a target call that a CUDA graph replays.
 
-        Another call must have filled the cache before, because it allocates the buffer.
+        A call that is not static must have run before, because it allocates the buffer.
+
+        Args:
+            n_tokens: the number of tokens per row, with padding.
+            lengths: [B, 1] int64, the number of committed tokens in each row.
         """
         self._n_before = 0
         self.n_pending = n_tokens
@@ -297,8 +310,8 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
         n_slots = self.n_slots
         slots = self._slots
         if self._is_static:
-            # A CUDA graph cannot depend on Python values such as lengths, so compute the slots on
-            # the device, and attend to all of them.
+            # A CUDA graph cannot depend on Python values such as lengths. So compute the slots to
+            # write to on the device, and attend to all slots.
             n_slots = self.capacity
             slots = slots + torch.arange(keys.shape[2], device=keys.device)
         like = keys
@@ -368,10 +381,11 @@ class _Layer(CacheLayerMixin):
 
 
 class ContextCache(KVBuffer):
-    """The KV of some layers of a remote target, for one sequence. It comes with the contexts.
+    """The KV of some layers of a remote target, for one sequence.
 
-    A context is what the drafter's machine receives about a position. The length of the cache is
-    the number of positions whose contexts have arrived, even if the contexts contain no KV.
+    The target's machine sends a context for each position to the drafter's machine. A context may
+    contain the KV of these layers. The length of the cache is the number of positions whose
+    contexts have arrived, even if the contexts contain no KV.
     """
 
     def __init__(self, layers: Sequence[int] = ()) -> None:
@@ -400,8 +414,8 @@ def check_arrived(cache: KVSource, stops: Sequence[int]) -> None:
     A round needs the KV of all positions before ``stops[row]``.
     """
     for have, stop in zip(cache.lengths, stops, strict=True):
-        # DeviceLengths need no check. Only CUDA graphs on the target's machine use them, where all
-        # KV is available.
+        # DeviceLengths need no check. Only CUDA graphs on the target's machine use them, and on
+        # this machine all KV is available.
         if have < stop and not isinstance(stops, DeviceLengths):
             raise DrafterError(
                 f"the drafter needs the contexts of positions {have} to {stop - 1}, which have not "

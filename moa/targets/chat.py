@@ -1,8 +1,9 @@
 """Parses rows of a dataset into chats (messages and tools), or rejects rows with a reason.
 
-This module looks at every key of a row, of a message and of a content part. It either keeps the
-value as a piece of the chat or rejects the row, so no text is dropped silently. The module
-chat_tokens.py then checks that the chat template shows each piece.
+This module looks at every key of a row, of a message and of a content part, so that no text is
+dropped silently. It keeps the value as a piece of the chat, rejects the row, or lists the key among
+those that do not affect the tokens. The module chat_tokens.py then checks that the chat template
+shows each piece.
 """
 
 import re
@@ -24,8 +25,8 @@ from .row_values import (
 
 Message = dict[str, Any]
 _T = TypeVar("_T")
-# A function that parses an item of a list. Its second argument is the name of the item in error
-# messages, such as "message 3".
+# A function that parses an item of a list. The second argument of the function is the name of the
+# item in error messages, such as "message 3".
 _Parse = Callable[[Any, str], _T]
 
 ROLES = {
@@ -39,10 +40,10 @@ _MESSAGE_COLUMNS = ("messages", "conversations")
 _TOOL_COLUMNS = ("tools", "functions")
 _SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-# Keys that belong to a chat but that moa-data does not read: earlier turns, template arguments,
-# documents, media, results and schemas of tools, and annotations of an answer such as its
-# reasoning. A row with such content is rejected. Few templates render such a key of a message, and
-# no template declares which of these keys it renders.
+# Keys that belong to a chat, but that moa-data does not read. They hold earlier turns, template
+# arguments, documents, media, results and schemas of tools, or annotations of an answer such as its
+# reasoning. A row with such content is rejected, because few templates render these keys, and no
+# template declares which of them it renders.
 _UNREAD = re.compile(
     rf"history|{_TEMPLATE_ARGUMENTS}|documents|attachments?"
     r"|(?:images?|imgs?|videos?|audios?|media|screenshots?|pixel_values)"
@@ -53,8 +54,9 @@ _UNREAD = re.compile(
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
 )
-# More names of such keys, and names of system texts. They count only as keys of a row, a message or
-# a tool call. Objects inside these, such as `metadata`, use the same names for other things.
+# More keys that belong to a chat, but that moa-data does not read. They count only directly in a
+# row, a message or a tool call. Objects inside a row or message, such as `metadata`, use the same
+# names for other things.
 _UNREAD_DIRECTLY = re.compile(
     r"observations?"
     r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
@@ -62,20 +64,20 @@ _UNREAD_DIRECTLY = re.compile(
     r"|(?:tool|function)_(?:results?|responses?|outputs?|schemas?|definitions?|lists?)|apis"
     r"|system(?:_instructions?|prompt|message)|sys_?(?:prompt|message|instructions?)",
 )
-# Values of unread keys that only switch thinking on or off, or set how much the assistant thinks.
-# They are ignored.
+# A key such as ``reasoning`` is ignored if it has one of these values. Such a value only switches
+# thinking on or off, or sets how much the assistant thinks.
 _SWITCHES = {
     "on", "off", "yes", "no", "true", "false", "none", "enabled", "disabled", "adaptive", "auto",
     "minimal", "low", "medium", "high", "xhigh", "max", "summarized", "detailed", "concise",
 }  # fmt: skip
 # In requests to Anthropic, OpenAI and OpenRouter, an object with these keys switches thinking on or
-# off, or limits it. It is ignored, too.
+# off, or limits it. A key such as ``reasoning`` is ignored if its value is such an object.
 _THINKING_SETTINGS = {
     "type", "budget_tokens", "display", "effort", "enabled", "exclude", "max_tokens", "summary",
 }  # fmt: skip
-# Keys whose values say whether to train on a message, with names from OpenAI, axolotl, ms-swift,
-# xtuner and others. The first pattern matches keys that are true for messages to train on. The
-# second pattern matches keys that are true for messages to leave out.
+# Keys that say whether to train on a message, with names from OpenAI, axolotl, ms-swift, xtuner and
+# others. If a key matches `_TRAIN_MARK`, the value true means that the message is trained on. If a
+# key matches `_SKIP_MARK`, the value true means that the message is left out.
 _TRAIN_MARK = re.compile(
     r"(?:.+_)?(?:train|trained|trainable|training|learn|learnable|supervised?|loss|weights?)(?:_.+)?"
     r"|.+_masks?|lossmask|requires_grad",
@@ -86,8 +88,8 @@ _SKIP_MARK = re.compile(
     r"|(?:is_)?(?:ignored?|excluded?|skip)(?:_.*(?:train|loss|learn|turn|message).*)?"
     r"|(?:train|loss|learn)_(?:on_|only_)?last(?:_.+)?|mask_history",
 )
-# Columns that say whether to train on a whole row. This pattern is narrower than those for
-# messages, because many columns with other purposes have similar names.
+# Columns that say whether to train on a whole row. This pattern matches fewer names than the
+# patterns for messages, because many columns with other purposes have similar names.
 _ROW_MARK = re.compile(
     r"(?:is_|no_|do_not_|skip_|ignore_|mask_)?(?:train|trained|trainable|loss|masked)"
     r"|(?:.+_)?(?:train|loss)_(?:masks?|weights?)|assistant_masks?|train(?:able|_on)?_turns"
@@ -99,8 +101,9 @@ _ROW_MARK = re.compile(
 _DESIRABLE_COLUMNS = ("label", "kto_tag")
 # Columns that hold the last answer if the messages end before this answer.
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
-# What the value of such a key means: true for yes, false for no. Numbers above 0 also mean yes, and
-# other numbers mean no. In NeMo's chats the value of `mask` is a role.
+# Values of the keys that say whether to train on a message -> whether the value means true. Numbers
+# are not listed: numbers above 0 mean true, and other numbers mean false. In NeMo's chats the value
+# of `mask` is a role.
 _MEANINGS = {
     "false": False, "no": False, "n": False, "off": False,
     "true": True, "yes": True, "y": True, "on": True, "assistant": True,
@@ -108,12 +111,12 @@ _MEANINGS = {
 _MESSAGE_KEYS = ("role", "from", "content", "value", "tool_calls", "function_call")
 _PLAIN_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _READ_KEYS = {*_MESSAGE_KEYS, *_PLAIN_KEYS}
-# Keys of messages that :func:`additional_keys` does not list. It lists the key ``name``, the name
-# of a speaker, because few templates show it.
+# Keys of messages that most templates show, so :func:`additional_keys` does not list them. It does
+# list the key ``name``, the name of a speaker, because few templates show it.
 _USUAL_KEYS = _READ_KEYS - {"name"}
 _CALL_KEYS = {"id", "type", "index", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
-# How names_beside_chat lists the keys of messages and of tool calls.
+# `names_beside_chat` writes these words before the keys of messages and of tool calls.
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
 NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
@@ -123,7 +126,8 @@ WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel",
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
 CHAT_COLUMNS = {*_READ_COLUMNS, "instruction", "history"}
 """Names of columns that hold a part of a chat."""
-# Keys whose values are the chat itself. Inside these values, names such as "weight" are not marks.
+# Keys whose values are the chat itself. A name such as "weight" inside these values does not say
+# whether to train on a message.
 _CHAT_KEYS = {
     *_MESSAGE_COLUMNS,
     *_TOOL_COLUMNS,
@@ -176,9 +180,8 @@ class Rejection(Exception):
     """A rejected row. The reason is counted, and the detail is shown with an example.
 
     The functions that check a row raise it. :func:`parse_chat`, :func:`parse_prompt` and
-    :func:`.chat_tokens.tokenize_chat` return a copy that was not raised. An error that was raised
-    refers to the variables of the functions that raised it, and so would keep the texts of the chat
-    in memory.
+    :func:`.chat_tokens.tokenize_chat` catch it, and return a copy. The reason is memory: an error
+    that was raised keeps the variables of the functions that it passed through, such as the chat.
     """
 
     reason: RejectReason
@@ -212,8 +215,8 @@ def parse_chat(row: Any) -> Chat | Rejection:
     Args:
         row: a mapping with `messages` ([{role, content}]) or `conversations` ([{from, value}],
             ShareGPT), and optionally `tools` and `system` (a text). Messages and tools may be
-            lists, or lists encoded as JSON. If the row is a Rejection, because it could not be
-            read, the Rejection is returned.
+            lists, or lists encoded as JSON. A row that could not be read is a Rejection, which is
+            returned.
     """
     try:
         chat = _parse(row)
@@ -303,14 +306,17 @@ def content_texts(message: Message) -> list[str]:
 
 
 def content_text(message: Message) -> str:
-    """Return a message's content as one text. Texts of parts are joined as in vLLM and llama.cpp."""
+    """Return a message's content as one text.
+
+    The texts of content parts are joined by line breaks, as in vLLM and llama.cpp.
+    """
     return "\n".join(filter(None, content_texts(message)))
 
 
 def with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     """Return a copy of a message with ``change`` applied to the function of each tool call.
 
-    A function is an object with a name and arguments.
+    The function of a tool call is an object with a name and arguments.
     """
     if "tool_calls" not in message:
         return message
@@ -344,7 +350,7 @@ def _parse(row: Any) -> Chat:
 
 
 def _values(item: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the values of a row, message or tool call under alternative names of one key.
+    """Return the values that a row, message or tool call has under alternative names of one key.
 
     Empty values are left out. If all values are empty, only the first value is returned.
     """
@@ -361,7 +367,10 @@ def _without(item: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
 
 
 def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
-    """Return the lists that a row has under alternative names of one column, if they are not empty."""
+    """Return the lists that a row has under alternative names of one column.
+
+    Null, empty texts and empty objects are left out.
+    """
     lists = map(unpacked, _values(row, names))
     return [items for items in lists if items not in (None, "", {})]
 
@@ -369,7 +378,10 @@ def _lists(row: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
 def _parse_lists(
     lists: Sequence[Any], columns: Sequence[str], parse: _Parse[_T], malformed: RejectReason
 ) -> list[_T] | None:
-    """Parse lists that must have the same items, and return one of them. None if none are given."""
+    """Parse the lists that a row has under several names of one column.
+
+    The lists must be equal, and one of them is returned. None if there are no lists.
+    """
     item_name = columns[0].removesuffix("s")
     parsed = [_parse_list(items, parse, item_name, malformed) for items in lists]
     if parsed and parsed[-1] != parsed[0]:
@@ -389,7 +401,7 @@ def _parse_list(items: Any, parse: _Parse[_T], item_name: str, malformed: Reject
 
 
 def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
-    """Put the text of the system column first, unless a system message already has this text."""
+    """Add the text of the system column as the first message, unless a system message has it."""
     column_texts: list[str] = []
     for name in _SYSTEM_COLUMNS:
         value = row.get(name)
@@ -417,7 +429,7 @@ def _with_system(chat: Chat, row: Mapping[Any, Any]) -> Chat:
 
 
 def _parse_message(item: Any, where: str) -> Message:
-    """Parse a message of a row, with all of its keys, into a message of a chat."""
+    """Parse a message of a row into a message of a chat, which keeps all other keys."""
     if not isinstance(item, Mapping):
         raise Rejection(
             RejectReason.MALFORMED_MESSAGES,
@@ -509,7 +521,7 @@ def _fields(item: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _find_unread(item: Mapping[Any, Any]) -> str:
     """Return the first key of a row or message whose content moa-data does not read.
 
-    The result is empty if none exists.
+    The result is empty if moa-data reads all keys.
     """
     calls = {key: item[key] for key in ("tool_calls", "function_call") if key in item}
     keys_of_item = chain(item.items(), _fields(calls))
@@ -519,7 +531,8 @@ def _find_unread(item: Mapping[Any, Any]) -> str:
             if not pattern.fullmatch(name):
                 continue
             if name == _TEMPLATE_ARGUMENTS:
-                # No argument is ignored, because a template may write other text with it.
+                # Ignore only empty template arguments. Any value may change what the template
+                # writes.
                 is_ignored = not any(words_in(value))
             else:
                 is_ignored = not is_filled(value) or _is_switch(value)
@@ -539,9 +552,10 @@ def _is_switch(value: Any) -> bool:
 
 
 def _find_channel(message: Mapping[Any, Any]) -> str:
-    """Return the key that shows that a message's content is not the answer itself; empty if none.
+    """Return the key that says that a message's content is not the answer. Empty if none does.
 
-    In the Harmony format, reasoning and tool calls have other channels than ``final``.
+    In the Harmony format, the answer has the channel ``final``. Reasoning and tool calls have other
+    channels.
     """
     if message.get("channel") not in (None, "", "final"):
         return f"channel {message['channel']!r:.40}"
@@ -549,10 +563,10 @@ def _find_channel(message: Mapping[Any, Any]) -> str:
 
 
 def find_key(item: Mapping[Any, Any], names: Collection[str], ignored: Collection[str] = ()) -> str:
-    """Return the first key with content that is one of some names, in any spelling.
+    """Return the first key that has content and is one of ``names``, in any spelling.
 
     For example, ``systemPrompt`` is another spelling of ``system_prompt``. The result is empty if
-    none of them has content.
+    the item has none of these keys.
 
     Args:
         item: the row or message.
@@ -573,8 +587,8 @@ def names_beside_chat(row: Any, shown_keys: Collection[str], ends_in_call: bool)
     Args:
         row: the row, as given to :func:`parse_chat`.
         shown_keys: those names of :func:`additional_keys` that the chat template shows.
-        ends_in_call: whether the last message calls a tool. The end-of-turn token is then kept even
-            if a column says that the answer was cut off. So such a column is listed.
+        ends_in_call: whether the last message calls a tool. If it does, its end-of-turn token is
+            kept even if a column says that the answer was cut off. So this column is listed.
     """
     names: list[str] = []
     for column in _additional(row, _READ_COLUMNS):
@@ -605,7 +619,10 @@ def additional_keys(message: Mapping[Any, Any]) -> list[str]:
 
 
 def without_keys(message: Message, names: Collection[str]) -> Message:
-    """Return a copy of a message of a chat without some of the keys of :func:`additional_keys`."""
+    """Return a copy of a message without some keys.
+
+    ``names`` are the names of the keys, as :func:`additional_keys` lists them.
+    """
 
     def strip(item: dict[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
         keys = [key for key in _additional(item, known) if f"{kind} {key}" in names]
@@ -634,8 +651,8 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
             return f"{key} {item[key]!r:.40}"
     for key, value in _fields(item):
         name = snake_case(key)
-        # Skip a column "loss" of floats. It does not say whether to train on the row: it is the
-        # loss of some model on this row.
+        # Skip a column "loss" with a float. This is the loss of some model on the row, and does not
+        # say whether to train on the row.
         is_loss = is_row and isinstance(value, float) and key.lower() == "loss"
         if is_loss or (is_row and not _ROW_MARK.fullmatch(name)):
             continue
@@ -651,9 +668,9 @@ def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
 
 
 def _meaning(word: str) -> bool | None:
-    """Return whether a value, as a text, means yes or no. None if it means neither."""
+    """Return whether a value, given as a text, means true or false. None if it means neither."""
     try:
-        return float(word) > 0  # NaN means no.
+        return float(word) > 0  # NaN means false.
     except ValueError:
         return _MEANINGS.get(word.lower())
 
@@ -701,7 +718,7 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
             RejectReason.MALFORMED_TOOL_CALLS,
             f"{where} has the type {type(call).__name__} {_keys(function or call)}",
         )
-    # The item may be the function itself, without an object around the function.
+    # The tool call may be the function itself, without an object around it.
     outer = _without(call, ("function", "name", "arguments"))
     inner = {} if function is call else function
     return json_values(outer) | {

@@ -5,14 +5,14 @@ borders. The assistant's responses are located in the rendered text as spans of 
 tokenizer's offsets map these spans to tokens. There are two ways to locate a response:
 
 1. By prefixes. The rendering of the chat before the response, with the generation prompt, must be a
-   prefix of the rendering of the whole chat.
+   prefix of the rendering of the whole chat. If this fails for a response with tool calls, it is
+   tried again without the generation prompt.
 2. By a placeholder, if the first way fails. The chat is rendered with the response replaced by a
-   placeholder. This rendering shows the text before and after the response. If this fails for a
-   response with tool calls, this response is located by prefixes without the generation prompt.
+   placeholder. This rendering shows the text before and after the response.
 
-A template's ``{% generation %}`` tags are not used, because in some templates they also enclose
-headers or questions. The end-of-turn token belongs to the response. The white space after this
-token does not.
+The end-of-turn token belongs to the response. The white space after this token does not. Some
+templates mark responses by ``{% generation %}`` tags. These tags are not used, because in some
+templates they also enclose headers or questions.
 
 The tokens are the same as from ``apply_chat_template`` of transformers. Before the tokens are used,
 :func:`_check_pieces` checks that the rendering shows each piece of the chat exactly once.
@@ -47,8 +47,8 @@ from .template import PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# Matches the placeholder of a number, such as 7300001, or the end of the placeholder of a text, such
-# as 7300001end in moaPiece7300001end. Both start with the same digits, which makes the search fast.
+# Matches the placeholder of a number, such as 7300001. Of the placeholder of a text, such as
+# moaPiece7300001end, it matches 7300001end. All matches start with 73, so the search is fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )
@@ -65,8 +65,8 @@ class TokenizedChat:
     truncated: bool
     # Columns of the row, and keys of its messages, that do not affect the tokens.
     beside: tuple[str, ...] = ()
-    # Those names of :func:`.chat.additional_keys` that the template shows in every message that has
-    # the key.
+    # The keys of messages, named as in :func:`.chat.additional_keys`, that the template shows in
+    # every message that has them.
     shown_keys: tuple[str, ...] = ()
 
 
@@ -75,8 +75,8 @@ class _Piece(NamedTuple):
 
     # Index of the message with this piece. -1 if the piece belongs to a tool.
     message: int
-    # Where the piece comes from, for error messages: a role, "a tool call", or a tool with its
-    # name.
+    # Where the piece comes from, for error messages: the role of its message, "a tool call", "a
+    # tool call's name", or "tool" with the name of the tool.
     kind: str
     # All spellings that a template may use for this piece. They have no white space at the ends,
     # because templates may strip it.
@@ -87,12 +87,17 @@ class _Piece(NamedTuple):
 class _MarkedChat:
     """A chat with a placeholder for each of its pieces.
 
-    Pieces are the texts of contents; the names, keys and values of tool calls; and the names,
-    descriptions and parameters of tools. Blank texts are not pieces.
+    The pieces of a chat are:
+
+    - the texts of contents,
+    - the names of tool calls, and the keys and values of their arguments,
+    - the names, descriptions and parameters of tools.
+
+    Blank texts are not pieces.
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        # Maps what _PLACEHOLDER matches in a placeholder to the piece that the placeholder
+        # The part of a placeholder that _PLACEHOLDER matches -> the piece that this placeholder
         # replaces.
         self.pieces: dict[str, _Piece] = {}
         self.messages = [
@@ -156,7 +161,7 @@ class _MarkedChat:
         if not text:
             return value
         forms = {text}
-        # Templates must show a response unchanged. Other pieces may be shown as JSON or as Python
+        # Templates must show a response unchanged. They may show other pieces as JSON or as Python
         # literals.
         if kind != "assistant":
             forms |= {
@@ -192,8 +197,8 @@ def tokenize_chat(
         is_cut: True if the last response was cut off before its end. If this response has no tool
             calls, the text then ends with the response, without an end-of-turn token.
         is_generated: True if the target has written the last response, after the generation prompt.
-            Otherwise the text before a cut response is not certain: some templates write other text
-            before it in a prompt than in a whole chat. Such a chat is rejected.
+            If false, the text before a cut response may be uncertain: some templates write other
+            text before a response in a prompt than in a whole chat. Such a chat is rejected.
     """
     template = template.for_tools(tools)
     messages = template.shape(messages)
@@ -203,7 +208,8 @@ def tokenize_chat(
         template.check_texts(bare, tools)
         text = template.render(messages, tools)
         shown_keys = _find_shown_keys(template, messages, tools, text)
-        # Keys that are not shown may hold any text, such as the raw output of a model.
+        # Remove the keys that the template does not show. They may hold any text, such as the raw
+        # output of a model, so they are not checked.
         hidden_keys = names.difference(shown_keys)
         messages = [without_keys(message, hidden_keys) for message in messages]
         if shown_keys:
@@ -240,10 +246,10 @@ def _cut_response(
     spans: list[Span],
     is_generated: bool,
 ) -> tuple[str, Span]:
-    """Return the text of a prompt that a cut response follows, and the span of this response.
+    """Return the text of a chat whose last response was cut off, and the span of this response.
 
-    The rendering of the whole chat cannot be used, because it has an end-of-turn token, and maybe
-    more text, after the response.
+    The text is made of the rendering of the prompt, and the response. The rendering of the whole
+    chat cannot be used: after the response, it has an end-of-turn token, and maybe more text.
 
     Args:
         template: the chat template.
@@ -255,8 +261,8 @@ def _cut_response(
     """
     prompt = template.render(messages[:-1], tools, add_generation_prompt=True)
     _check_pieces(template, _MarkedChat(messages[:-1], tools), prompt)
-    # Reject the chat if the template writes earlier responses in a prompt in another way than in
-    # the rendering of the whole chat.
+    # Reject the chat if the template writes earlier responses differently in a prompt than in the
+    # rendering of the whole chat.
     end = spans[-2][1] if len(spans) > 1 else 0
     if prompt[:end] != text[:end]:
         raise Rejection(
@@ -264,10 +270,10 @@ def _cut_response(
             "the last response was cut off, and the template writes earlier responses differently "
             "in a prompt",
         )
-    # The prompt may already contain the beginning of the response, such as <think>.
+    # The prompt may already contain the first words of the response, such as <think>.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
     content = "".join(content_texts(messages[-1]))
-    # Many templates strip white space around a content.
+    # Many templates strip white space around a content, so also try the stripped content.
     for form in (content, content.lstrip(), content.rstrip(), content.strip()):
         cut_text = prompt[:start] + form
         if is_generated or text.startswith(cut_text):
@@ -293,7 +299,7 @@ def _find_shown_keys(
         text: the rendering of the chat.
 
     Returns:
-        Name of each such key -> whether the template shows it in every message that has it.
+        Name of each shown key -> whether the template shows it in every message that has it.
     """
     keys_of_messages = [additional_keys(message) for message in messages]
     names = dict.fromkeys(itertools.chain.from_iterable(keys_of_messages))
@@ -306,7 +312,8 @@ def _find_shown_keys(
             return True  # The template needs the key.
 
     shown_keys: dict[str, bool] = {}
-    # Usually the template shows none of the keys. One rendering without all of them proves that.
+    # Usually the template shows none of the keys. So first remove all keys at once. If the
+    # rendering does not change, no key is shown.
     if not names or not is_shown(names):
         return shown_keys
     # Keys that are not shown stay removed, because a template may show one key in place of another.
@@ -327,10 +334,11 @@ def _find_foreign_key(
     shown_keys: Collection[str],
     responses: list[str],
 ) -> str:
-    """Return a key of a message that changes a response, but whose text the model has not written.
+    """Return a key that changes a response, although the model has not written the key's text.
 
-    An example is the result of a tool, if it is in the message that calls the tool. A key is also
-    returned if the template fails without it. The result is empty if none exists.
+    For example, the message that calls a tool may have a key with the result of the tool. A key
+    counts if a response changes, or the template fails, when the key is removed. The result is
+    empty if no key counts.
     """
     for name in shown_keys:
         stripped = [
@@ -361,9 +369,9 @@ def prompt_tokens(
         is_open: whether to add the generation prompt, which starts the assistant's response.
 
     Raises:
-        TemplateError: the template refuses the chat, or does not show one of its pieces. A hidden
-            earlier response is allowed, because some templates omit the reasoning of earlier
-            responses.
+        TemplateError: the template refuses the chat, or does not show one of its pieces. Earlier
+            responses may be missing or changed, because some templates omit the reasoning of
+            earlier responses.
         PromptUnusable: a text contains control tokens, or cannot be encoded.
     """
     template = template.for_tools(tools)
@@ -393,14 +401,16 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
 
     The chat is rendered once more with placeholders. This shows how often and in which order the
     template writes the pieces. Then each piece is searched for in the rendering ``text``, after the
-    previous piece. Pieces of tools may be anywhere, any number of times, because some templates
-    describe a tool both in words and by its schema. If a response and another piece are missing,
-    the other piece is reported.
+    previous piece.
+
+    Pieces of tools may be anywhere, any number of times, because some templates describe a tool
+    both in words and by its schema. If both a response and a piece of another kind are missing, the
+    piece of the other kind is reported.
     """
     try:
         shown = _PLACEHOLDER.findall(template.render(marked.messages, marked.tools))
     except RENDER_ERRORS:
-        # If the template refuses the placeholders, expect the pieces in the order of the chat.
+        # The template refuses the placeholders. Expect the pieces in the order of the chat.
         shown = list(marked.pieces)
     counts = Counter(shown)
     order = {placeholder: position for position, placeholder in enumerate(counts)}
@@ -422,8 +432,8 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
             )
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
-        # Gemma 4 writes tool results before the response that they follow in the chat. Such a
-        # response counts as rewritten too.
+        # In a chat, tool results follow the response that calls the tools. Gemma 4's template
+        # writes them before this response. Such a response counts as rewritten, too.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = where
         elif is_hidden:
@@ -463,8 +473,8 @@ def _response_spans(
             span = _prefix_span(template, messages, tools, index, text)
             if span is None and "tool_calls" in message:
                 span = _prefix_span(template, messages, tools, index, text, is_open=False)
-            # A text that occurs twice in the chat may be located at the wrong place, so this way
-            # is the last one.
+            # Try the placeholder last. If a text occurs twice in the chat, this way may choose the
+            # wrong occurrence.
             span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
             span = span and _with_opening(text, span, pieces)
@@ -506,9 +516,11 @@ def _prefix_span(
     text: str,
     is_open: bool = True,
 ) -> Span | None:
-    """Locate a response by two renderings: of the chat before it, and of the chat up to its end.
+    """Locate a response by two renderings of the beginning of the chat.
 
-    The result is None if one of them is not a prefix of the rendering of the whole chat.
+    The first rendering ends before the response. The second rendering ends with the response. Both
+    must be prefixes of the rendering of the whole chat. The response is then the text between their
+    ends. Otherwise the result is None.
 
     Args:
         template: the chat template.
@@ -516,21 +528,22 @@ def _prefix_span(
         tools: JSON schemas of the tools.
         index: index of the response.
         text: the rendering of the chat.
-        is_open: whether the first rendering has a generation prompt. If not, the header of the
-            response must follow it in the text. This is for templates such as Gemma 4's, which
-            writes an empty thought into a generation prompt but not into a chat.
+        is_open: whether the first rendering ends with a generation prompt. If false, the header of
+            the response must follow this rendering in the text. This is for templates such as Gemma
+            4's, which writes an empty thought into a generation prompt, but not into a chat.
     """
     before = messages[:index]
     if not before:
         return None
     prompt = template.render(before, tools, add_generation_prompt=is_open)
     if not template.has_generation_prompt and prompt == template.render(before, tools):
-        # Without a generation prompt, the header of the response would be counted as part of the
-        # response.
+        # If the template writes no generation prompt, the first rendering ends before the header of
+        # the response. The header would then be counted as part of the response.
         return None
     up_to_response = messages[: index + 1]
     turn = text if up_to_response == messages else template.render(up_to_response, tools)
-    # A response may end in white space itself, which belongs to the response.
+    # If the template writes no text after the response, remove only the template's own white space.
+    # The response may end in white space, which belongs to the response.
     if template.text_after_last or "tool_calls" in messages[index]:
         turn = turn.rstrip()
     else:
@@ -545,7 +558,8 @@ def _prefix_span(
         end_token = template.control_tokens.everywhere.match(text, len(turn))
         end = end_token.end() if end_token else 0
     start = len(prompt)
-    # Some templates write no generation prompt after a response, but write its header in a chat.
+    # After a response, some templates write no generation prompt. They still write the header of
+    # the next response in a chat, so skip it.
     if not prompt.rstrip().endswith(template.header):
         start = _skip_header(text, start, template.header)
     if not is_open and start == len(prompt):
@@ -575,9 +589,11 @@ def _located_span(
     """Locate a response by a rendering in which a placeholder replaces it.
 
     The response is between the text before and the text after the placeholder. The result is None
-    if this is ambiguous. The placeholder has no tool calls, and some templates do not show the
-    result of a tool without its tool call. So the text after the placeholder must contain each
-    piece of the messages that follow.
+    if this is ambiguous.
+
+    If the response has tool calls, the placeholder does not have them. Some templates then leave
+    out the results of the tools. So the text after the placeholder must contain each piece of the
+    messages that follow.
     """
     message = messages[index]
     other = [
@@ -626,8 +642,8 @@ def _encode(
 ) -> TokenizedChat | Rejection:
     """Encode a rendered chat, and mark the tokens that belong to the spans."""
     # The offsets of byte-level tokenizers may be empty, or exclude white space. So assume that each
-    # token begins where the previous token ends. If a token begins before a span, it belongs to the
-    # response only if it contains nothing but white space before the span.
+    # token begins where the previous token ends. A token may begin before a span and end in it. It
+    # belongs to the response only if its characters before the span are white space.
     encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
     mask = np.zeros(len(tokens), np.uint8)

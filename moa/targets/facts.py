@@ -1,7 +1,7 @@
 """Facts about a target that follow from its transformers config: sizes, KV shapes, windows, scales.
 
-:func:`load_facts` reads and validates the config.json of a folder. :meth:`TargetFacts.of_model`
-takes a loaded model.
+:func:`load_facts` computes the facts from the config.json of a folder, which it validates.
+:meth:`TargetFacts.of_model` computes them from a loaded model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ _LARGEST = {
 # Names of the soft cap of the logits in configs. RecurrentGemma uses the second name, xLSTM the
 # third.
 _CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# Maximum number of positions of a target if the config does not state it.
+# Maximum number of positions of a target whose config states no maximum.
 _MANY_POSITIONS = 1 << 20
 
 
@@ -52,15 +52,15 @@ class KVShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of values per token, keys and values of all heads together."""
+        """Number of elements per token: the keys and values of all heads together."""
         return self.n_heads * (self.key_width + self.value_width)
 
 
 class KVGroup(NamedTuple):
     """Layers whose keys and values have the same shape. A store keeps their KV in one field."""
 
-    # Name of the field: "kv" if the group contains all layers of the target, otherwise with the
-    # kind of attention, such as "kv/full_attention".
+    # Name of the field. It is "kv" if the group contains all layers of the target. Otherwise it
+    # contains the kind of attention, as in "kv/full_attention".
     field: str
     layers: tuple[int, ...]  # Layer indices of the target, ascending.
     shape: KVShape
@@ -82,10 +82,12 @@ class TargetFacts:
     head_dim: int
     hidden_size: int  # E
     vocab_size: int  # V
-    # Sequence length up to which cached keys stay valid when the sequence grows.
+    # Maximum length of a sequence. RoPE of the type longrope rotates all keys differently if a
+    # sequence exceeds a certain length, so keys that were cached before would be wrong. In this
+    # case, the maximum is that length.
     max_position_embeddings: int
-    # Width of the dense MLPs. If layers have different widths, it is the largest. If the config
-    # does not state it, it is four times the hidden size.
+    # Width of the dense MLPs. If layers have different widths, this is the largest. If the config
+    # states no width, this is four times the hidden size.
     mlp_width: int
     norm_eps: float  # epsilon of the norms
     # RoPE parameters for drafters of this target; see :func:`rope_parameters`.
@@ -93,10 +95,10 @@ class TargetFacts:
     logit_scale: float  # factor that the target applies to the outputs of its LM head
     # Soft cap of the logits, which is applied by a tanh. None if the target has no cap.
     logit_cap: float | None
-    # Kind of attention of each layer, with the names of transformers.
+    # Kind of attention of each layer, under transformers' name, such as "sliding_attention".
     layer_kinds: tuple[str, ...]
-    # Attention window of each layer, a number of tokens that includes the query's own token. None
-    # for layers with full attention.
+    # Attention window of each layer: the number of tokens to which a token attends, including
+    # itself. None for layers with full attention.
     layer_windows: tuple[int | None, ...]
     # KV shape of each layer. None for a layer that has a recurrent state instead of KV.
     kv_shapes: tuple[KVShape | None, ...]
@@ -149,7 +151,7 @@ class TargetFacts:
     def sizes(self) -> dict[str, Any]:
         """Sizes of the target as stores record them.
 
-        ``kv_width`` is left out if stores keep the KV of all layers in one field.
+        They include ``kv_width`` only if stores keep the KV in several fields.
         """
         sizes: dict[str, Any] = {
             "n_layers": self.n_layers,
@@ -172,19 +174,19 @@ class TargetFacts:
 
     @property
     def splits_kv(self) -> bool:
-        """Whether stores keep the KV in several fields, because it differs between layers."""
+        """Whether stores keep the KV in several fields, because layers differ in its shape."""
         return self.family.keeps_kv and bool(self.kv_groups) and not self.has_uniform_kv
 
     @property
     def kv_width(self) -> int:
-        """Number of KV values per token, of all heads together, in the widest layer."""
+        """Number of elements per token in the keys and values of the widest layer."""
         if self.splits_kv:
             return max(group.shape.width for group in self.kv_groups)
         return 2 * self.n_kv_heads * self.head_dim
 
     @property
     def cache_width(self) -> int:
-        """Number of KV values per token in the caches of all layers together."""
+        """Number of elements per token in the keys and values that all layers cache together."""
         return sum(len(group.layers) * group.shape.width for group in self.kv_groups)
 
     @property
@@ -212,8 +214,8 @@ class TargetFacts:
     def attention_sizes(self) -> dict[str, int]:
         """The largest number of KV heads, and the largest head dim, in the attention of any layer.
 
-        In multi-head latent attention, these are the sizes of the keys and values to which a latent
-        is expanded.
+        Layers with multi-head latent attention cache a latent, and expand it to keys and values.
+        For these layers, the sizes are those of the expanded keys and values.
         """
         config = self.config
         if getattr(config, "kv_lora_rank", None) is not None:
@@ -239,7 +241,7 @@ class TargetFacts:
 
     @cached_property
     def embedding_scale(self) -> float:
-        """Factor that the embedding layer applies, as in Gemma; 1 if there is none."""
+        """Factor by which the embedding layer multiplies embeddings, as in Gemma. Usually 1."""
         table = empty_model(self.config).get_input_embeddings()
         return float(getattr(table, "scalar_embed_scale", getattr(table, "embed_scale", 1.0)))
 
@@ -297,15 +299,15 @@ class TargetFacts:
 
 
 def _layer_configs(config: Any) -> Any:
-    """Return the configs of the layers; one config for all layers if they do not differ."""
+    """Return one config for each layer. If the layers do not differ, return a single config."""
     return getattr(config, "per_layer_config", None) or [config]
 
 
 def _n_positions(config: Any) -> int:
     n_positions: int = getattr(config, "max_position_embeddings", None) or _MANY_POSITIONS
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    # RoPE of the type longrope rotates keys differently once a sequence exceeds the original
-    # length. Then the cached keys would be wrong, so this length is the limit.
+    # Once a sequence exceeds the original length, RoPE of the type longrope rotates all keys
+    # differently. The keys that are already cached would be wrong, so this length is the limit.
     if rope.get("rope_type") == "longrope":
         n_positions = int(rope.get("original_max_position_embeddings") or n_positions)
     return n_positions
@@ -407,7 +409,8 @@ def _kv_groups(
             layers_of.setdefault(("latent" if is_latent else kind, shape), []).append(layer)
     groups: list[KVGroup] = []
     for (kind, shape), layers in layers_of.items():
-        # Number the groups of the same kind, because they have different shapes.
+        # Groups of the same kind of attention differ in shape. Number them, so that their names
+        # differ, too.
         n_before = sum(entry.field.startswith(f"kv/{kind}") for entry in groups)
         name = f"kv/{kind}{f'_{n_before + 1}' if n_before else ''}"
         groups.append(KVGroup(name, tuple(layers), shape))
@@ -435,7 +438,7 @@ def parse_facts(
     Args:
         values: the content of config.json.
         source: name of the config file in error messages.
-        folder: the folder that holds the config file. None if there is only the content.
+        folder: the folder that holds the config file. None if the values come from elsewhere.
         with_weights: whether the weights will be used. If true, quantised weights raise
             TargetError.
 
@@ -446,8 +449,8 @@ def parse_facts(
     if with_weights and (problem := quantisation_problem(values, folder)):
         raise TargetError(f"{source}: {problem}.")
     text_config = values.get("text_config")
-    # Check counts such as the number of layers first, because transformers allocates lists of these
-    # lengths.
+    # Check counts such as the number of layers first. transformers allocates lists of these
+    # lengths, so a huge number would take all memory.
     _check_counts(text_config if isinstance(text_config, dict) else values, source)
     with parsing(f"cannot read {source}", TargetError):
         config = transformers_config(values, folder)
@@ -480,8 +483,9 @@ def quantisation_problem(values: Mapping[str, Any], folder: Path | None = None) 
 
 
 def _check_loads(values: Mapping[str, Any], source: object) -> None:
-    """Raise TargetError if transformers can load a model type neither for text nor for images."""
-    # Convert to text, because a damaged config may hold a list, which cannot be looked up.
+    """Raise TargetError if transformers has no model class with a text model for the model type."""
+    # Convert the model type to a text, because in a damaged config it may be a list, which is not
+    # hashable.
     model_type = str(values.get("model_type"))
     text = values.get("text_config")
     sees = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -515,7 +519,7 @@ def _check_counts(values: Mapping[str, Any], source: object) -> None:
 def _check_config(config: Any, source: object) -> None:
     """Raise TargetError if sizes are missing or not plausible.
 
-    This includes defaults filled in by transformers.
+    Sizes that transformers has filled in by default are checked, too.
     """
     needed = ("hidden_size", "num_hidden_layers", "vocab_size")
     if lacking := [name for name in needed if getattr(config, name, None) is None]:
@@ -528,7 +532,7 @@ def _check_config(config: Any, source: object) -> None:
 
 
 def _check_facts(facts: TargetFacts, source: object) -> None:
-    """Raise TargetError if facts do not fit together."""
+    """Raise TargetError if facts contradict each other, or are not plausible."""
     config = facts.config
     keeps_kv = facts.family.keeps_kv
     known_kinds = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -1,11 +1,11 @@
 """Families of targets, and their configs and models as transformers makes them.
 
-Any causal LM of transformers gives hidden states if its LM head is a plain matrix, and hidden
-states are enough for most drafters. :data:`FAMILIES` lists further properties of each family as
-data. These entries, and the assumptions about families without an entry, are checked on the loaded
-model before they are used (:mod:`.proof`).
+Any causal LM of transformers gives hidden states if its LM head is a plain matrix. Hidden states
+are enough for most drafters. :data:`FAMILIES` lists further properties of each family. For families
+without an entry, default properties are assumed. Before any of these properties is used, it is
+checked on the loaded model (:mod:`.proof`).
 
-| what is needed | for | which targets have it |
+| the target must support | needed for | supported by |
 |---|---|---|
 | hidden states | stores of hidden states, drafters without KV | causal LMs, LM head without bias |
 | keys and values | stores of KV, drafters that read it | :data:`FAMILIES` |
@@ -40,14 +40,13 @@ class Family:
 
     # Whether the KV shape of each layer is known from the config, so that KV can be stored.
     keeps_kv: bool = True
-    # Whether layers may have different kinds of attention, which ``layer_types`` in the config
-    # states. If not, all layers have the sliding window of the config.
+    # Whether layers may have different kinds of attention. The config lists them in
+    # ``layer_types``. If false, all layers have the sliding window of the config.
     mixes_layers: bool = False
-    # Whether all keys are rotated by RoPE as in drafters: with head dim d, in pairs of dimensions
-    # (i, i + d / 2).
+    # Whether RoPE rotates all keys as in drafters: dimension i of a head is rotated together with
+    # dimension i + d / 2, where d is the head dim.
     rotates_halves: bool = True
-    # Whether keys are rotated in all layers that have keys. Some families leave out RoPE in some
-    # layers.
+    # Whether all layers with keys rotate them. Some families leave out RoPE in some layers.
     rotates_all: bool = True
     # Whether some layers carry a recurrent state instead of KV.
     carries_state: bool = False
@@ -57,7 +56,7 @@ class Family:
     # Name of the attention implementation in transformers that supports all features of this
     # family.
     attention: str = "sdpa"
-    # The constant that norms add to their weights before they multiply with them.
+    # The constant that norms add to their weights. Gemma's norms compute ``x * (1 + weight)``.
     norm_offset: float = 0.0
 
 
@@ -100,9 +99,9 @@ OTHER = Family(mixes_layers=True, keeps_kv=False, rotates_halves=False)
 def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -> Any:
     """Make the transformers config from the values of a config.json.
 
-    If the folder is given, transformers reads the file itself. But it does not understand the
-    dtypes ``torch.bfloat16`` and ``auto``. If the file has such a dtype, the config is made from
-    ``values``.
+    If the folder is given, transformers usually reads the file itself. But transformers does not
+    understand the dtypes ``torch.bfloat16`` and ``auto``. If the file has such a dtype, the config
+    is made from ``values``.
 
     Args:
         values: the content of config.json.
@@ -111,7 +110,7 @@ def transformers_config(values: Mapping[str, Any], folder: Path | None = None) -
     plain = _with_plain_dtypes(values)
     if folder is not None and plain == values:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # Decode special floats such as infinity, because transformers writes them as objects.
+    # transformers writes special floats such as infinity as objects, so decode these objects.
     return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(plain))
 
 
@@ -157,7 +156,7 @@ def empty_model(config: Any) -> Any:
 
 
 def text_model(model: Any) -> Any:
-    """Return the text model of a causal LM, which computes hidden states and has no LM head."""
+    """Return the text model inside a causal LM. It computes hidden states, and has no LM head."""
     decoder = model.get_decoder()
     is_found = decoder is not model and hasattr(decoder, "config")
     # In Llama 4 ``get_decoder`` returns the model itself, and in models whose LM head is named

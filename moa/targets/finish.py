@@ -1,4 +1,4 @@
-"""Reads from a row of a dataset which of its answers were cut off, mostly at a token limit."""
+"""Finds the answers in a row of a dataset that were cut off, mostly at a token limit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,14 +11,15 @@ _FINISH_KEYS = (
     "finish_reason", "stop_reason", "done_reason", "finish_reasons", "stop_reasons", "stop_type",
     "native_finish_reason", "incomplete_details", "finish_details", "completion_reason",
 )  # fmt: skip
-# An object that is the value of such a key has the reason under one of these keys.
+# If the value of a key such as ``finish_reason`` is an object, the object has the reason under one
+# of these keys.
 _REASON_KEYS = ("type", "reason")
-# Reasons of complete answers.
+# Values of ``finish_reason`` and similar keys if the answer is complete.
 _END_REASONS = {
     "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_use", "tool_calls", "tool_call",
     "function_call", "word", "complete", "completed",
 }  # fmt: skip
-# Reasons of answers that were cut off.
+# Values of ``finish_reason`` and similar keys if the answer was cut off.
 _CUT_REASONS = {
     "length", "limit", "max_tokens", "max_output_tokens", "max_new_tokens", "max_tokens_reached",
     "max_length", "max_len", "model_length", "token_limit", "error_limit", "truncated",
@@ -28,27 +29,31 @@ _CUT_REASONS = {
     "guardrail_intervened", "safety", "sensitive", "recitation", "blocklist", "prohibited_content",
     "spii", "error_toxic",
 }  # fmt: skip
-# Names of enums may stand before the reason.
+# Texts that Python and pandas write for a missing value.
+_NO_REASON = {"", "none", "null", "nan"}
+# Some APIs write the name of an enum before the reason, as in FINISH_REASON_STOP.
 _REASON_PREFIXES = ("finish_reason_", "reason_")
-# Keys whose value true says that an answer was cut off. Those in the second tuple count only as
-# keys of a row or message, because objects in a row use the same names for other things.
+# If one of the following keys has the value true, an answer was cut off. Keys in `_FLAGS` count
+# only directly in a row or message, because objects inside a row use the same names for other
+# things.
 _LIMIT_FLAGS = ("stopped_limit",)
 _FLAGS = ("truncated", "is_truncated")
 _TRUE = {"true", "1", "1.0", "yes"}
 _FALSE = {"false", "0", "0.0", "no"}
-# Keys under which rows and messages keep the response of an API, or facts about it. Under keys of
-# the second tuple, there may be one response for each answer. Under all others, several objects are
-# alternatives, of which the chat has only one.
+# Keys under which rows and messages keep the response of an API, or facts about it. Several objects
+# under one of these keys are alternatives. The row does not say which alternative the chat
+# contains, so they are ignored.
 _RESPONSE_KEYS = (
     "response_metadata", "generation_info", "generation_metadata", "meta_info", "meta", "metadata",
     "llm_output", "raw", "raw_response", "response", "choices", "candidates", "details",
     "generations",
 )  # fmt: skip
+# Under these keys there may be a list with one response for each answer.
 _RESPONSES_KEYS = ("responses", "raw_responses")
-# A text under one of these keys may be the answer itself, which is not searched.
+# A text under one of these keys may be the answer itself, so it is not decoded as JSON.
 _ANSWER_KEYS = ("response", "responses")
 
-# Of a response: the answers to which it belongs, as indices.
+# A response of an API, and the indices of the answers to which it belongs.
 _Response = tuple[Mapping[Any, Any], Sequence[int]]
 
 
@@ -56,15 +61,16 @@ def find_cuts(item: Mapping[Any, Any], n_answers: int = 1) -> list[str]:
     """Find the answers of a row or message that were cut off.
 
     A key such as ``finish_reason`` says whether an answer was cut off. The keys of the item itself
-    are read first. For answers about which they say nothing, the responses of an API inside the
-    item are read. If two keys of the same depth disagree, the answer counts as cut off.
+    are read first. If they say nothing about an answer, the API responses inside the item are read.
+    If two keys of the same depth disagree about an answer, it counts as cut off.
 
     Args:
         item: the row or message.
         n_answers: how many answers it has, at least 1.
 
     Returns:
-        For each answer the key and the reason, or an empty text if the answer was not cut off.
+        One text for each answer. It names the key and the reason if the answer was cut off.
+        Otherwise it is empty.
     """
     cuts = [""] * n_answers
     unknown = set(range(n_answers))
@@ -85,13 +91,13 @@ def find_cuts(item: Mapping[Any, Any], n_answers: int = 1) -> list[str]:
 
 
 def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
-    """Whether a key says why answers ended, and only with values that :func:`find_cuts` knows.
+    """Whether a key says why answers ended, and :func:`find_cuts` knows each reason in its value.
 
     Args:
         key: a key of a row, in any spelling such as ``finishReason``.
-        value: its value.
-        is_cut_known: False if the end of the answer cannot be left out, as after a tool call.
-            Reasons of answers that were cut off are then not understood.
+        value: the value of the key.
+        is_cut_known: whether reasons of answers that were cut off count as known. They do not if
+            the last message calls a tool, because its end-of-turn token is kept in any case.
     """
     name = snake_case(key)
     if name in _FINISH_KEYS:
@@ -106,12 +112,18 @@ def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
 def _stated_ends(
     response: Mapping[Any, Any], answers: Sequence[int], is_item: bool
 ) -> Iterator[tuple[int, str]]:
-    """Yield what the keys of a response say about its answers.
+    """Yield what the keys of a response say about the ends of its answers.
 
-    Each item is the index of an answer, and the key with the reason if the answer was cut off. A
-    single reason belongs to the last answer. Reasons of which the number differs from the number of
-    answers are ambiguous: those of a single answer belong to several generations, of which the chat
-    has one, and some of those of several answers are about an earlier answer.
+    Each item is the index of an answer, and a text. If the answer was cut off, the text names the
+    key and the reason. Otherwise it is empty.
+
+    A key may have several reasons. If there is only one, it belongs to the last answer. If there is
+    one for each answer, each answer gets its own. Any other number is ambiguous:
+
+    - If a single answer has several reasons, the API has generated several answers, and the chat
+      contains one of them. This answer counts as cut off only if all of them were cut off.
+    - If several answers have another number of reasons, the reasons cannot be assigned to the
+      answers. If one reason says that an answer was cut off, all answers count as cut off.
     """
     for key, value in response.items():
         name = snake_case(key)
@@ -124,7 +136,7 @@ def _stated_ends(
             reason = next((word for word in _reasons(listed) if word in cut_reasons), "")
             cuts.append(f"{key} {reason!r}" if reason else "")
         if is_flag and not any(cuts):
-            continue  # Whether another limit was reached is not known.
+            continue  # The flag is false, but the answer may have reached another limit.
         if len(cuts) == 1:
             yield answers[-1], cuts[0]
         elif len(cuts) == len(answers):
@@ -136,10 +148,18 @@ def _stated_ends(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the reasons in the value of a key: one for each item of a list that is not empty."""
+    """Return the reasons in the value of a key.
+
+    If the value is a list, each item is a reason. Empty items are left out.
+    """
     decoded = unpacked(value)
     values = decoded if isinstance(decoded, (list, tuple)) else [decoded]
-    return [item for item in values if any(words_in(item))]
+    stated: list[Any] = []
+    for item in values:
+        words = {word.lower() for word in words_in(item)}
+        if not words <= _NO_REASON:
+            stated.append(item)
+    return stated
 
 
 def _reasons(value: Any) -> Iterator[str]:
@@ -163,7 +183,7 @@ def _reasons(value: Any) -> Iterator[str]:
 
 
 def _inner_responses(response: Mapping[Any, Any], answers: Sequence[int]) -> Iterator[_Response]:
-    """Yield the responses inside a response or row, each with the answers to which it belongs."""
+    """Yield the responses inside a response or row, each with the indices of its answers."""
     for key, value in response.items():
         name = snake_case(key)
         if name not in (*_RESPONSE_KEYS, *_RESPONSES_KEYS):
@@ -184,7 +204,7 @@ def _inner_responses(response: Mapping[Any, Any], answers: Sequence[int]) -> Ite
 
 
 def _is_pairs(value: Any) -> bool:
-    """Whether a value is the list of keys and values that Arrow makes from an object."""
+    """Whether a value is a list of pairs (key, value). Arrow returns an object in this form."""
     if not value or not isinstance(value, (list, tuple)):
         return False
     for pair in value:

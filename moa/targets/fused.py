@@ -19,21 +19,21 @@ from ..nn.fused import FUSED_PRODUCTS, FusedWeights, Weights, fuse_weights, norm
 from ..nn.packed import pack
 from .families import decoder_layers, text_model
 
-# Fused layers are used only if their error, relative to the largest value, is at most this. They
-# execute float32 operations in another order, which gives an error of about 1e-6. If the original
-# layer computes another formula, the error is about 1.
+# Fused layers are used only if their error, relative to the largest value, is at most this. Fused
+# layers execute the float32 operations in another order, which causes an error of about 1e-6. If
+# the original layer computes another formula, the error is about 1.
 _MAX_ERROR = 1e-4
-# A large position for the test. Some layers scale attention depending on the position, and at this
-# position their scale is not 1.
+# First position of the tokens in the test of a fused layer. Some layers scale attention depending
+# on the position. At such a large position, their scale is not 1.
 _FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)
 
 RunLayers = Callable[[Tensor, Tensor, Tensor, list[Weights]], list[Tensor]]
-"""A function that takes x [B, n, E], cosines and sines [B or 1, n, 1, d], and the weights of all
-layers.
+"""A function that runs all layers, and returns the output [B, n, E] of each layer.
 
-It returns the output [B, n, E] of each layer.
+It takes the input x [B, n, E] of the first layer, the cosines and sines of RoPE [B or 1, n, 1, d],
+and the weights of all layers.
 """
 
 
@@ -70,7 +70,7 @@ def fuse(model: nn.Module) -> None:
     """Pack a model's weights with :func:`.pack`, and fuse the operations of layers like Llama's.
 
     A layer is fused only if its results for random inputs stay the same. As for :func:`.pack`, the
-    weights must not change afterwards. It is not noticed if a weight is replaced by another tensor.
+    weights must not change afterwards. Replacing a weight by another tensor is not detected.
     """
     pack(model)
     fused_classes: dict[type, type] = {}
@@ -102,8 +102,8 @@ def fuse(model: nn.Module) -> None:
 class FusedBody:
     """A target's text model that runs only fused layers, without the overhead of transformers.
 
-    It builds no masks. The caller passes arguments of the attention function, which decide to which
-    tokens each token attends.
+    It builds no masks. Instead, the caller passes arguments for the attention function. These
+    arguments decide to which tokens each token attends.
     """
 
     def __init__(self, model: Any) -> None:
@@ -125,7 +125,7 @@ class FusedBody:
 
     @classmethod
     def of(cls, model: Any) -> "FusedBody | None":
-        """Make the fused body of a model. Return None if it gives other hidden states."""
+        """Make the fused body of a model. Return None if its hidden states are not the model's."""
         tokens = positions = torch.arange(3)[None]
         try:
             fused_body = cls(model)
@@ -214,8 +214,9 @@ def _is_right(layer: Any, fused: FusedWeights) -> bool:
 def _rotation(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     """Prepare cosines and sines of RoPE for the fused layers.
 
-    The shape changes from [B or 1, n, d] to [B or 1, n, 1, d]. The first half of the sines is
-    negated, because the fused layers add the product of the sines and the head with swapped halves.
+    The shape changes from [B or 1, n, d] to [B or 1, n, 1, d]. RoPE multiplies the sines with
+    (-right half, left half) of a head. The fused layers multiply them with (right half, left half),
+    so this function negates the first half of the sines.
     """
     left, right = sines.chunk(2, dim=-1)
     return cosines.unsqueeze(2), torch.cat((-left, right), dim=-1).unsqueeze(2)

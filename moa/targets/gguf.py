@@ -92,8 +92,8 @@ def _convert(file: Path, folder: Path) -> None:
             dtype = torch.bfloat16
         n_bytes = n_values * dtype.itemsize
         n_free = free_memory()
-        # While the weights are loaded, single tensors are float32 for a moment. So a quarter more
-        # memory than the weights take is required.
+        # During loading, transformers holds single tensors in float32 for a moment. So require a
+        # quarter more memory than the weights take.
         if n_free is not None and n_free < 1.25 * n_bytes:
             raise NotEnoughMemory(
                 f"converting {file} to weights that are not quantised takes "

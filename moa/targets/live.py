@@ -35,15 +35,15 @@ from .template import ChatTemplate
 
 # Files of a Hub snapshot that contain the same weights in layouts of other programs.
 _FOREIGN = ["consolidated*", "original/*"]
-# A target call with causal attention that needs a mask runs in chunks of this many tokens. Each
-# chunk has its own mask, so the memory for a mask grows linearly with the sequence length instead
-# of quadratically.
+# If a target call with causal attention needs a mask, the call runs in chunks of this many tokens.
+# Each chunk has its own mask. So the memory for masks grows linearly with the sequence length, not
+# quadratically.
 _CHUNK_TOKENS = 1024
-# Static calls (:class:`StaticCalls`) are padded to one of these numbers of tokens. A chain of 5
-# drafts with its root is padded to 8, the largest tree to 64.
+# Static calls (:class:`StaticCalls`) are padded to one of these numbers of tokens. For example, a
+# call that verifies a chain of 5 drafts has 6 tokens, and is padded to 8.
 STATIC_SIZES = (1, 2, 4, 8, 16, 32, 64)
-# If a linear layer has fewer weights than this, several threads do not speed up its product with a
-# few rows.
+# Decoding multiplies weights with only a few rows. If all linear layers of a target have fewer
+# weights than this, several threads do not make these products faster.
 _FEWEST_SHARED = 1 << 21
 # Sequence length for which CUDA graphs are recorded at first. If a sequence is longer, the length
 # is doubled, and the graphs are recorded again.
@@ -53,7 +53,7 @@ _GRAPH_SLOTS = 1024
 def resolve_model_folder(
     path_or_id: str, with_weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Return a local model folder; convert a GGUF file or download a Hub snapshot if necessary.
+    """Return a local model folder. Convert a GGUF file or download a Hub snapshot if necessary.
 
     The folder of a snapshot is named after its commit.
     """
@@ -130,7 +130,10 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Return the missing packages for a tokenizer.model that has no tokenizer.json."""
+    """Return the packages that are not installed, but are needed to read a tokenizer.model.
+
+    The result is empty if the folder has a tokenizer.json, which is read without these packages.
+    """
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
         return []
@@ -171,9 +174,10 @@ class Target:
         self._head = model.get_output_embeddings()
         self.facts = TargetFacts.of(self.body.config)
         config = self.facts.config
-        # From the position ``floor_scale`` on, Llama 4 scales attention depending on the position.
-        # Its layers count positions themselves, and for drafts the count is wrong. So sequences
-        # must end before this position.
+        # From the position ``floor_scale`` on, Llama 4 multiplies queries by a factor that depends
+        # on the position. For this, its layers count the tokens in the cache, instead of using the
+        # position ids. The count is wrong for the drafts of a tree. So sequences must end before
+        # this position.
         bound = (
             getattr(config, "floor_scale", None)
             if getattr(config, "attn_temperature_tuning", 0)
@@ -234,7 +238,7 @@ class Target:
 
     @cached_property
     def decoding_problem(self) -> str:
-        """The reason why drafts cannot be verified; empty if they can be verified."""
+        """The reason why the target cannot verify drafts. Empty if it can verify them."""
         # Families with Llama's layers always decode correctly.
         is_llama = self.facts.family.has_llama_layers
         return "" if is_llama else proof.decoding_problem(self)
@@ -260,11 +264,11 @@ class Target:
             self.use_static_calls(_GRAPH_SLOTS)
 
     def threads(self) -> AbstractContextManager[None]:
-        """Return a context in which a small, prepared target decodes with one thread."""
+        """Return a context manager. Within it, a small target that was prepared uses one thread."""
         return limited_threads(self._decodes_with_one_thread)
 
     def use_static_calls(self, n_slots: int) -> None:
-        """Use static calls after a prefill, with a cache for ``n_slots`` tokens.
+        """Run short calls after a prefill as static calls, with a cache for ``n_slots`` tokens.
 
         See :class:`StaticCalls`. If a sequence is longer, the cache grows, and new graphs are
         recorded.
@@ -280,15 +284,15 @@ class Target:
         Args:
             tokens: [B, n] token ids.
             cache: the KV cache of the rows.
-            seen: [B, n, n] bool, to which of the new tokens each new token attends, including
-                itself. If None, attention is causal.
+            seen: [B, n, n] bool. ``seen[b, i, j]`` says whether new token i of row b attends to new
+                token j. Each token attends to itself. If None, attention is causal.
 
         Returns:
             Hidden states [B, n, E] after the final norm.
         """
-        # With causal attention, never build a mask of all tokens by all tokens, which would be
-        # large: a prefill with full attention needs no mask, and any other causal call runs in
-        # chunks.
+        # For causal attention, never build a mask of all tokens by all tokens, because it would be
+        # large. A prefill with full attention needs no mask. If another causal call needs a mask,
+        # it runs in chunks.
         n_given = tokens.shape[1]
         tokens = cache.take_up(tokens)
         n_tokens = tokens.shape[1]
@@ -309,11 +313,11 @@ class Target:
             return self._call(tokens, positions, mask, cache)
         # Rows of equal length have the same positions, so one row of positions suffices.
         lengths = cache.lengths if len(set(cache.lengths)) > 1 else cache.lengths[:1]
-        # In a prefill, padding is on the right, so the causal attention of the kernel suffices,
-        # without a mask.
+        # The padding of a prefill is on the right, so causal attention already keeps tokens from
+        # attending to padding. The kernel's causal mode suffices, without a mask.
         is_prefill = not any(cache.lengths) and n_tokens > 1
-        # If all rows have the same length, a single new token per row attends to all slots. Do not
-        # pass a mask then, because flash kernels do not support masks.
+        # If all rows have the same length, a single new token per row attends to all slots. This
+        # needs no mask. Without a mask, flash kernels can be used, which do not support masks.
         is_step = n_tokens == 1 and len(lengths) == 1
         window = self._shortest_window
         is_short = lengths[0] + n_tokens <= window if is_step else n_tokens < window
@@ -356,10 +360,14 @@ class Target:
         return hidden, [outputs[layer] for layer in cache.watched_layers]
 
     def attention_mask(self, build: Callable[[int | None], Tensor]) -> Any:
-        """Build masks in the model's format: [B, 1, n, S], or a dict from kind of layer to mask.
+        """Build the attention masks in the format that the model takes.
 
-        ``build`` is a function that takes the size of a sliding window (None for full attention),
-        and returns the mask [B, n, S].
+        If all layers are of one kind, the result is one mask [B, 1, n, S]. Otherwise it is a dict
+        from the kind of layer to its mask.
+
+        Args:
+            build: takes the size of a sliding window (None for full attention), and returns the
+                mask [B, n, S].
         """
         by_kind: dict[str, Tensor | None] = {}
         dtype = self.model.dtype
@@ -433,7 +441,11 @@ def limited_threads(uses_one_thread: bool) -> Iterator[None]:
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor]
-"""Tokens [B, P], tree mask [B, P, P], and [B, 2]: length and number of real tokens of each row."""
+"""The inputs of a static call: the tokens [B, P], the tree mask [B, P, P], and a tensor [B, 2].
+
+Each row of the last tensor has two numbers: how many committed tokens the row has, and how many
+tokens of the call are not padding. The tree mask is None if attention is causal.
+"""
 
 
 class _StaticGraph(NamedTuple):
@@ -446,19 +458,21 @@ class _StaticGraph(NamedTuple):
 
 
 class StaticCalls:
-    """Target calls with static shapes.
+    """Target calls with static shapes, so that CUDA graphs can replay them.
 
-    On a CUDA device, a CUDA graph is recorded for each size of calls, and is replayed for all calls
-    of this size.
+    A CUDA graph repeats the same kernels with the same shapes and addresses. But the number of
+    tokens in a call, and the length of the sequence, change from call to call. So each call is
+    padded to one of :data:`STATIC_SIZES`. Its tokens attend to all slots of a cache of fixed
+    length, under a mask. The slots to which the call writes are computed from a tensor, which is
+    overwritten before each replay.
 
-    A target call is padded to one of a few sizes. It attends to all slots of a cache of fixed
-    length, under a mask, and the slots to which it writes are in a tensor, not in Python values. So
-    nothing in the graph depends on the length of the sequence. If a sequence has more than
-    ``n_slots`` tokens, the cache grows and another graph is recorded.
+    On a CUDA device, a graph is recorded for each size of calls, and is replayed for all calls of
+    this size. If a sequence has more than ``n_slots`` tokens, the cache grows, and graphs are
+    recorded again.
     """
 
     def __init__(self, n_slots: int) -> None:
-        # The padding of a call takes slots too, so add the largest size of a call.
+        # The padding of a call takes slots too, so add slots for the largest call.
         self.n_slots = n_slots + STATIC_SIZES[-1]
         # Buffers of keys and values at fixed addresses, which CUDA graphs need. A new cache takes
         # a buffer that an earlier cache has given back.
@@ -483,7 +497,7 @@ class StaticCalls:
             index = torch.arange(tokens.shape[1], device=device)
             if seen is None:
                 seen = (index <= index[:, None]) & (index[:, None] < n_real)
-            # Each token attends to itself. Padding attends to nothing else.
+            # Each token attends to itself. Padding attends to no other token of the call.
             seen = seen | (index == index[:, None])
             build = partial(masks.tree_mask_after, lengths, seen, cache.capacity)
             return target.run(
@@ -522,16 +536,17 @@ class StaticCalls:
         return static_graph.hidden, static_graph.kept
 
 
-# A moment: seconds of the CPU's clock, or for a CUDA device an event in its queue of work. The CPU
-# adds work to this queue faster than the device executes it. So with the CPU's clock, most of the
-# drafting time would be counted as verification time.
+# A moment in time. On a CPU, it is the time of a clock in seconds. On a CUDA device, it is an event
+# in the device's stream. There a clock of the CPU would be wrong: the CPU launches the kernels of
+# drafting without waiting for them, and waits only during verification. So most of the drafting
+# time would be counted as verification time.
 Mark = float | torch.cuda.Event
 
 
 def mark_moment(device: torch.device) -> Mark:
-    """Mark this moment without waiting.
+    """Mark the present moment without waiting for the device.
 
-    For a CUDA device, the moment is when the device has done all work that is queued so far.
+    For a CUDA device, this is the moment at which it has done all the work that is queued so far.
     """
     if device.type != "cuda":
         return time.perf_counter()
@@ -543,7 +558,7 @@ def mark_moment(device: torch.device) -> Mark:
 def seconds_between(began: Any, ended: Any) -> float:
     """Return the seconds between two marks of one device.
 
-    If a CUDA device has not reached the second mark yet, this waits.
+    If a CUDA device has not reached the second mark yet, the function waits until it has.
     """
     if isinstance(ended, float):
         return float(ended - began)

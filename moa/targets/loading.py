@@ -38,23 +38,24 @@ _SIZE_KEYS = (
     "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
     "moe_intermediate_size", "attention_bias", "tie_word_embeddings",
 )  # fmt: skip
-# Names of modules that occur only in layers for drafting, in DeepSeek V3 and models derived from
-# it.
+# Names of modules that occur only in layers for multi-token prediction, in DeepSeek V3 and models
+# derived from it.
 _DRAFTING_PARTS = (
     "eh_proj",
     "enorm",
     "hnorm",
     "shared_head",
 )
-# Names of tensors with one row per token of the vocabulary, without `_PREFIXES`. These are the names
-# in the most common model families.
+# Names of the tensors that have one row per token of the vocabulary, in the most common model
+# families. The names are without `_PREFIXES`.
 _VOCABULARY_TENSORS = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
     "lm_head.weight",
 )
-# Prefixes of names that transformers adds or removes if the model's own names require it.
+# Prefixes of tensor names. While transformers loads a model, it may add or remove them, so that the
+# names in the files fit the model.
 _PREFIXES = re.compile(r"^((model|language_model|transformer|gpt_neox)\.)+")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -126,8 +127,8 @@ def _load_fitting(
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
-            # transformers stacks the weights of all experts of a layer. If this fails, it does not
-            # report which weights are wrong.
+            # transformers stacks the weights of all experts of a layer. If stacking fails, the
+            # error of transformers does not name the wrong weights.
             if not (problem := _find_expert_problem(headers)):
                 raise
             raise _misfit(folder, facts.config, problem) from error
@@ -137,16 +138,18 @@ def _load_fitting(
 
 
 def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
-    """Describe the first tensor of an expert that is missing, or whose shape differs from most.
+    """Describe the first tensor of an expert that is missing or has a wrong shape.
 
-    All layers with experts must have the same number of experts. The result is empty if all tensors
-    fit.
+    A shape is wrong if most experts have another shape for the same matrix. All layers with experts
+    must have the same number of experts. The result is empty if all tensors fit.
     """
-    # Names of tensors are split at their numbers, which are those of the layer and of the expert.
-    # This maps the texts between the numbers to {numbers: shape} of all tensors with such names.
+    # The name of a tensor is split at its numbers, the indices of layer and expert. For example,
+    # model.layers.3.mlp.experts.7.up_proj.weight has the numbers (3, 7), and the texts
+    # "model.layers.", ".mlp.experts." and ".up_proj.weight". This maps the texts of a name to
+    # {numbers: shape} for all tensors whose names have these texts.
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
-    # The last of these texts names the matrix of the expert. This maps the other texts to the
-    # numbers of all experts that have at least one matrix in the files.
+    # The last text names a matrix of the expert. This maps the texts before it to the numbers of
+    # all experts that have at least one matrix in the files.
     experts: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, header in headers.items():
         if ".experts." in name:
@@ -275,8 +278,9 @@ def _check_fit(
         problem = _find_expert_problem(headers) or problem
     problem = problem or _find_cast_tensor(headers, model, info)
     head = model.get_output_embeddings().weight
-    # Skip this check on the meta device, where weights have no values that transformers could
-    # compare.
+    # If an LM head in the files differs from the embeddings, transformers does not tie the two,
+    # although config.json asks for it. Skip this check on the meta device, where weights have no
+    # values that transformers could compare.
     if (
         not head.is_meta
         and getattr(model.config, "tie_word_embeddings", False)
@@ -292,11 +296,12 @@ def _find_cast_tensor(
 ) -> str:
     """Describe the first tensor that is not floating-point and that transformers renames or stacks.
 
-    transformers casts such a tensor silently, and reports it only under the model's own names. So
-    search the files for it.
+    transformers casts such a tensor silently. Usually the dtypes in the files are compared with
+    those of the model, by name. But such a tensor has different names in the files and in the
+    model. So this function searches the files for it.
     """
     skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
-    # Old files of many models contain a tensor of position numbers, which transformers ignores.
+    # Old files of many models contain a tensor of position ids, which transformers ignores.
     patterns = {r"position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
     cast: dict[str, TensorHeader] = {}
     for name, header in headers.items():
@@ -316,8 +321,8 @@ def _differing_head(head: Tensor | TensorHeader) -> str:
 
 
 def _misfit(folder: Path, config: Any, problem: str) -> TargetError:
-    # Read the values from a dict, because Gemma 4 refuses to read attributes that differ between
-    # layers.
+    # Read the values from a dict. Gemma 4's config raises an error if an attribute is read whose
+    # value differs between layers.
     known = config.to_dict()
     values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
     return TargetError(
@@ -343,7 +348,8 @@ def _stored_headers(
         info: the loading info that transformers returns.
     """
     # Take the dtypes from the headers of the files, because transformers has cast the loaded
-    # weights. Look them up by names without prefixes, because it may have changed the prefixes.
+    # weights. Look them up by names without prefixes, because transformers may have changed the
+    # prefixes.
     dtypes: dict[str, Any] = {}
     for name, header in headers.items():
         dtypes[_PREFIXES.sub("", name)] = header.dtype
@@ -362,9 +368,9 @@ def _stored_headers(
 
 
 def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: Any) -> None:
-    """Refuse a stored LM head whose shape differs from that of the embeddings that it is tied to.
+    """Refuse a tied LM head in the files if its shape differs from the shape of the embeddings.
 
-    This must be checked before loading, because transformers compares the two shapes during
+    This must be checked before loading, because transformers compares the two tensors during
     loading.
     """
     head = headers.get("lm_head.weight")

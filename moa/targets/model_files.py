@@ -30,7 +30,8 @@ _NATIVE = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 _KERNELS = (
     "overrides the attention that moa-data asks for and records, and may name code on the Hub"
 )
-# Keys of config.json that describe quantised weights -> the method if it is not named.
+# Keys of config.json that describe quantised weights -> the quantisation method to report if the
+# value of the key does not name it.
 _QUANTISATION_KEYS = {
     "quantization_config": "unknown",
     "compression_config": "compressed-tensors",
@@ -70,12 +71,12 @@ class TensorHeader(NamedTuple):
 
 
 def check_regular(file: Path, max_bytes: int | None = None) -> int:
-    """Return the size of a file in bytes.
+    """Check that a file is a regular file, and return its size in bytes.
 
     Raises:
         StoreDamaged: the file is not a regular file. Reading a FIFO, for example, would block.
-        PermissionError: this user may not read the file. safetensors would report that it is
-            missing.
+        PermissionError: this user may not read the file. Without this check, safetensors would
+            report that the file is missing.
         ValueError: the file is larger than ``max_bytes``.
     """
     fd = open_regular(file)
@@ -100,7 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a model folder. Raises TargetError if this is not possible."""
     if not (file := folder / "config.json").is_file():
         raise TargetError(f"{folder} has no config.json; give the folder of a transformers model.")
-    # Allow infinity, because Mamba 2 has an infinite largest time step.
+    # Allow infinity, because configs of Mamba 2 have an infinite largest time step.
     return read_json(file, TargetError, allows_infinity=True)
 
 
@@ -113,7 +114,8 @@ def check_model_folder(folder: Path) -> None:
         TargetError: the folder is refused.
     """
     has_config = (folder / "config.json").is_file()
-    # A damaged config may hold a list here, which cannot be looked up.
+    # Convert the model type to a text, because in a damaged config it may be a list, which is not
+    # hashable.
     is_native = has_config and str(read_config(folder).get("model_type")) in _NATIVE
     for file in sorted(folder.iterdir()):
         if file.suffix not in (".json", ".jinja", ".model", ".txt", ".tiktoken") or file.is_dir():
@@ -203,9 +205,9 @@ def write_tensors(
 
     This is not atomic, see ``files.replacing``.
     """
-    # The writer of the safetensors package is not used, because it creates a temporary file that
-    # only its owner may read, and hides errno. Tensors of wide dtypes come first, so that each
-    # tensor is aligned.
+    # The writer of the safetensors package is not used. It creates a file that only its owner may
+    # read, and its errors have no errno. Tensors of wide dtypes come first, so that each tensor is
+    # aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
@@ -234,8 +236,8 @@ def check_finite(
 ) -> None:
     """Refuse weights with NaN or infinity. They are checked in the dtype in which they are used."""
     for name, values in weights.items():
-        # Check the minimum and the maximum, which are NaN if any value is NaN. They take a
-        # twentieth of the time of ``isfinite`` over all values.
+        # Check only the minimum and the maximum. Both are NaN if any value is NaN. Computing them
+        # takes a twentieth of the time of ``isfinite`` over all values.
         if (
             values.is_floating_point()
             and values.numel()

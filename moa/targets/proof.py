@@ -16,10 +16,10 @@ from ..nn.losses import capped, logits_of
 from .bundle import final_norm, scaled_head
 from .families import layer_outputs
 
-# Runs the target over the next n tokens of a sequence (first argument), of which the last ones are
-# drafts. The second argument has the index of each draft's parent among the drafts; -1 stands for
-# the token before the drafts. The result is the hidden states [n, E] of the tokens. The drafts are
-# rolled back.
+# A function that runs the target over the next n tokens of a sequence, and returns their hidden
+# states [n, E]. The first argument is the n tokens. The last of them may be drafts, which are
+# rolled back after the call. The second argument has one number for each draft: the index of the
+# draft's parent among the drafts, or -1 if the parent is the token before the drafts.
 Call = Callable[[list[int], tuple[int, ...]], Tensor]
 # A :class:`.live.Target`. The class cannot be imported here, because its module imports this one.
 Target = Any
@@ -38,9 +38,10 @@ def prove_logits(target: Target) -> None:
     """
     model: Any = target.model
     states = list[Tensor]()
-    # Models may limit their logits by a soft cap. It has no visible effect on small logits, and all
-    # large logits equal the cap. So scale up the hidden states of some tokens, and not those of
-    # others. In float16 no states are scaled, because the largest float16 number is 65,504.
+    # Some models limit their logits by a soft cap. It has no visible effect on small logits, and
+    # all large logits equal the cap. So test logits of several sizes: multiply the hidden states of
+    # the tokens by 1, 8 or 64. In float16 no states are multiplied, because the results might
+    # exceed the largest float16 number, 65,504.
     n_sizes = 1 if model.dtype == torch.float16 else 3
     sizes = (8.0 ** (torch.arange(_N_TOKENS, device=target.device) % n_sizes))[:, None].to(
         model.dtype
@@ -55,8 +56,9 @@ def prove_logits(target: Target) -> None:
     with parsing(trouble, TargetError, "Choose another target."):
         tokens, hidden = _sample(target)
         half = _N_TOKENS // 2
-        # Run a sequence with the same first half and another second half. It has the same length,
-        # so that the rounding errors are the same.
+        # Run a sequence with the same first half and another second half. If attention is causal,
+        # the hidden states of the first half are the same. Both sequences have the same length, so
+        # that even the rounding errors are the same.
         others = torch.cat((tokens[:, :half], tokens[:, :half]), dim=1)
         before = target.body(input_ids=others, use_cache=False).last_hidden_state[:, :half]
         handle = target.body.register_forward_hook(enlarged)
@@ -90,10 +92,10 @@ def prove_logits(target: Target) -> None:
 
 @torch.inference_mode()
 def prove_norm(target: Target) -> nn.Module:
-    """Check the model's final norm and return it.
+    """Return the model's final norm, after checking that only this norm follows the last layer.
 
     Raises:
-        TargetError: after the last layer, the model computes something else than this norm.
+        TargetError: the model computes something else after its last layer.
     """
     norm = final_norm(target.body)
     if target.facts.family.has_llama_layers:
@@ -124,7 +126,8 @@ def decoding_problem(target: Target) -> str:
         device = target.device
         seen = None
         if parents:
-            # All drafts follow the first token.
+            # All drafts follow the first token of the call. Each draft attends to this token and to
+            # itself.
             seen = torch.eye(len(tokens), dtype=torch.bool, device=device)[None]
             seen[:, :, 0] = True
         hidden: Tensor = target.forward(torch.tensor([tokens], device=device), cache, seen)
@@ -158,7 +161,8 @@ def _problem_of_calls(
         target: the loaded target.
         call: runs the target over the next tokens of a sequence.
         takes_trees: whether a call may verify several drafts that follow the same token.
-        ends: for each of the last calls, the index in the sample at which its tokens end.
+        ends: one entry for each of the last calls. The call ends before the sample token with this
+            index. None is the end of the sample.
 
     Returns:
         Why the results differ, or the error of a call. Empty if the results agree.

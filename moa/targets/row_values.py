@@ -1,4 +1,7 @@
-"""Reads values of a row of a dataset, whatever its spelling, encoding or depth."""
+"""Functions that read values from the rows of a dataset.
+
+Rows spell the same key in different ways, encode objects as JSON texts, and nest objects.
+"""
 
 import json
 import re
@@ -13,14 +16,18 @@ _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 def is_filled(value: Any) -> bool:
     """Whether a value has content.
 
-    Null has no content, and neither has an empty text or an object whose values are all null.
+    Null, empty texts and empty lists have no content. An object has content if one of its values
+    has. Numbers and false count as content.
     """
     values = value.values() if isinstance(value, Mapping) else [value]
     return any(isinstance(item, (bool, int, float)) or bool(item) for item in values)
 
 
 def words_in(value: Any) -> Iterator[str]:
-    """Yield the values inside a value, at every depth, as texts."""
+    """Yield, as texts, all values in an object or list, at every depth.
+
+    Any other value is yielded itself.
+    """
     pending = [unpacked(value)]
     while pending:
         element = pending.pop()
@@ -38,7 +45,7 @@ def snake_case(key: Any) -> str:
 
 
 def unpacked(value: Any) -> Any:
-    """Return the JSON value that a text encodes; return any other value unchanged."""
+    """Decode a text that is valid JSON. Return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -61,8 +68,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def json_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Convert the values of a mapping to JSON values. Dates and decimals become texts.
 
-    Null values are left out, and also values that JSON cannot represent or that are nested too
-    deeply.
+    Null values are left out. Values that JSON cannot represent, or that are nested too deeply, are
+    left out, too.
     """
     found = {}
     for key, value in values.items():

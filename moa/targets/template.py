@@ -50,10 +50,11 @@ PLACEHOLDER = "\ue0f0moa-response\ue0f1"
 _ANSWER: Message = {"role": "assistant", "content": PLACEHOLDER}
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# moa-data puts this comment before a template that it renders with the fixed time. transformers
-# caches compiled templates by their text. The comment makes the text different, so other code that
-# uses transformers, and needs the real time, gets another compiled template. Jinja drops the line
-# break after the comment, so the template still begins at the start of a line.
+# moa-data replaces the function that gives the time in a compiled template. transformers caches
+# compiled templates by their text, and other code in this process may need the real time. So
+# moa-data puts this comment before each template. The text is then different, and other code gets a
+# compiled template of its own. Jinja drops the line break after the comment, so the template still
+# begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -130,8 +131,8 @@ class ChatTemplate:
         self._asked_the_time = False
         self._text_roles: set[str] = set()  # Roles whose contents may be texts.
         self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
-        # Whether the template shows the arguments of tool calls if they are objects. Then whether
-        # it shows them correctly if they are texts with JSON.
+        # Arguments of tool calls may be objects, or texts with JSON. `_shows_objects` is true if
+        # the template shows objects. `_shows_json` is true if it shows texts with JSON correctly.
         self._shows_objects = False
         self._shows_json = False
         # Whether the template accepts a message that calls a tool and has no content.
@@ -147,11 +148,13 @@ class ChatTemplate:
         prompt = self._try_render([user], add_generation_prompt=True)
         # Whether the template writes a generation prompt after a user message.
         self.has_generation_prompt = bool(prompt) and plain != prompt
-        # The text after the last response: an end-of-turn token, and in some templates a further
-        # token that ends the whole text, such as Phi-3's <|endoftext|>.
+        # The text that the template writes after the last response. Usually it is an end-of-turn
+        # token. Some templates also write a token that ends the whole chat, such as Phi-3's
+        # <|endoftext|>.
         after_last = self._text_after([user, _ANSWER])
         self.text_after_last = after_last.rstrip()
-        # The white space after the last response, if the template writes nothing else there.
+        # The white space that the template writes after the last response. Empty if the template
+        # also writes other text there.
         self.space_after_last = "" if self.text_after_last else after_last
         self.end_of_turn = self._find_end_of_turn(plain)
         self.header = self._find_header(plain, prompt)
@@ -182,18 +185,17 @@ class ChatTemplate:
         return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
-        """Return the text that ends a response.
+        """Return the text that ends a response. There are three cases.
 
-        Usually it is the first control token that the template writes after the last response. A
-        further control token there belongs to it only if the template also writes this token
-        between a response and the next turn, if it is not among the first tokens of a chat, and if
-        no text follows it. Otherwise it ends the whole chat, or begins the next turn.
-
-        If the text after the last response does not begin with a control token, all of this text is
-        the end of turn. It is empty if other text follows an earlier response.
-
-        If the template writes nothing after the last response, the end of turn is the first control
-        token between a response and the next turn, unless this token starts turns.
+        1. The template writes a control token directly after the last response. This token ends the
+           response. A second control token may follow. It belongs to the end of the response only
+           if three conditions hold. The template also writes it between a response and the next
+           turn. It is not among the first tokens of a chat. No text follows it. Otherwise it ends
+           the whole chat, or begins the next turn.
+        2. The template writes other text after the last response. This text ends the response if
+           the template also writes it after earlier responses. Otherwise the result is empty.
+        3. The template writes nothing after the last response. Then the first control token between
+           a response and the next turn ends the response, unless this token starts turns.
 
         Args:
             header: rendering of a chat with one user message.
@@ -204,8 +206,10 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # A token that starts turns is among the first tokens of a chat, or follows its default
-            # system text. The token that ends turns also ends the user's turn.
+            # If a chat with one user message does not contain the token, the token ends responses.
+            # If the chat contains it, the token may start turns instead: then it is among the first
+            # tokens of the chat, or follows a default system text. A token that ends turns also
+            # ends the user's turn.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)
@@ -232,13 +236,13 @@ class ChatTemplate:
         return text[:end]
 
     def _find_header(self, plain: str, prompt: str) -> str:
-        """Return the text that stands before a response, in prompts and in chats.
+        """Return the text before a response that is the same in prompts and in whole chats.
 
-        It begins after the end of the user's turn, without white space around it.
+        The text begins after the end of the user's turn. White space around it is removed.
 
         Args:
             plain: rendering of a chat with one user message.
-            prompt: the same with a generation prompt.
+            prompt: rendering of the same chat with a generation prompt.
         """
         chat = self._try_render([_message("user"), _ANSWER])
         if not (prompt.startswith(plain) and chat.startswith(plain)):
@@ -249,9 +253,9 @@ class ChatTemplate:
         return header.strip().removeprefix(self.end_of_turn.strip()).strip()
 
     def _control_token_end(self, text: str, start: int) -> int:
-        """Return the index after the control token that begins at ``start``, after white space.
+        """Return the index at which the control token at ``start`` ends.
 
-        The result is 0 if the text does not have a control token there.
+        White space before the token is skipped. Without a control token, the result is 0.
         """
         rest = text[start:].lstrip()
         token = self.control_tokens.everywhere.match(text, len(text) - len(rest))
@@ -277,8 +281,8 @@ class ChatTemplate:
             One of RENDER_ERRORS: the template refuses the chat or fails.
         """
         text = _OURS + self.text
-        # Replace the function for each rendering, because transformers may have evicted the
-        # template from its cache and compiled it again.
+        # Replace the function that gives the time. This is repeated for each rendering, because
+        # transformers may have evicted the template from its cache and compiled it again.
         _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
         rendered: str = self.tokenizer.apply_chat_template(
             list(messages) if is_shaped else self.shape(messages),
@@ -322,7 +326,7 @@ class ChatTemplate:
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def open_user_turn(self) -> tuple[list[int], int]:
-        """Return the tokens before the first user's text, and the token that ends this message.
+        """Return the tokens before the text of a first user message, and the token that ends it.
 
         Raises:
             TemplateError: the tokens cannot be found.
@@ -331,8 +335,8 @@ class ChatTemplate:
         text = self._try_render([question], add_generation_prompt=True)
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
-        # Cut off a space before the text, because a tokenizer includes the space in the token of
-        # the next word.
+        # Cut off a space before the user's text. If the text follows directly, a tokenizer puts the
+        # space into the token of the text's first word.
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(
@@ -359,8 +363,7 @@ class ChatTemplate:
     def _check_program(self) -> None:
         """Refuse a template that does not compile, uses random values, or may not terminate."""
         try:
-            # Parse the template before compiling it, because the compiler already evaluates
-            # constants.
+            # The syntax tree shows which filters and variables the template uses.
             tree = _compile_jinja_template("").environment.parse(self.text)
             _compile_jinja_template(_OURS + self.text)
         except (JinjaError, RecursionError) as error:
@@ -383,7 +386,8 @@ class ChatTemplate:
                 f"the chat template does not end ({first_line(error)}). Correct the template."
             ) from error
         except RENDER_ERRORS:
-            # The template refuses this test chat. Other chats are checked when they are rendered.
+            # The template refuses this test chat, which is allowed. Each real chat is checked when
+            # it is rendered.
             pass
 
     def _find_forms(self) -> None:
@@ -398,8 +402,9 @@ class ChatTemplate:
         as_object = self._try_render([user, _call(arguments)], is_shaped=True)
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
-        # Inference engines turn arguments that are texts with JSON into objects. So if a template
-        # writes an object in another form than such a text, it must get an object here, too.
+        # Inference engines turn arguments that are texts with JSON into objects. A template may
+        # write an object in another way than a text with the same JSON. Then it must get an object
+        # here, too.
         differs = self._shows_objects and as_object != as_text
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
@@ -407,7 +412,10 @@ class ChatTemplate:
         self._takes_no_content = bool(self._try_render([user, call]))
 
     def _shows_content(self, role: str, content: Any) -> bool:
-        """Whether the template shows the text of this content. The JSON of its parts is not enough."""
+        """Whether the template shows the text of this content.
+
+        A template that writes the content parts as JSON does not count.
+        """
         beginnings: dict[str, list[Message]] = {
             "assistant": [_message("user")],
             "tool": [_message("user"), _call({})],
@@ -428,9 +436,9 @@ class ChatTemplate:
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The control tokens: all special tokens, and the added tokens that the template writes."""
-        # Paired tags such as ``<think>`` and ``</think>`` do not start a turn, and answers and
-        # prompts often contain them. So refuse these tags only in texts that the template itself
-        # puts between tags, such as the arguments of tool calls.
+        # Answers and prompts often contain paired tags such as ``<think>`` and ``</think>``, which
+        # do not start a turn. So refuse such tags only in texts that the template itself puts
+        # between tags, such as the arguments of tool calls.
         tokenizer = self.tokenizer
         added = {
             str(token.content): bool(token.special)
@@ -459,8 +467,8 @@ class ChatTemplate:
         """Reject a chat with control tokens, unpaired surrogates, or too many characters."""
         control = self.control_tokens
         n_chars = 0
-        # Each tuple has a name for error messages, a value, and a pattern that must not occur in the
-        # texts of this value. For example, a text inside a tool call must not contain the token
+        # Each tuple has a name for error messages, a value, and a pattern that must not occur in
+        # the texts of this value. For example, a text inside a tool call must not contain the token
         # that ends the tool call.
         parts: list[tuple[str, Any, re.Pattern[str]]] = []
         for index, message in enumerate(messages):
@@ -468,8 +476,8 @@ class ChatTemplate:
                 is_framed = key != "content" or message["role"] == "tool"
                 pattern = control.framed if is_framed else control.everywhere
                 if key == "content" and not isinstance(value, str):
-                    # The template joins the parts, so a control token may begin in one part and end
-                    # in another.
+                    # The template writes the parts one after another, so a control token may begin
+                    # in one part and end in the next. So also search the concatenated parts.
                     value = [*value, "".join(content_texts(message))]
                 parts.append((f"message {index}", value, pattern))
         for index, tool in enumerate(tools or ()):

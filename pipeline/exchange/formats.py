@@ -3,8 +3,8 @@
 ``docs/interop.md`` compares the formats and their numbering of layers. Token ids and loss masks are
 int64, with one mask entry per token id. Activations keep the store's dtype.
 
-Shapes: S tokens of a sequence, L decoder layers of the target, K chosen layers, n layers with keys
-and values, H_kv key/value heads, d head dim, E width.
+Shapes: S tokens of a sequence, L decoder layers of the target, K chosen layers, n layers whose keys
+and values are written, H_kv key/value heads, d head dim, E width.
 
 Sources, read as archived copies. They call the target the verifier:
 
@@ -15,8 +15,8 @@ Sources, read as archived copies. They call the target the verifier:
 - speculators pull request 313: vLLM saves the last hidden state before the final norm.
 - speculators pull request 758: ``kv_last_*`` belong to the last layer with a sliding window and to
   the last layer without one; keys are stored after RoPE.
-- speculators 0.9 ``hs_connectors/fp8_utils.py``: float8_e4m3fn with one scale per token, read as
-  bfloat16.
+- speculators 0.9 ``hs_connectors/fp8_utils.py``: hidden states in float8_e4m3fn have one scale per
+  token, and are read as bfloat16.
 - vllm pull request 46788: the hidden state with layer id i is captured at the input of layer i.
 - SpecForge ``scripts/prepare_hidden_states.py``: the default layers are
   ``[2 - 1, L // 2 - 1, L - 3 - 1]``. ``hidden_state`` is the input of the logits processor, after
@@ -25,8 +25,8 @@ Sources, read as archived copies. They call the target the verifier:
   numbered differently.
 - EAGLE ``eagle/ge_data/ge_data_all_vicuna.py``: writes ``outs_big.hidden_states[-1]``, which in
   transformers' Llama is the state after the final norm.
-- EAGLE ``eagle/train/main.py``: feeds that state to the LM head unchanged. The script reads every
-  file in its folder, whatever the file's name.
+- EAGLE ``eagle/train/main.py``: feeds the state in the files to the LM head unchanged. The script
+  reads every file in its folder, whatever the file's name.
 """
 
 import gzip
@@ -35,7 +35,6 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -77,13 +76,15 @@ _ADVICE = "Delete it, and run the command again that wrote it."
 class FileFormat(ABC):
     """The file format in which another project stores one sequence per file.
 
-    Reading a file that is damaged or has another format raises `DatasetError`.
+    The methods that read a file raise `DatasetError` if it is damaged or has another format.
     """
 
     name: str
     pattern: str
-    gives_last = True  # Whether the files hold ``hidden/last``, the state after the final norm.
-    kv_layers: tuple[int, ...] = ()  # Layers whose keys and values the files hold, ascending.
+    # Whether the files hold ``hidden/last``, the state after the final norm.
+    gives_last = True
+    # Layers whose keys and values the files hold, in ascending order.
+    kv_layers: tuple[int, ...] = ()
     # Names of the store's fields that a file holds, in the order within the file.
     fields: tuple[str, ...]
 
@@ -103,7 +104,7 @@ class FileFormat(ABC):
         """
 
     def files(self, folder: Path) -> list[Path]:
-        """Return the files below a folder, sorted by name. Numbers in names sort by value."""
+        """Return the files below a folder, sorted by name. Numbers in names are sorted by value."""
 
         def words(path: Path) -> list[Any]:
             split: list[Any] = re.split(r"(\d+)", path.relative_to(folder).as_posix())
@@ -123,24 +124,25 @@ class FileFormat(ABC):
 
     @abstractmethod
     def read_text(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids and the loss mask of a file, int64 [S] each.
+        """Return the token ids and the loss mask of a file. Both are int64 [S].
 
         The hidden states are not read.
         """
 
     def read_tokens(self, path: Path) -> np.ndarray:
-        """Return the token ids of a file, int64 [S]. Nothing but this file is read."""
+        """Return the token ids of a file, int64 [S]. No other file is read."""
         return self.read_text(path)[0]
 
     @abstractmethod
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        """Return the hidden states of a file as a dict from field name to values, [S, E]."""
+        """Return the hidden states of a file. The dict maps each field to its values, [S, E]."""
 
 
 class EagleFormat(FileFormat):
-    """EAGLE v1: each file is a dict written by ``torch.save``, in the folder of rank 0.
+    """EAGLE v1: each file contains a dict that ``torch.save`` has written.
 
-    The dict holds the last hidden state, after the final norm.
+    The dict contains the last hidden state, after the final norm. The files are written to the
+    subfolder ``0``, as by EAGLE's process of rank 0.
     """
 
     name = "eagle"
@@ -177,13 +179,14 @@ class EagleFormat(FileFormat):
 
 
 class SpecForgeFormat(EagleFormat):
-    """SpecForge's offline features for EAGLE-3: EAGLE v1's dict plus the outputs of more layers.
+    """SpecForge's offline features for EAGLE-3.
 
-    Compressed files (``.ckpt.gz``) can be read too.
+    The files are those of EAGLE v1, with the outputs of further layers added. Compressed files
+    (``.ckpt.gz``) can be read too.
 
     Args:
-        layers: decoder layers, counted from 0, whose outputs the files hold in addition to the last
-            hidden state, in the order of the files.
+        layers: decoder layers, counted from 0. The files contain the outputs of these layers in
+            this order, in addition to the last hidden state.
     """
 
     name = "specforge"
@@ -199,7 +202,7 @@ class SpecForgeFormat(EagleFormat):
 
     @override
     def _hidden_tensors(self, hidden: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Outputs of the K chosen layers, side by side: [S, K * E].
+        # Concatenate the outputs of the K chosen layers: [S, K * E].
         layers = torch.cat([hidden[name] for name in self.fields[1:]], dim=-1)
         return {
             "hidden_state": hidden[HIDDEN_LAST][None].contiguous(),
@@ -222,14 +225,14 @@ class SpecForgeFormat(EagleFormat):
 
 
 class SpeculatorsFormat(FileFormat):
-    """speculators' offline data: outputs of the chosen layers, then of the last layer.
+    """speculators' offline data: the outputs of the chosen layers, then the output of the last layer.
 
-    The output of the last layer is the state before the final norm.
+    The output of the last layer is the hidden state before the final norm.
 
     Args:
         layers: the chosen decoder layers, counted from 0.
         n_layers: number of the target's decoder layers.
-        last_layers: maps the kind of layer, ``local`` or ``global``, to the number of the layer
+        last_layers: maps ``local`` (sliding window) or ``global`` to the number of the layer
             whose keys and values are written. A kind that the target lacks is left out.
     """
 
@@ -255,16 +258,17 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def encode(self, tokens: np.ndarray, mask: np.ndarray, hidden: Mapping[str, Tensor]) -> bytes:
-        # Outputs of the K chosen layers, then of the last layer: [S, K + 1, E].
+        # Stack the outputs of the K chosen layers and of the last layer: [S, K + 1, E].
         states = torch.stack([hidden[name] for name in self._states], dim=1)
-        # vLLM numbers a layer's output by the layers computed so far: layer 0's output has id 1.
+        # In vLLM, the id of a layer's output is the number of layers that are computed so far. So
+        # the output of layer 0 has id 1.
         ids = ",".join(str(layer + 1) for layer in self._layers)
         tensors = {
             "token_ids": torch.from_numpy(tokens.astype(np.int64)),
             "hidden_states": states.contiguous(),
         }
         for kind, layer in self._last_layers.items():
-            # Keys and values of this layer: [S, H_kv, 2, d].
+            # Take the keys and values of this layer: [S, H_kv, 2, d].
             of_layer = hidden["kv"][:, self.kv_layers.index(layer)]
             for index, part in enumerate("kv"):
                 tensors[f"kv_last_{kind}_{part}"] = of_layer[:, :, index].contiguous()
@@ -304,7 +308,7 @@ class SpeculatorsFormat(FileFormat):
 
     @override
     def read_hidden(self, path: Path) -> dict[str, Tensor]:
-        # Outputs of the K chosen layers, then of the last layer: [S, K + 1, E].
+        # The outputs of the K chosen layers and of the last layer: [S, K + 1, E].
         states = _read_tensor(path, "hidden_states")
         if states.dim() != 3 or states.shape[1] != len(self._states):
             raise DatasetError(
@@ -319,7 +323,7 @@ class SpeculatorsFormat(FileFormat):
                 DatasetError,
                 "Make the file again.",
             ):
-                # Multiply in bfloat16, which rounds in the same way as speculators' own reader.
+                # Multiply in bfloat16, so that the products are rounded as in speculators' reader.
                 states = states.to(torch.bfloat16) * scales.to(torch.bfloat16).view(
                     len(states), 1, 1
                 )
@@ -333,7 +337,7 @@ class SpeculatorsFormat(FileFormat):
 
 
 def _dataset_folder(path: Path) -> Path:
-    """Return the closest folder above a file that holds an Arrow dataset."""
+    """Search the folders above a file for an Arrow dataset. Return the closest folder with one."""
     for folder in path.parents:
         if (folder / _STATE).is_file():
             return folder
@@ -351,10 +355,11 @@ def make_format(
 
     Args:
         name: ``eagle``, ``specforge`` or ``speculators``.
-        layers: decoder layers whose outputs are stored in addition to the last layer's. If empty,
-            EAGLE-3's default layers ``1``, ``L // 2 - 1`` and ``L - 4``.
+        layers: decoder layers whose outputs are stored, in addition to the output of the last
+            layer. If there are none, these are EAGLE-3's default layers ``1``, ``L // 2 - 1`` and
+            ``L - 4``.
         n_layers: number of the target's decoder layers, L.
-        last_layers: maps the kind of layer, ``local`` or ``global``, to the number of the layer
+        last_layers: maps ``local`` (sliding window) or ``global`` to the number of the layer
             whose keys and values are written. Only ``speculators`` uses it.
 
     Raises:
@@ -400,21 +405,18 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
         return load_pickled_tensors(io.BytesIO(data))
 
 
-def write_rows(folder: Path, n_rows: int, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write the Arrow dataset of an export to speculators. Its `state.json` is written last.
 
+    An existing dataset is replaced, because damaged tokens cannot be told from others.
+
     Args:
-        n_rows: number of sequences. An existing dataset with the same number of rows is kept,
-            unless it is damaged.
         texts: token ids [S] and loss mask [S] of each sequence.
     """
     from datasets import Dataset
 
     partial = folder / ("rows" + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
-    with suppress(DatasetError):
-        if (folder / _STATE).is_file() and len(_load_rows(folder)) == n_rows:
-            return
     ids_type = pa.list_(pa.int64())
     schema = pa.schema([("input_ids", ids_type), ("loss_mask", ids_type), ("seq_len", pa.int64())])
     with disk_full_guard(folder):
@@ -441,9 +443,12 @@ def _load_rows(folder: Path) -> pa.Table:
     from datasets import load_from_disk
 
     trouble = f"{folder} has no usable Arrow dataset with the columns input_ids and loss_mask"
-    # Read each file on its own first, because the errors of `datasets` do not name the file.
+    # First read each file on its own, because errors of `datasets` do not name the damaged file.
     for file in (folder / _STATE, folder / "dataset_info.json", *folder.glob("data-*.arrow")):
+        if not file.exists():
+            raise DatasetError(f"{file} is missing. Run the command again that wrote the folder.")
         with parsing(f"{file} is damaged or cut short", DatasetError, _ADVICE):
+            check_regular(file)
             if file.suffix == ".json":
                 parse_object(read_bounded(file))
             else:
@@ -474,7 +479,10 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
 
 
 def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
-    """Return the tensor under a key, of shape [S, width] or [1, S, width], as [S, width]."""
+    """Return the tensor under a key with the shape [S, width].
+
+    In the file, the tensor may also have the shape [1, S, width].
+    """
     value = _tensor(record, key, path)
     n_tokens = _tensor(record, "input_ids", path).numel()
     if value.dim() == 3 and len(value) == 1:

@@ -1,17 +1,20 @@
 """A backend of speculators that reads hidden states from a store instead of speculators' own files.
 
-``python -m moa_data.pipeline.exchange.speculators_backend train ...`` runs speculators' own command
-line with the additional ``--hidden-states-backend moa``, which reads the store ``--moa-store``. The
-rows of token ids and masks come from speculators' Arrow dataset, which
-``moa-data export STORE --format speculators --rows-only`` writes. Row i is sequence i of the store.
+``python -m moa_data.pipeline.exchange.speculators_backend train ...`` runs the command line of
+speculators, and adds the backend ``moa`` to it. With ``--hidden-states-backend moa``, hidden states
+are read from the store that ``--moa-store`` names.
+
+Token ids and masks are read from speculators' Arrow dataset. The command
+``moa-data export STORE --format speculators --rows-only`` writes this dataset. Row i of the dataset
+is sequence i of the store.
 
 Sources in speculators 0.9:
 
 - ``hs_connectors/transfer.py``: the registry of backends, and the values that a backend returns.
 - ``speculators/train/data.py``: the last slot of ``hidden_states`` is the last hidden state of the
   verifier (the target).
-- ``train/config/resolution.py``: reads the options of backends at import time. This module must
-  therefore be imported before it.
+- ``train/config/resolution.py``: reads the options of all backends when it is imported. So this
+  module must be imported before ``resolution.py``.
 
 Shapes: S tokens of a sequence, K chosen layers, E width.
 """
@@ -30,7 +33,7 @@ from .formats import make_format
 from .torch_dataset import ActivationDataset, check_fields
 
 
-# For mypy, the base classes are untyped, because speculators is not installed when mypy runs.
+# speculators is not installed when mypy runs, so mypy cannot know the types of the base classes.
 class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     """Reads the hidden states of a store, one sequence at a time.
 
@@ -38,8 +41,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
 
     Args:
         store: folder or URL of the store.
-        layers: decoder layers, counted from 0, to return in addition to the last layer. If empty,
-            the three default layers of speculators.
+        layers: decoder layers, counted from 0, whose outputs are returned in addition to the output
+            of the last layer. If there are none, these are the three default layers of speculators.
 
     Raises:
         SelectionInvalid: the store lacks one of the layers.
@@ -58,8 +61,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
         """Read a sequence from the store.
 
         Returns:
-            ``hidden_states`` [S, K + 1, E] in the store's dtype, and ``token_ids`` int64 [S]. If
-            the store does not have the sequence, the result is None.
+            A dict with ``hidden_states``, [S, K + 1, E] in the store's dtype, and ``token_ids``,
+            int64 [S]. If the store does not have the sequence, the result is None.
         """
         if not 0 <= file_idx < len(self._dataset):
             return None

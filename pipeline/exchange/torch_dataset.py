@@ -1,7 +1,7 @@
 """Torch datasets over a store, with one sequence per item.
 
-`ActivationDataset` reads by index. `IterableActivationDataset` iterates in a shuffled order, which
-is divided among workers and ranks.
+`ActivationDataset` reads by index. `IterableActivationDataset` iterates in a shuffled order, and
+divides the sequences among ranks and workers.
 
 Shapes: n tokens of one sequence, B sequences of a batch, T tokens of the longest sequence in a
 batch.
@@ -26,7 +26,7 @@ DEFAULT_FIELDS = ("tokens", "response_mask", "hidden/last")
 
 
 def check_fields(store: ActivationStore, names: Sequence[str], project: str) -> None:
-    """Refuse a store that lacks fields that another project's format needs.
+    """Refuse a store if it lacks fields that the format of another project needs.
 
     The error message names the command that adds the fields.
     """
@@ -61,8 +61,8 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         layers: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # Each process opens the store's files for itself, so forked and spawned workers can use the
-        # same store object.
+        # Forked and spawned workers can use the same store object, because each process opens the
+        # store's files for itself.
         self.store = store if isinstance(store, ActivationStore) else ActivationStore(store)
         self.fields = tuple(fields)
         self._layers = None if layers is None else list(layers)
@@ -93,9 +93,10 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
         return self.store.lengths
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """Read a sequence as a dict from field name to values, [n, *token_shape].
+        """Read a sequence. The dict maps each field to its values, [n, *token_shape].
 
-        Tokens are int64, the response mask is bool, and activations have the dtype of the dataset.
+        Tokens are int64, and the response mask is bool. Activations have the dtype that was given
+        to the dataset, or the stored dtype.
         """
         return {name: self._read(int(i), name) for name in self.fields}
 
@@ -113,15 +114,16 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
 class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     """Iterable dataset over a store, with a different order in each epoch.
 
-    An epoch has the same order on every machine. The order is cut into groups of ``batch_size``
-    sequences, and the groups are dealt out to ranks and workers in turn, so that every sequence is
-    read at most once. All ranks get the same number of groups. Left-over groups, fewer than there
-    are ranks, are skipped. Which groups are skipped differs from epoch to epoch.
+    In an epoch, all machines compute the same order of the sequences. The order is divided into
+    groups of ``batch_size`` sequences, and each group is read by one worker of one rank. So no
+    sequence is read twice. All ranks get the same number of groups. If the number of groups is not
+    a multiple of the number of ranks, the last groups are skipped. With ``shuffle``, these are
+    other sequences in every epoch.
 
     If ``bucket_batches`` is set, the shuffled order is divided into windows of ``bucket_batches``
-    groups. The sequences of each window are sorted by length before the window is cut into groups.
-    The groups are then shuffled. If the ``DataLoader`` has the same ``batch_size``, its batches are
-    these groups.
+    groups. The sequences of each window are sorted by length before the window is divided into
+    groups. The groups are then shuffled. If the ``DataLoader`` has the same ``batch_size``, its
+    batches are these groups.
 
     Args:
         store: an open store, or its folder.
@@ -131,12 +133,13 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         dtype: dtype of the activations. If the argument is None, they keep the stored dtype.
         shuffle: if true, shuffle in every epoch; if false, keep the store's order.
         seed: seed of the shuffling.
-        batch_size: number of sequences in a group, the unit that is dealt out to ranks and workers.
-        bucket_batches: number of groups in a window that is sorted by length; 0 for no bucketing.
+        batch_size: number of sequences in a group.
+        bucket_batches: number of groups in a window that is sorted by length. With 0, there are no
+            windows, and the sequences are not sorted.
         rank: rank of this process. If the argument is None, ``torch.distributed`` gives the rank.
-            If that is not initialized, the rank is 0.
+            If ``torch.distributed`` is not initialized, the rank is 0.
         world_size: number of processes. If the argument is None, ``torch.distributed`` gives the
-            number. If that is not initialized, the number is 1.
+            number. If ``torch.distributed`` is not initialized, the number is 1.
     """
 
     def __init__(
@@ -185,7 +188,7 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         return int(self._epoch[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iteration reads, also in workers that are already running."""
+        """Set the epoch that the next iteration reads. Running workers use the new epoch, too."""
         self._epoch[0] = epoch
 
     def epoch_groups(self, epoch: int) -> list[np.ndarray]:
@@ -194,8 +197,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         The groups depend only on the store, the settings, the epoch, the rank and the world size.
 
         Returns:
-            Indices of sequences, one int64 array [batch_size] per group. The last group may be
-            shorter.
+            One array per group, int64 [batch_size]. It contains the indices of the group's
+            sequences. The last group may be shorter.
         """
         n = len(self._items)
         draw = np.random.default_rng((self.seed, epoch))
@@ -210,8 +213,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
             order = np.concatenate(by_length) if by_length else order
         groups = [order[start : start + size] for start in range(0, n, size)]
         if self.bucket_batches and self.shuffle:
-            # Keep an incomplete group last. Elsewhere, an incomplete group would shift the
-            # ``DataLoader``'s later batches, so that they would no longer equal the groups.
+            # Keep an incomplete group last. The ``DataLoader`` makes batches of ``batch_size``
+            # sequences, so after an incomplete group, its batches would not equal the groups.
             n_whole = n // size
             groups = [groups[k] for k in draw.permutation(n_whole)] + groups[n_whole:]
         if self.world_size > 1:
@@ -231,11 +234,11 @@ def pad_collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack B sequences of different lengths, padded with zeros on the right.
 
     Args:
-        items: for each sequence, a dict from field name to values, [n, *token_shape].
+        items: one dict per sequence. It maps the name of each field to values, [n, *token_shape].
 
     Returns:
-        A dict from field name to values, [B, T, *token_shape]. The key ``n_tokens``, int64 [B],
-        holds the lengths without padding.
+        A dict that maps the name of each field to values, [B, T, *token_shape]. The additional key
+        ``n_tokens`` has the lengths without padding, int64 [B].
     """
     if not items:
         raise OptionInvalid("pad_collate got no items, but a batch needs at least one sequence.")

@@ -53,8 +53,8 @@ from .torch_dataset import ActivationDataset, check_fields
 _N_WRITERS = 8
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _INDEX_ROWS = 1024
-# Key in the metadata of a Parquet index file. Its value identifies the store whose sequences the
-# file lists.
+# Key in the metadata of a Parquet index file. The value of this key identifies the store whose
+# sequences the file lists.
 _STORE_KEY = b"moa_data.store"
 # JSON file in an exported folder that records the format, the fields and the store. Other projects
 # do not read this file.
@@ -64,11 +64,11 @@ RECORD_NAME = "export.json"
 def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
     """Write the sequences of a store as another project's files or as a Parquet index.
 
-    The order of the sequences is kept. Files that an earlier, interrupted export of this store has
-    written are kept. An older index of this store is replaced.
+    The order of the sequences is kept. If an earlier export of this store was interrupted, its
+    files are kept, and the missing files are written. An older index of this store is replaced.
 
     Returns:
-        One line that says what was written.
+        A line of text about the files that were written.
 
     Raises:
         SelectionInvalid: the store lacks a field that the file format needs.
@@ -93,8 +93,8 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
         sizes = list[int]()
         exporting = progress.of(f"export to {file_format.name}", "sequence")
         pending = deque[Future[None]]()
-        # Write in threads, because a disk takes about as long to sync one small file as to sync
-        # several in parallel.
+        # Write several files in parallel, because a disk syncs several small files in about the
+        # time that it needs for one.
         with ThreadPoolExecutor(_N_WRITERS) as threads:
             for i in range(0 if config.rows_only else n):
                 path = file_format.file(folder, i)
@@ -117,7 +117,7 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
         # Write the Arrow dataset last, because its state.json marks the folder as complete.
         if file_format.name == "speculators":
             texts = ((store.read(i, "tokens"), store.read(i, "response_mask")) for i in range(n))
-            write_rows(folder, n, texts)
+            write_rows(folder, texts)
     if config.rows_only:
         return (
             f"{folder} contains the rows of {counted(n, 'sequence')} for {config.format}, "
@@ -133,10 +133,12 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
 def _write_index(
     store: ActivationStore, path: Path, n_sequences: int, progress: Progress = SILENT
 ) -> str:
-    """Write the index of the first ``n_sequences`` of a store. Replace an older index of the store.
+    """Write the index of the first ``n_sequences`` sequences of a store.
+
+    An older index of the same store is replaced.
 
     Returns:
-        One line that says what was written.
+        A line of text about the index.
 
     Raises:
         OutputOccupied: the path holds a file that is not an index, or the index of another store.
@@ -200,7 +202,7 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
     """Claim the output folder for this export by writing ``export.json`` into it.
 
     The folder must be empty, or hold an earlier export of the same store with the same settings.
-    Only the number of sequences may be larger than in the earlier export.
+    The number of sequences may be larger than in the earlier export.
 
     Raises:
         OutputOccupied: the folder holds other files or another export.
@@ -222,7 +224,7 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another `out`."
             ) from error
-        free_to_change = {"target", "identities"}  # The hash of the store covers both.
+        free_to_change = {"target", "identities"}  # The store's hash covers both entries.
         if n_recorded <= n_sequences:
             free_to_change.add("n_sequences")
         refuse_other_inputs(
@@ -257,7 +259,7 @@ def import_folder(
     target_folder = resolve_model_folder(config.model)
     facts = load_facts(target_folder)
     if config.target_layers:
-        facts.layer_sizes()  # This call raises if no drafter can use the target's layers.
+        facts.layer_sizes()  # This call raises an error if no drafter can use the target's layers.
     file_format = make_format(config.format, config.layers, facts.n_layers)
     paths = file_format.files(folder)[: config.max_sequences]
     sequences = _read_texts(file_format, paths, facts.vocab_size, progress)
@@ -268,9 +270,9 @@ def import_folder(
     load = partial(Target.load, str(target_folder), dtype, "cpu")
     target = None
     norm = None
-    # If the files lack the state after the final norm, the import applies the norm. The norm of a
-    # target with Llama layers is read from the store's bundle below. Other families have other
-    # kinds of norm, which only the target has.
+    # If the files lack the state after the final norm, the import applies the norm. If the target
+    # has Llama layers, the norm is read from the store's bundle below. Other families have other
+    # kinds of norm, so the norm is copied from the loaded target.
     if not (file_format.gives_last or facts.family.has_llama_layers):
         target = load()
         norm = copy.deepcopy(prove_norm(target)).float()
@@ -413,8 +415,8 @@ def _read_sequence(
     tokens, mask = text
     hidden = file_format.read_hidden(path)
     if norm is not None:
-        # speculators' files hold the last hidden state only before the final norm. Apply the norm
-        # in float32, and round the result once.
+        # Files of speculators contain the last hidden state before the final norm. Apply the norm
+        # in float32, and round the result to the files' dtype.
         last = hidden[file_format.fields[-1]]
         with torch.inference_mode():
             hidden[schema.HIDDEN_LAST] = norm(last.float()).to(last.dtype)

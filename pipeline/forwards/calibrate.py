@@ -34,17 +34,22 @@ SAMPLE_TOKENS = 30_000
 At the sizes of Llama-3-8B, the sample takes 8 GB of disk in float32 during calibration.
 """
 METRIC_TOKENS = 4_096
-"""Number of sample tokens over which the metric for the last hidden state is averaged.
+"""The metric for the last hidden state is averaged over this number of sample tokens.
 
 The metric measures how much an error in the last hidden state changes the next-token distribution.
 """
 
 
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
-    """Choose sequences, spread evenly over the plan, that have about ``n_tokens`` tokens in total.
+    """Choose sequences that have about ``n_tokens`` tokens in total.
+
+    They are spread evenly over the plan.
+
+    Args:
+        lengths: number of tokens of each planned sequence.
 
     Returns:
-        The row numbers of the sequences in the plan, ascending.
+        The row numbers of the chosen sequences in the plan, in ascending order.
     """
     n_rows = min(len(lengths), max(1, round(n_tokens * len(lengths) / max(int(lengths.sum()), 1))))
     return list(np.unique(np.linspace(0, len(lengths) - 1, n_rows).round().astype(int)).tolist())
@@ -53,10 +58,15 @@ def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]
 def learned_before(
     codec: StoreCodec, store: StorePath, manifest: StoreManifest
 ) -> StoreCodec | None:
-    """Return the fitted codec of a store that an earlier run has started, or None.
+    """Return the fitted codec that an earlier run has written to the store.
 
-    The result is None if the store does not exist, or if it has no parts and its inputs differ
-    from those in ``manifest``.
+    The result is None if the store does not exist, is damaged or has another codec. It is also None
+    if the store has no parts yet and was planned with other inputs than those in ``manifest``.
+
+    Args:
+        codec: the codec of this run.
+        store: the store's path.
+        manifest: the manifest that this run has planned.
     """
     if not codec.learned or not (store / "store.json").exists():
         return None
@@ -66,7 +76,7 @@ def learned_before(
             return None
         return StoreCodec.open(stored, store) if stored.codec.get("name") == codec.name else None
     except (StoreDamaged, CodecUnknown, SchemaVersionError):
-        return None  # When the store is opened for writing, its damage is reported or repaired.
+        return None  # The store is damaged. The writer reports or repairs the damage later.
 
 
 def learning_on(device: str | torch.device, folder: Path | None, progress: Progress) -> Learning:
@@ -98,15 +108,14 @@ def calibrate(
 ) -> None:
     """Fit a codec to a sample of the sequences.
 
-    While the sample is collected, only one sequence is in memory at a time, and its values are
-    written to disk. While the codec is fitted, only one piece (keys or values) of one group of
-    layers is in memory at a time.
+    The values of the sample may not fit into memory, so they are written to disk sequence by
+    sequence. Fitting then reads one piece (keys or values) of one group of layers at a time.
 
     Args:
         codec: the codec to fit.
         lengths: number of tokens of each planned sequence.
-        read: maps a row of the plan to a dict with the values of each field, float32
-            [n_tokens, *token_shape], and the token ids, int [n_tokens].
+        read: maps a row of the plan to a dict of arrays. The arrays are the values of each field,
+            float32 [n_tokens, *token_shape], and the token ids, int [n_tokens].
         facts: facts about the target.
         lm_head: the target's LM head, [vocab_size, width], of any dtype and on any device.
         embeddings: the target's embeddings, [vocab_size, width], of any dtype and on any device.
@@ -156,10 +165,13 @@ def _joint_bits(
     observations: Mapping[str, Observation],
     learning: Learning,
 ) -> dict[str, float]:
-    """Split the budget of bits among hidden states, each of which is predicted from the one below.
+    """Split a budget of bits among the hidden states of several layers.
+
+    The codec predicts each hidden state from the hidden state of the next lower layer, and encodes
+    the difference. A field gets more bits if its prediction leaves a larger variance.
 
     Args:
-        joint: names of these hidden states, from the lowest layer to the highest.
+        joint: names of the fields of these hidden states, from the lowest layer to the highest.
 
     Returns:
         A dict from field name to bits per token.
@@ -187,7 +199,8 @@ def _joint_bits(
 def target_rope(facts: TargetFacts) -> Rope:
     """Return the RoPE rotation that a target applies to its keys.
 
-    If the kinds of layers have different RoPE parameters, the rotation has one entry per layer.
+    Some targets have kinds of layers with different RoPE parameters. Their rotation has one entry
+    per layer.
     """
     parameters = facts.config.rope_parameters
     if not parameters.keys() & set(facts.layer_kinds):
@@ -198,12 +211,18 @@ def target_rope(facts: TargetFacts) -> Rope:
 
 
 def _rotation(facts: TargetFacts, parameters: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the angle per position, [rotary_dim / 2], and the scaling, from RoPE parameters."""
+    """Compute a rotation from RoPE parameters.
+
+    Returns:
+        The angle per position of each pair of dimensions, float32 [rotary_dim / 2], and the factor
+        by which the rotated values are scaled.
+    """
     config = copy.copy(facts.config)
     config.rope_parameters = dict(parameters)
     rotated_share = parameters.get("partial_rotary_factor") or 1.0
-    # transformers ignores ``partial_rotary_factor``, the share of a head's dimensions that is
-    # rotated, in the default RoPE type. So set ``head_dim`` to the number of rotated dimensions.
+    # ``partial_rotary_factor`` is the share of a head's dimensions that are rotated. For the
+    # default RoPE type, transformers ignores it. So set ``head_dim`` to the number of rotated
+    # dimensions.
     if rotated_share != 1 and parameters["rope_type"] == "default":
         config.head_dim = int(facts.head_dim * rotated_share)
     with torch.device("cpu"):

@@ -6,8 +6,8 @@ head dim, E width.
 Sequences are padded on the right. Attention is causal, so no token of a sequence attends to the
 padding, and no mask is needed. Values computed at padding positions are discarded.
 
-A CUDA device copies asynchronously only to pinned memory, which torch keeps and reuses when a batch
-is freed. Each batch is copied on a stream of its own::
+A CUDA device copies asynchronously only to pinned memory. When a batch is freed, torch keeps its
+pinned memory and reuses it for later batches. Each batch is copied on a stream of its own::
 
     main thread    forward 4 | forward 5 | forward 6 |
     copy streams     copy 3  |   copy 4  |   copy 5  |      waits only for the forward
@@ -33,24 +33,31 @@ from ..config import ActivationSpec
 
 @dataclass(frozen=True)
 class Capture:
-    """Activations of one batch, on the target's device or, after :meth:`to_host`, on the host."""
+    """Activations of one batch. They are on the target's device, or on the host.
 
-    n_tokens: tuple[int, ...]  # Length of each sequence, without padding.
+    The method :meth:`to_host` copies them to the host.
+    """
+
+    # Length of each sequence, without padding.
+    n_tokens: tuple[int, ...]
     # Token ids, int64 [B, T], on the device. Values beyond a sequence's length are arbitrary.
     tokens: Tensor
-    # For each field, whether all values of a sequence are finite: bool [B, L] for kv, with one
-    # entry per sequence and layer, or bool [B, 1] for hidden states.
+    # Maps each field to a bool tensor that is true where all values are finite. For kv, the shape
+    # is [B, L], with one entry per sequence and layer. For hidden states, it is [B, 1].
     finite: dict[str, Tensor]
-    # Maps each field that is not encoded to its values, [B, T, *token_shape]. kv is
-    # [B, T, L, H_kv, 2, d] with keys after RoPE. hidden/last and hidden/layer_k are [B, T, E].
+    # Maps each field that is not encoded to its values, [B, T, *token_shape]. The shape of kv is
+    # [B, T, L, H_kv, 2, d], and its keys are after RoPE. The shape of hidden/last and
+    # hidden/layer_k is [B, T, E].
     fields: dict[str, Tensor]
-    # For each sequence, its encoded fields: field name -> name of a stored array -> rows of this
-    # array, [n_rows, *row_shape]. It is empty if no field is encoded.
+    # The encoded fields, with one entry per sequence. The entry maps the name of a field to a dict.
+    # The dict maps the name of a stored array to the rows for this array, [n_rows, *row_shape]. If
+    # no field is encoded, there are no entries.
     codes: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
-    # Maps each field of keys and values to the target's layers along the field's layer axis.
+    # Maps each field of keys and values to the numbers of the target's layers, in the order of the
+    # field's layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # The recorded moments at which an asynchronous copy from the device starts and ends. The value
-    # is None if the values were not copied.
+    # The moments at which the asynchronous copy to the host starts and ends, as recorded on the
+    # device. If the values were not copied asynchronously, the value is None.
     copying: tuple[Mark, Mark] | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
@@ -84,13 +91,14 @@ class Capture:
     def to_host(self) -> "Capture":
         """Copy the values to host memory.
 
-        Copies from a CUDA device are asynchronous: call :meth:`wait` before the values are read.
+        Copies from a CUDA device are asynchronous. Call :meth:`wait` before the values are read.
         """
         device = self.tokens.device
         if device.type != "cuda":
             return self._mapped(Tensor.cpu)
-        # torch reuses pinned memory when all work queued on the stream of its copy is done. On a
-        # shared stream, this would include the copies of later batches.
+        # Copy each batch on a stream of its own. The pinned memory of a freed batch can be reused
+        # when all work on the stream of its copy is done. If all batches shared a stream, torch
+        # would also wait for the copies of later batches.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -111,7 +119,7 @@ class Capture:
         return 0.0 if self.copying is None else seconds_between(*self.copying)
 
     def check_finite(self, names: Sequence[str]) -> None:
-        """Refuse NaN and infinity. The error names the first such sequence, field and layer."""
+        """Refuse NaN and infinity. The error names a sequence, field and layer with such a value."""
         for name, flags in self.finite.items():
             if not bool(flags.all()):
                 index, layer = (~flags).nonzero()[0].tolist()
@@ -131,8 +139,9 @@ class Capture:
         The values must be in host memory.
 
         Returns:
-            For a field that is not encoded, its values, [n_tokens, *token_shape] in the storage
-            dtype (uint16 for bfloat16). For an encoded field, a dict from stored array to its rows.
+            If the field is not encoded, its values, [n_tokens, *token_shape]. They have the storage
+            dtype, but bfloat16 values are returned as uint16. If the field is encoded, a dict from
+            the name of each stored array to the rows for this array.
         """
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]
@@ -171,10 +180,11 @@ def capture(
     Args:
         model: transformers causal LM in evaluation mode; its LM head is not run.
         sequences: B arrays of token ids, int32 [n_tokens].
-        spec: the activations to keep.
-        dtype: dtype of the kept activations.
-        uses_cache: whether the forward fills a KV cache even if keys and values are not kept. With
-            a KV cache, torch may choose other attention kernels, which change the last bits.
+        spec: the activations to capture.
+        dtype: dtype of the captured activations.
+        uses_cache: whether the forward fills a KV cache even if keys and values are not captured.
+            With a KV cache, torch may choose other attention kernels, which change the last bits of
+            the activations.
     """
     input_ids, valid = padded_tokens(sequences, model.device)
     facts = TargetFacts.of_model(model)
@@ -189,16 +199,16 @@ def capture(
         if cache is not None and spec.kv:
             for group in facts.kv_groups:
                 keys, values = cache_layers(cache, group.layers)
-                # Keys and values of the L layers of the group, [B, T, L, D]. D is the number of key
-                # and value elements of all heads together.
+                # Pack keys and values of the group's L layers into one tensor, [B, T, L, D]. D is
+                # the number of key and value elements per token and layer, of all heads together.
                 packed = pack_kv(
                     [key.to(dtype) for key in keys], [value.to(dtype) for value in values]
                 )
                 is_equal = group.shape.key_width == group.shape.value_width
                 heads = (group.shape.n_heads, 2, -1) if is_equal else (group.shape.n_heads, -1)
-                # Split the heads: [B, T, L, H_kv, 2, d], with 2 for key and value. If key and value
-                # have different widths, they stay side by side on one axis: [B, T, L, H_kv, d_key +
-                # d_value].
+                # Split D into heads. The shape becomes [B, T, L, H_kv, 2, d]; the axis of size 2 is
+                # for key and value. If key and value have different widths, they stay concatenated:
+                # [B, T, L, H_kv, d_key + d_value].
                 fields[group.field] = packed.unflatten(-1, heads)
         if spec.last:
             fields["hidden/last"] = last.to(dtype)
@@ -212,7 +222,7 @@ def capture(
 def padded_tokens(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
     """Stack B sequences of token ids, padded on the right with copies of their last token.
 
-    The padding is not a pad token, because transformers warns if it finds pad tokens.
+    The sequences are not padded with the pad token, because transformers would print a warning.
 
     Returns:
         Token ids, int64 [B, T], and a mask that is false at the padding, bool [B, T].
@@ -229,17 +239,19 @@ def finite_rows(fields: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor
     """Check whether all values at the valid tokens of each sequence are finite.
 
     Args:
-        fields: maps each field to its values, [B, T, E], or [B, T, L, ...] with a layer axis.
+        fields: maps each field to its values. The shape is [B, T, L, ...] if the field has a layer
+            axis, and otherwise [B, T, E].
         valid: bool [B, T], false at the padding.
 
     Returns:
-        A dict from field to bool [B, L], or [B, 1] without a layer axis.
+        A dict that maps each field to a bool tensor. The shape is [B, L] if the field has a layer
+        axis, and otherwise [B, 1].
     """
     finite: dict[str, Tensor] = {}
     for name, values in fields.items():
         n_layers = values.shape[2] if values.dim() > 3 else 1
-        # `x * 0` is NaN for each x that is not finite and 0 otherwise, and a sum with a NaN is NaN.
-        # This is cheap and needs no large bool array.
+        # `x * 0` is NaN if x is not finite, and otherwise 0. A sum with a NaN is NaN. So a sum of
+        # `x * 0` shows whether all x are finite. This is cheap and needs no large bool tensor.
         # The probe has one sum per sequence, token and layer: [B, T, L].
         probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)
         finite[name] = (torch.isfinite(probe) | ~valid[..., None]).all(1)

@@ -1,16 +1,16 @@
 """The loop that runs the target over the parts of a store and passes each batch to a writer thread.
 
 A part of a store is a range of sequences that is written and committed as a whole. ``extract`` and
-``add`` share this loop. Its stages form a pipeline, in which each stage works on a different
-batch::
+``add`` share this loop. The loop is a pipeline. Its stages work on different batches at the same
+time::
 
     main thread    runs the forward, gathers the activations, runs lossy codecs on the device
     copy streams   copy from the device to pinned host memory (``capture``)
     writer thread  cuts values into chunks, has them encoded, writes them (``storage.write.part``)
     encoders       encode chunks to bytes, on ``n_encode_threads`` threads (``storage.chunk``)
 
-If a stage is slow, the stages before it wait, because at most ``_BATCHES_AHEAD`` batches are queued
-for the writer thread.
+At most ``_BATCHES_AHEAD`` batches are queued for the writer thread. If the queue is full, the main
+thread waits.
 """
 
 import time
@@ -46,7 +46,7 @@ from .capture import Capture, capture
 _BATCHES_AHEAD = 2
 """Maximum number of tasks in the writer thread's queue.
 
-The queue keeps the forwards running during a slow write, such as the end of a part.
+Thanks to the queue, forwards continue during a slow write, such as the end of a part.
 """
 # Maximum number of batches in host memory: those queued for the writer thread, one that is being
 # written, one whose last chunks are being encoded, and one that is being copied from the device.
@@ -57,38 +57,40 @@ N_HOST_BATCHES = _BATCHES_AHEAD + 3
 class CaptureSettings:
     """Settings that say which activations of the target are stored, and how the target runs."""
 
-    spec: ActivationSpec  # The activations that are kept.
-    codec: StoreCodec  # The codec of the kept activations.
-    dtype: str  # The dtype of the kept activations.
+    spec: ActivationSpec  # The activations that are captured.
+    codec: StoreCodec  # The codec of the captured activations.
+    dtype: str  # The dtype of the captured activations.
 
     # Maximum number of tokens in a forward, padding included. A longer sequence forms a batch of
     # its own.
     batch_tokens: int
-    # Whether the forward fills a KV cache even if keys and values are not kept. With a KV cache,
-    # the last bits of the activations may differ.
+    # Whether the forward fills a KV cache even if keys and values are not captured. With a KV
+    # cache, the last bits of the activations may differ.
     uses_cache: bool
     n_encode_threads: int
 
     def capture(self, target: Target, sequences: Sequence[np.ndarray]) -> Capture:
-        """Run the target over a batch of token ids, int32 [n_tokens] each."""
+        """Run the target over a batch of sequences. Each is an array of token ids, int32 [n_tokens]."""
         dtype = getattr(torch, self.dtype)
         return capture(target.model, sequences, self.spec, dtype, self.uses_cache)
 
 
 @dataclass(frozen=True)
 class Forwards:
-    """Runs the target over batches and keeps the requested activations."""
+    """Runs the target over batches and captures the requested activations."""
 
     settings: CaptureSettings
     target: Target
-    # Maps a sequence id to the token ids (int32) and response mask (uint8), [n_tokens] each.
+    # Maps a sequence id to the sequence's token ids, int32 [n_tokens], and its response mask, uint8
+    # [n_tokens].
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
-    # Function that computes the activations of a batch of token ids, int32 [n_tokens] each. If the
-    # value is None, the target is run instead.
+    # Computes the activations of a batch with another inference engine, such as vLLM. The argument
+    # contains the token ids of each sequence, int32 [n_tokens]. If the value is None, ``target``
+    # computes the activations.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
-        """Compute the activations of a batch, with the engine if there is one, or the target."""
+        """Compute the activations of a batch with the engine. Without an engine, use the target."""
         if self.engine is not None:
             return self.engine(tokens)
         return self.settings.capture(self.target, tokens)
@@ -106,11 +108,11 @@ def run_parts(
     Args:
         forwards: runs the target over batches.
         store: the store whose parts are written, or the addition of new fields to its parts.
-        parts: numbers of pending parts. The iterator is advanced when the forwards of the previous
-            part are done. If it yields None, no part is available yet. The loop then checks the
-            writer thread for errors and advances the iterator again.
-        timings: the times and counts of this run, which are updated.
-        progress: reports the tokens in the phase of the caller.
+        parts: yields the numbers of pending parts. The loop asks for the next number when the
+            forwards of the previous part are done. None means that no part is available yet. The
+            loop then checks the writer thread for errors and asks again.
+        timings: receives the times and counts of this run.
+        progress: reports the number of tokens in the phase of the caller.
     """
     keep_freed_memory()
     start = time.perf_counter()
@@ -125,11 +127,12 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            # Open the part before commits are counted again. Since the part was chosen, another
-            # process may have committed it, which is noticed when this process publishes it.
+            # Another process may have committed this part since it was chosen. Open the part before
+            # `counter.look` reads such a commit, because `store.part` would then refuse the part.
+            # The commit is noticed later, when this process publishes its own part.
             out = store.part(part, pool)
-            # Earlier parts may still be queued for the writer thread: more than one if each part
-            # is a single batch.
+            # Keep a list of open parts, to discard them after an error. Several earlier parts may
+            # still be queued for the writer thread if each of them is a single batch.
             open_parts = [earlier for earlier in open_parts if earlier.is_open]
             open_parts.append(out)
             counter.look()
@@ -146,7 +149,7 @@ def run_parts(
         counter.look()
         counter.report(timings)
     except BaseException:
-        pool.close()  # This stops the encoding of the batch that is being written.
+        pool.close()  # Stop encoding the batch that is being written.
         writer.abort()
         for out in open_parts:
             out.discard()
@@ -193,7 +196,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check a batch, and write the fields that its part needs. The writer thread calls this."""
+    """Check a batch for NaN and infinity, and write it to its part, on the writer thread."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)
@@ -205,8 +208,8 @@ def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
             out.write(
                 field, first_token, text[field] if field in text else captured.rows(field, index)
             )
-    # Reading the duration of the forward does not wait, because the copies ran after the forward
-    # and are done.
+    # This call does not wait for the device. The forward ended before the copies started, and the
+    # copies are done.
     timings.forward_s += seconds_between(*batch.span)
 
 
@@ -264,10 +267,14 @@ class BackgroundWriter:
 
 
 def batches(sequences: pa.Table, batch_tokens: int) -> Iterator[pa.Table]:
-    """Divide the sequences of a part into batches, in their order, which is longest first.
+    """Divide the sequences of a part into batches of consecutive sequences.
 
     A batch has at most ``batch_tokens`` tokens, including padding. A sequence with more tokens
     forms a batch of its own.
+
+    Args:
+        sequences: rows of the plan, sorted by length, longest first.
+        batch_tokens: maximum number of tokens in a batch.
     """
     lengths = numbers(sequences, "n_tokens")
     start = 0
@@ -281,6 +288,12 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
     """Write ``target/`` of a store in the dtype of the target's weight files.
 
     The forward may compute in another dtype.
+
+    Args:
+        store: the store.
+        target: the loaded target.
+        folder: the target's folder.
+        n_layers_kept: number of last decoder layers to write.
     """
     with store.publishing("target"):
         if store.has_target:
@@ -290,8 +303,9 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-            # The weights were rounded to a narrower dtype when they were loaded, so load the target
-            # again. Weights in a wider dtype are converted back without loading the target again.
+            # Loading has rounded the weights to a dtype that cannot represent all values of the
+            # weight files. So load the weights again in the files' dtype. Otherwise, the loaded
+            # weights can be converted back without loss.
             model = load_target_model(folder, own_dtype, "cpu")
         with store.target() as bundle:
             save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

@@ -12,12 +12,14 @@ blocks of a finished request stay allocated until their values have been copied:
                 get_finished, later           reports the copy as done; the scheduler frees the
                                               blocks
 
-The cache of a layer is a tensor [n_blocks, n_heads, block_size, content], whatever its order in
-memory. In the target's layers, content is a key followed by a value (2 * head_dim). vLLM's
-``extract_hidden_states`` adds one more layer. Its heads are the chosen hidden states, and its
-content has the width of the hidden states. On a CPU, a block holds for each head the keys as
-[head_dim, block_size], then the values as [block_size, head_dim]. The connector interface is
-experimental, so only two releases of vLLM are supported.
+The cache of a layer is a tensor with the shape [n_blocks, n_heads, block_size, content]. In the
+target's layers, the last axis holds a key followed by a value, so its size is 2 * head_dim. vLLM's
+``extract_hidden_states`` adds one more layer. The heads of this layer are the chosen hidden states,
+and the last axis has the width of the hidden states. On a CPU, the tensor has the same shape, but
+another order in memory: for each block and head, the keys are stored as [head_dim, block_size],
+followed by the values as [block_size, head_dim].
+
+The connector interface of vLLM is experimental, so only two releases of vLLM are supported.
 """
 
 import multiprocessing
@@ -53,7 +55,8 @@ _TAKEN = ("FullAttentionSpec", _HIDDEN)
 class Save:
     """A prompt whose cached values are to be written to a file.
 
-    ``blocks`` holds the prompt's block ids for each group of layers.
+    vLLM divides the layers into groups. ``blocks`` contains the ids of the prompt's blocks in each
+    group.
     """
 
     request: str
@@ -70,10 +73,10 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed
 
 
 def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse targets whose KV cache in vLLM cannot give the values that a store needs.
+    """Refuse a target if its KV cache in vLLM does not contain the values that a store needs.
 
-    The dtype of the cache is checked here, because a target's config.json can choose it.
-    `VllmSource` chooses all other settings.
+    `VllmSource` sets most settings of the cache itself. The dtype is checked here, because a
+    target's config.json can set it.
     """
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", "bfloat16"):
@@ -239,8 +242,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             event = None
         else:
             self._stream = self._stream or torch.cuda.Stream()
-            # Let the stream of the copies wait for the current stream, on which the forward writes
-            # the cache.
+            # The forward writes the cache on the current stream, so the copy stream must wait for
+            # the current stream.
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 on_device = self._gather(save)
@@ -307,10 +310,13 @@ def kv_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
 
 def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
-    """Gather keys and values like :func:`kv_of`, from a cache in vLLM's CPU memory order."""
+    """Gather the same keys and values as :func:`kv_of`, from a cache in vLLM's memory order on CPUs.
+
+    The module's docstring describes this memory order.
+    """
     block_size = cache.shape[2]
     head_dim = cache.shape[3] // 2
-    # Split the blocks into keys and values, [n_blocks, H_kv, block_size * d] each.
+    # Split the blocks into keys and values. Both have the shape [n_blocks, H_kv, block_size * d].
     keys, values = cache[list(blocks)].flatten(2).chunk(2, dim=2)
     both = (
         keys.unflatten(2, (head_dim, block_size)).transpose(2, 3),
@@ -320,7 +326,7 @@ def kv_of_cpu(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
 
 
 def layer_number(name: str) -> int:
-    """Return the number in a layer's name, for example 3 for ``model.layers.3.self_attn.attn``."""
+    """Return the number in a layer's name. Example: 3 for ``model.layers.3.self_attn.attn``."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise ValueError(
@@ -342,6 +348,7 @@ def _write(values: dict[str, Tensor], event: Any, file: Path) -> None:
             event.synchronize()
         with replacing(file) as partial:
             save_file(values, partial)
-    # An exception in this thread would be lost. Write its message to a file that VllmSource checks.
+    # Nobody would see an exception of this thread, so write its message to a file. VllmSource looks
+    # for this file.
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         file.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")

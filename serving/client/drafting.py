@@ -1,21 +1,22 @@
 """Drafts on a machine without the target.
 
-The client has a bundle, which contains a few frozen weights of the target. A server sends it
-contexts. A *context* is what the drafter reads about one position that the target has processed.
+The client has a bundle, which contains a few frozen weights of the target. A server sends contexts
+to the client. A *context* is the data that the drafter reads about one position that the target has
+processed.
 
 Shapes: n positions, W numbers in a context, V vocabulary.
 
 Contexts may arrive later than the tokens. A round of drafting begins at the first position without
 a context, ``n_context``. The token at this position is the root of the round. If more committed
-tokens follow the root, they are fed to the drafter as the first levels of a chain. The levels after
-them are drafts::
+tokens follow the root, they are fed to the drafter as if they were its first drafts. The tokens
+after them are real drafts. All these tokens form a chain::
 
     context        The  cat  sat                         n_context 3
     committed      The  cat  sat  on  the                "on" is the root, "the" is fed to the
     drafts                                 mat  .        drafter, "mat" and "." are drafted
 
 Without a network the chain keeps growing. If the server disagrees with a draft, the chain rolls
-back to the last correct level. A new round uses all contexts that have arrived. It begins when
+back to the last correct token. A new round uses all contexts that have arrived. It begins when
 there are no drafts, when a draft was wrong, or when the chain has become long.
 """
 
@@ -40,21 +41,21 @@ from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common
 from .session import Draft
 
-# The file of a training run that names the store, and the folder of a store that contains the
-# bundle.
+# ``_RUN_FILE`` is the file of a training run that names its store. ``_BUNDLE`` is the folder of a
+# store that contains the bundle.
 _RUN_FILE = "run.yaml"
 _BUNDLE = "target"
 # Maximum number of committed tokens and earlier drafts that one call of ``SequenceDrafter.next``
 # feeds to the drafter. After each call, the caller handles messages of the server.
 _MAX_FED = 16
-# If a chain has this many levels and newer contexts have arrived, a new chain begins. Drafts far
-# from the last context agree less often with the target.
+# If a chain has this many tokens and newer contexts (data of the target) have arrived, a new chain
+# begins. The reason is that drafts far from the last context agree less often with the target.
 _MAX_LEVELS = 32
 
 
 @dataclass(frozen=True)
 class DraftingModel:
-    """A drafter with the target's weights that it needs. Several clients may share it."""
+    """A drafter, and the target's weights that it needs. Several clients may share one object."""
 
     drafter: Drafter
     frozen: FrozenTarget
@@ -144,7 +145,7 @@ class SequenceDrafter:
     """Drafts the next tokens of a sequence. It can be used for one sequence after another."""
 
     def __init__(self, model: DraftingModel) -> None:
-        # ``width`` is W, the number of numbers in a context. It is 0 if the drafter needs none.
+        # ``width`` is W, the size of a context. It is 0 if the drafter needs no contexts.
         self._model, self.width = model, model.drafter.context_width or 0
         self._device = model.frozen.lm_head_weight.device
         self._tokens: list[int] = []
@@ -154,7 +155,8 @@ class SequenceDrafter:
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
         """Start a sequence, and return the number of its contexts that the drafter already has.
 
-        If the sequence begins like the previous one, the contexts in the drafter's caches are kept.
+        If the sequence begins with the same tokens as the previous sequence, the drafter keeps the
+        contexts in its caches.
         """
         self._sampling = sampling
         self._seed = seed
@@ -170,7 +172,7 @@ class SequenceDrafter:
         return self.n_context
 
     def receive(self, context: Tensor) -> None:
-        """Add the contexts [n, W] of the next n positions."""
+        """Add the contexts [n, W] of the next n positions: the data that the drafter reads."""
         self._pending.append(context)
         self.n_context += len(context)
 
@@ -184,7 +186,7 @@ class SequenceDrafter:
 
         The result is None if contexts are missing, if the drafter has reached its maximum depth, or
         if the drafter must process more of the given tokens first. In the last case
-        ``is_catching_up`` is true.
+        ``is_catching_up`` is true, and the caller should repeat the call.
 
         Args:
             tokens: the prompt and the committed tokens.
@@ -206,8 +208,8 @@ class SequenceDrafter:
             chain = self._chain
             max_depth = self._model.drafter.config.max_depth
             assert chain is not None
-            # If the maximum depth is reached, further drafts need a new chain. It begins when newer
-            # contexts have arrived.
+            # If the maximum depth is reached, further drafts need a new chain. The new chain begins
+            # when newer contexts have arrived.
             if max_depth is not None and len(known) >= max_depth:
                 self.is_catching_up = False
                 return None
@@ -221,7 +223,7 @@ class SequenceDrafter:
             return None if self.is_catching_up else self._choose(chain.logits[0], tokens, drafts)
 
     def warm(self, tokens: Sequence[int]) -> None:
-        """Put arrived contexts into the drafter's caches, so that drafting can begin at once."""
+        """Put arrived contexts (data of the target) into the drafter's caches before drafting."""
         newest = self._newest_root(tokens)
         if newest is not None and newest > self._root:
             with torch.inference_mode():
@@ -233,8 +235,9 @@ class SequenceDrafter:
         self._cache = drafter.new_context_cache()
         self._pending: list[Tensor] = []
         self._fed: list[int] = []
-        # The position of the round's root (-1 if there is no round), the number of contexts in the
-        # drafter's caches, and the number of contexts that have arrived.
+        # ``_root`` is the position of the round's root, or -1 without a round. ``_n_taken`` is the
+        # number of contexts in the drafter's caches. ``n_context`` is the number of contexts that
+        # have arrived.
         self._root, self._n_taken, self.n_context = -1, 0, 0
         self._end_round()
 
@@ -250,8 +253,8 @@ class SequenceDrafter:
         If no new round can begin, return the root of the current round, or None without a round.
         """
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        # A round begins after the contexts in the drafter's caches. They cannot be removed, so it
-        # cannot begin earlier.
+        # Contexts cannot be removed from the drafter's caches. So a round cannot begin before the
+        # position that follows them.
         if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest
@@ -282,8 +285,9 @@ class SequenceDrafter:
         token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))
         scores = penalised(logits, previous, sampling.repetition_penalty)
         if sampling.temperature:
-            # Estimate the probability that the draft is right by that of the most likely token. This
-            # is cautious: with the same random numbers, drafter and target agree more often.
+            # Estimate the probability that the draft is right as the probability of the most likely
+            # token. The estimate is low: drafter and target use the same random numbers, so they
+            # agree more often than that.
             return Draft(
                 token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax())
             )

@@ -27,19 +27,20 @@ from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 # The first and the longest wait between two attempts to connect. Each wait is twice as long as the
 # previous one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-# Timeout in seconds of an attempt to connect. A packet of the handshake may be lost, or there may be
-# no server.
+# Timeout in seconds of an attempt to connect. A packet of the handshake may be lost, or no server
+# may be running.
 _CONNECT_S = 5.0
-# Seconds after which an unused channel is closed. gRPC watches each channel in a thread, which
-# prints a traceback if the channel is closed before it has noticed that nobody watches any more.
+# An unused channel is closed only after this many seconds. gRPC has a thread that watches the state
+# of each channel. When nobody needs the state any more, this thread notices it a moment later. If
+# the channel were closed earlier, the thread would print a traceback.
 _CLOSED_AFTER_S = 2.0
 _SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
 _FRAME_BYTES = 5  # The size of gRPC's header before each message.
 _OPTIONS = (
     *CLIENT_OPTIONS,
-    # Without this option, a new channel would share the growing delay (backoff) of an old channel
-    # to the same server that has failed.
+    # Without this option, a new channel would share the growing delay (backoff) of a failed channel
+    # to the same server.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
@@ -56,9 +57,9 @@ _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LinkEvent:
     """An event of the connection.
 
-    There are three kinds. If the event has a message, the stream has received it. If it has an
-    error, the stream has ended, or no stream could be started (``stream`` is 0). If it has neither,
-    the stream has started.
+    There are three kinds. An event with a message means that the stream has received this message.
+    An event with an error means that the stream has ended, or that no stream could be started
+    (``stream`` is 0). An event with neither means that the stream has started.
     """
 
     stream: int
@@ -94,8 +95,8 @@ class Link:
         self._channel: grpc.Channel | None = None
         self._call: Any = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # The number of the current stream (0 if there is none), and how many streams there have
-        # been.
+        # ``_stream`` is the number of the current stream, or 0 if there is none. ``_n_streams`` is
+        # the number of streams so far.
         self._stream = self._n_streams = 0
         self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
         self._reason = ""  # Why the client itself ended the stream; empty if it did not.
@@ -107,7 +108,7 @@ class Link:
         """Start connecting, with an empty queue of events."""
         self.end()
         with self._changed:
-            # Wait for the old stream to end. This is soon, because `end` cancels it.
+            # Wait for the old stream to end. It ends soon, because `end` cancels it.
             self._changed.wait_for(lambda: self._call is None)
             self._events = queue.SimpleQueue()
             self._is_wanted = True
@@ -121,8 +122,8 @@ class Link:
             self._outbox.put(None)
             call = self._call
         if call is not None:
-            # The server ends the stream itself when it reads a Close message. So cancel the stream
-            # a little later.
+            # When the server reads a Close message, it ends the stream itself. Give it time to do
+            # so, and then cancel the stream.
             _later(0.2, call.cancel)
 
     def send(self, stream: int, messages: Sequence[pb.ClientMessage]) -> None:
@@ -145,7 +146,7 @@ class Link:
         return events
 
     def reconnect(self, reason: str, wait_s: float = 0.0) -> None:
-        """End the stream, wait at least ``wait_s`` seconds, connect again and start a new stream."""
+        """End the stream, wait at least ``wait_s`` seconds, and start a new stream."""
         with self._changed:
             self._reason, self._wait_s = reason, max(self._wait_s, wait_s)
             self._drop()
@@ -194,7 +195,7 @@ class Link:
                 self._changed.wait_for(lambda: self._is_cut or self._is_closed, wait_s)
 
     def _connect(self) -> grpc.Channel:
-        """Return a connected channel. If the channel of the last stream is still open, return it."""
+        """Return a connected channel: the channel of the last stream if it is still open."""
         with self._changed:
             if self._channel is not None:
                 return self._channel

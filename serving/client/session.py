@@ -154,7 +154,8 @@ class SavedAnswer:
 
     session: str  # The id that the server gave to the session; empty if there is none yet.
     # The prompt and the committed tokens of the answer. Tokens that were committed after the last
-    # save come from the server again: it still has them, or computes them again.
+    # save are not in the file. The server sends them again: it still has them, or computes them
+    # again.
     tokens: tuple[Natural, ...]
     n_prompt: Count
     max_new_tokens: Count
@@ -167,7 +168,7 @@ class SavedAnswer:
     version: Literal[1] = 1
 
     def save(self, path: str | Path) -> None:
-        """Replace the file atomically: if the process is killed, it has the new or old content."""
+        """Write the file atomically: after a kill, it has either its old or its new content."""
         try:
             write_atomic(Path(path), _SAVED.dump_json(self))
         except OSError as error:
@@ -233,8 +234,8 @@ class ClientSession:
         settings: how the answer is drafted.
         texts: a detokenizer that has no tokens yet.
         n_context: the number of positions whose contexts (data of the target) the drafter has. If
-            :meth:`receive` increases this number, the last positions of the received message are
-            new.
+            :meth:`receive` increases this number by n, the last n positions of the received
+            message are new.
     """
 
     def __init__(
@@ -258,17 +259,20 @@ class ClientSession:
         self.n_shown = self.n_asked = 0
         self.n_context = n_context
         self.finish = ""  # The reason why the answer ended; empty while it continues.
-        # Four counts: target calls that committed tokens, chains of drafts that were verified,
-        # tokens that these verifications committed, and shown tokens that were taken back.
+        # ``n_calls`` counts target calls that committed tokens. ``n_chains`` counts verified chains
+        # of drafts, and ``n_chain_tokens`` counts the tokens that these verifications committed.
+        # ``n_rolled_back`` counts shown tokens that were taken back.
         self.n_calls = self.n_chains = self.n_chain_tokens = self.n_rolled_back = 0
         self._texts = texts
         self._outbox: list[pb.ClientMessage] = []
         self._events: list[Event] = []
         self._sequence = 0
-        # Whether there is a connection, and whether the server has opened the session on it.
+        # Whether there is a connection, and whether the server has opened the session on this
+        # connection.
         self._is_up = self.is_opened = False
         self.was_opened = False  # Whether this or an earlier connection has opened the session.
-        # Whether the client writes without the server. Whether its drafter lacks data to go on.
+        # ``is_offline``: whether the client writes without the server. ``_is_stuck``: whether the
+        # drafter needs more tokens or contexts before it can draft again.
         self.is_offline = self._is_stuck = False
         self._has_paused = False  # Whether an event has reported that offline drafting pauses.
         # The number of the Verify message that is not answered yet; 0 if all are answered.
@@ -333,9 +337,10 @@ class ClientSession:
         self._proceed()
 
     def no_draft(self) -> None:
-        """Stop drafting until tokens or contexts arrive.
+        """Stop drafting until more tokens or contexts arrive.
 
-        The client calls this if its drafter lacks contexts and cannot draft.
+        The client calls this if its drafter cannot draft, because it lacks contexts (data of the
+        target).
         """
         self._is_stuck = True
         self._emit_pause()
@@ -391,8 +396,8 @@ class ClientSession:
             )
         if self.mode == "server" or not self._is_up or self.n_shown:
             return False
-        # Draft ahead while the server verifies earlier drafts. The first new draft is a guess of the
-        # token that the target will add after the earlier drafts.
+        # Draft ahead while the server verifies earlier drafts. The first new draft is a guess of
+        # the token that the target will add after the earlier drafts.
         if self._awaited:
             return n_drafts < min(n_left - 1, self.n_asked + 1 + self.shape.depth)
         return not self._is_chain_complete()
@@ -412,7 +417,7 @@ class ClientSession:
     def ping(self, number: int) -> None:
         """Ask the server for a Pong message.
 
-        It measures the round trip, and shows that the server is alive.
+        The Pong message gives the time of a round trip, and shows that the server is alive.
         """
         if self._is_up:
             self._send(ping=pb.Ping(id=number))
@@ -509,7 +514,7 @@ class ClientSession:
         )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
-        """Commit tokens of the server. Take back the drafts from the first one that differs on."""
+        """Commit tokens of the server. Take back the first draft that differs, and all after it."""
         n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):

@@ -63,7 +63,7 @@ class EventLog:
         self._began = time.monotonic()
         self.is_closed = False
         # Identifies this process in event ids. A page may still have an event id of an earlier
-        # process, whose number means nothing here.
+        # process. The number in such an id means nothing here.
         self._run = secrets.token_hex(8)
 
     def begin(self, *items: dict[str, Any]) -> None:
@@ -98,9 +98,10 @@ class ChatPage(AbstractContextManager["ChatPage"]):
     """Serves the page at http://127.0.0.1:``port`` from its own thread, as a context manager.
 
     Args:
-        answer: answers a prompt and reports events. It is called for one prompt at a time, each in
-            a new thread. The page shows its errors.
-        set_network: cuts the connection to the server (False) or restores it (True).
+        answer: a function that answers a prompt and reports events. It is called for one prompt at
+            a time, and each call runs in a new thread. The page shows errors that it raises.
+        set_network: a function that cuts the connection to the server (False) or restores it
+            (True).
         port: the port. If it is 0, any free port is used.
     """
 

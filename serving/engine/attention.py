@@ -1,4 +1,4 @@
-"""Attention of one target call over several sequences, each of which attends to its own KV.
+"""Attention of one target call over several sequences. Each sequence attends to its own KV only.
 
 A *segment* is the tokens of one sequence in a target call.
 
@@ -9,8 +9,8 @@ A *segment* is the tokens of one sequence in a target call.
 | CPU, float32, single tokens, few query heads per key head | two sparse operations, no copy of KV |
 | otherwise | one call per segment, on views of the KV |
 
-In the table, a call is a call of PyTorch's attention function. Each of these has a fixed cost,
-which is higher on a GPU than on a CPU. So the methods make few calls.
+In the table, a call is a call of PyTorch's attention function. Each call has a fixed cost. On a GPU
+this cost is high, so the segments share one or two calls.
 
 A *slot* of the KV cache holds the key and value of one token.
 
@@ -48,17 +48,18 @@ except ImportError:  # PyTorch is older than 2.10.
 ATTENTION = "moa_data_segments"
 """The name under which transformers finds the attention of this module."""
 
-# Segments with at most this many tokens are padded to a common length. This padding costs nothing,
-# because a kernel processes queries in blocks. Longer segments are padded in a separate call.
-# Otherwise a segment with a single token would be padded to the length of a prompt chunk in the
-# same target call.
+# Maximum number of tokens of a short segment. On a GPU, short segments are padded to a common
+# length and share one attention call. This padding costs nothing, because a kernel processes
+# queries in blocks. Longer segments share another call. In a call for all segments, a segment with
+# a single token could be padded to the length of a prompt chunk.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
-# If at least this many query heads share a key head, one matrix product for all of them is faster
-# than the separate vector products of :class:`_Steps`.
+# If at least this many query heads share a key head, one matrix product for all of these heads is
+# faster than the separate vector products of :class:`_Steps`.
 _MANY_HEADS = 5
-# The number of attention scores of a token is padded to a multiple of this number. So the rounding
-# errors of their sum do not depend on the lengths of the other sequences in the target call.
+# The number of attention scores of a token is padded to a multiple of this number. The CPU then
+# adds up the scores in whole vectors, and more padding only adds zeros to each sum. So rounding
+# errors do not depend on the lengths of the other sequences in the target call.
 _ROW_SLOTS = 16
 
 
@@ -92,7 +93,7 @@ class Segment:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token is the successor of the token before it, so that no draft branches."""
+        """Whether each token follows the token before it. False for a tree with branches."""
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
     def sees_all(self, window: int | None) -> bool:
@@ -100,7 +101,10 @@ class Segment:
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
     def seen_kv(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return views of each layer's keys and values up to the last token: [1, H_kv, S, d]."""
+        """Return views of the keys and values of each layer, up to the last token.
+
+        Each view has the shape [1, H_kv, S, d].
+        """
         keys, values = self.kv.view(0, self.start + len(self.tokens)).unsqueeze(2)
         return keys.unbind(0), values.unbind(0)
 
@@ -166,8 +170,8 @@ class SegmentAttention:
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(segments, device)
         self._segments: Sequence[Segment] = segments
-        # Maps a number of query heads to the :class:`_Steps` of layers that have this number. A
-        # list is empty if another method is faster.
+        # Number of query heads -> the :class:`_Steps` for layers with this number of query heads.
+        # The list is empty if another method is faster.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
@@ -186,8 +190,9 @@ class SegmentAttention:
     ) -> RunLayers | None:
         """Return a function that runs all layers of the target at once, or None.
 
-        There is such a function if all segments are single tokens that need no mask, if one sparse
-        matrix holds the scores of all segments, and if the layers have the sizes of the KV cache.
+        The function exists under three conditions. All segments are single tokens that need no
+        mask. One sparse matrix holds the scores of all segments. The layers have the sizes of the
+        KV cache.
 
         Args:
             n_heads: query heads of each layer.
@@ -212,7 +217,7 @@ class SegmentAttention:
 
     @functools.cached_property
     def _seen(self) -> list[tuple[tuple[Tensor, Tensor], ...]]:
-        """The keys and values that each segment sees in each layer, each [1, H_kv, S, d]."""
+        """Item [layer][segment] has the keys and values of the segment, each [1, H_kv, S, d]."""
         return list(
             zip(*(zip(*segment.seen_kv(), strict=True) for segment in self._segments), strict=True)
         )
@@ -248,8 +253,8 @@ class SegmentAttention:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
-        # The buffer has the largest number of heads and the largest head dim of all layers. This
-        # says whether the present layer uses all of it.
+        # The KV buffer has the largest number of heads and the largest head dim of all layers.
+        # Check whether the present layer uses the whole buffer.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
@@ -285,10 +290,10 @@ class SegmentAttention:
 class _Steps:
     """Attention of single-token segments without a mask, by a sparse matrix of scores.
 
-    PyTorch's attention uses dense matrix products. With few queries, these spend most of their time
-    on rearranging keys and values. This class computes the scores as a sparse matrix, which reads
-    the keys in place. It has one row per segment and query head. PyTorch's ``embedding_bag`` then
-    computes the weighted sum of the values.
+    PyTorch's attention uses dense matrix products. With few queries, these products spend most of
+    their time on rearranging keys and values. This class instead computes the scores as a sparse
+    matrix with one row per segment and query head. The sparse product reads the keys in place.
+    PyTorch's ``embedding_bag`` then computes the weighted sum of the values.
     """
 
     def __init__(self, segments: Sequence[Segment], n_heads: int) -> None:
@@ -297,8 +302,8 @@ class _Steps:
         self._pool = pool
         n_kv_heads, n_slots = pool.buffer.shape[2:4]
         starts = [segment.start for segment in segments]
-        # Two tensors [T, 1]: the position of each segment's token, and the index in the pool of the
-        # slot of position 0.
+        # Two tensors [T, 1]. ``lasts`` has the position of each segment's token. ``firsts`` has the
+        # pool slot of each sequence's position 0.
         lasts, firsts = torch.tensor(
             [starts, [segment.kv.first_slot for segment in segments]]
         ).unsqueeze(2)
@@ -313,7 +318,8 @@ class _Steps:
         stops = torch.arange(0, len(key_indices) + 1, len(columns))
         # The additive mask hides the slots that only pad a row.
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
-        # The values of the sparse matrix use the memory of the scores, which each layer overwrites.
+        # The values of the sparse matrix use the memory of the scores. Each layer overwrites this
+        # memory.
         scores = torch.zeros(len(segments), n_heads, len(columns))
         sparse = torch.sparse_csr_tensor(
             stops,
@@ -328,7 +334,8 @@ class _Steps:
     def of(cls, segments: Sequence[Segment], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
         """Create one object for all segments, or one per segment if their lengths differ much.
 
-        If lengths differ much, rows of a common length would be mostly padding.
+        One object pads all rows to a common length. If the lengths differ much, most of the scores
+        would be padding.
 
         Returns:
             The objects. The list is empty if another method is faster, or if PyTorch's sparse
@@ -384,8 +391,8 @@ class _Steps:
 @functools.cache
 def _steps_work() -> bool:
     """Return whether the sparse products of this PyTorch build exist and are correct."""
-    # PyTorch's sparse tensors are in beta and may change, so test them. PyTorch warns about the
-    # beta once per process.
+    # PyTorch's sparse tensors are in beta and may change. So compare their result with plain
+    # attention. PyTorch also warns about the beta, once per process. Hide this warning.
     pool = Pool(
         3 * BLOCK_TOKENS, {"n_layers": 1, "n_kv_heads": 2, "head_dim": 4}, torch.float32, _CPU
     )
@@ -467,10 +474,12 @@ class BatchedAttention:
                     n_indices, n_indices + sizes[row]
                 )
                 n_indices += max(sizes[row] for row in rows)
-        # The index of each query head in a token's output, [H_kv, G] for G query heads per key
-        # head. The output has another order of heads, see :class:`_Batch`.
+        # A batch returns the query heads of a token in another order, see :class:`_Batch`. For each
+        # query head, ``order`` has its index in that order: [H_kv, G] for G query heads per key
+        # head.
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
-        # The index of each token's query heads in the outputs of all batches, [T * H].
+        # [T * H] int64. For each query head of each token, its row in the concatenated outputs of
+        # all batches.
         self._output_indices = (
             to_device(token_indices, device)[:, None] * n_heads + order.flatten()
         ).flatten()
@@ -501,7 +510,7 @@ class BatchedAttention:
 class _Ragged:
     """Attention of several sequences by one call of variable-length FlashAttention.
 
-    Each segment must be a chain of tokens. FlashAttention takes the first slot of each segment as
+    Each segment must be a chain of tokens. FlashAttention gets the first slot of each sequence as
     an offset into the KV. The offsets must ascend, so the segments must be in the order of their
     slots.
     """
@@ -554,8 +563,8 @@ def _ragged_works(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
 ) -> bool:
     """Return whether variable-length FlashAttention gives the right result on this machine."""
-    # The arguments of PyTorch's function differ between versions, so test it: compare its result
-    # with the attention of each segment alone.
+    # The arguments of PyTorch's function differ between versions. So compare its result with the
+    # attention of each segment alone.
     if varlen is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
@@ -590,12 +599,12 @@ def _ragged_works(
 
 
 class _Batch:
-    """Attention of B segments by one call of the attention kernel, each padded to n tokens.
+    """Attention of B segments by one call of the attention kernel. Each is padded to n tokens.
 
     Shapes: n tokens and S slots per segment, G query heads per key head.
 
-    The G query heads that share a key head are treated as G queries of this key head, so that its
-    keys need not be copied for each of them. For one segment and key head, the queries are::
+    The G query heads that share a key head are treated as G queries of this key head. So the keys
+    need not be copied for each query head. For one segment and key head, the queries are::
 
         token 0: heads 0 .. G - 1    token 1: heads 0 .. G - 1    ...
     """
@@ -607,7 +616,7 @@ class _Batch:
         windows: Collection[int | None],
         n_heads: int,
     ) -> None:
-        # ``firsts`` are the indices of the segments' first tokens among all tokens of the target
+        # ``firsts`` has the index of each segment's first token among all tokens of the target
         # call.
         buffer = segments[0].kv.pool.buffer
         device = buffer.device
@@ -625,8 +634,8 @@ class _Batch:
             for first, last in zip(firsts, lasts, strict=True)
         ]
         heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
-        # The indices of the queries, in the order of the batch, among the T * H queries of the
-        # target call: [B * H_kv * n * G].
+        # [B * H_kv * n * G] int64. For each query of the batch, its index among the T * H queries
+        # of the target call.
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
         if len(segments) > 1:
             n_slots = -(-n_slots // 8) * 8  # Kernels need a mask width that is a multiple of 8.
@@ -682,9 +691,10 @@ class _Batch:
 def _segment_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention; transformers calls this function by its attention interface.
+    """Compute attention. transformers calls this function through its attention interface.
 
-    The runner passes the object that computes it as the keyword argument ``segment_attention``.
+    The runner passes the object that computes the attention as the keyword argument
+    ``segment_attention``.
     """
     attention: SegmentAttention | BatchedAttention = kwargs["segment_attention"]
     plain_scale = query.shape[3] ** -0.5

@@ -1,18 +1,18 @@
 """The engine: continuous batching of sequences with a target and its drafters.
 
 Sequences of any length join and leave between target calls, and each call serves many of them. Only
-``step`` computes anything::
+``step`` computes anything. Each phase of a step is in the module on the right::
 
     schedule    choose sequences for a target call, and their tokens          scheduler
     draft       make the server's drafts                                      speculation
     run         run one target call over all sequences                        runner
     accept      accept drafts that the target chooses too, and add a token    moa.decoding.sampling
-    commit      append the tokens and report them to each sequence's owner
+    commit      append the tokens, and pass them to the callbacks             engine
 
 Each token is a function of the target's logits, the sampling settings, the seed, and the token's
 position. So an answer does not depend on the other sequences of the target calls, on the drafts, or
-on interruptions. All methods except ``step`` may be called from any thread, also from the callbacks
-that receive commits. They take effect at the next step.
+on interruptions. Any thread may call the methods other than ``step``, even inside a callback that
+receives a commit. These methods take effect at the next step.
 """
 
 import contextlib
@@ -47,20 +47,22 @@ from .sequence import Commit, Logprobs, Request, Sequence, Work, contexts_to_hos
 from .speculation import Speculation
 
 _LOG = logging.getLogger(__name__)
-# While the server decodes by itself, it sends the client the contexts (the data that the client's
-# drafter needs) of this many positions together. So if the connection is lost, the client lacks the
-# contexts of fewer positions than this.
+# While the server decodes without the client's drafts, it sends the client the contexts of this
+# many positions together. (The context of a position is the data that the client's drafter needs
+# about it.) If the connection is lost, the client lacks the contexts of fewer positions than this
+# number.
 _CONTEXTS_AT_ONCE = 16
 
 
 def count(metric: str, what: str, is_gauge: bool = False, labels: tuple[str, ...] = ()) -> Any:
-    """Define a field of counts.
+    """Define a field of :class:`Counts`.
 
     Args:
         metric: name of the count in ``/metrics``.
         what: help text of the count in ``/metrics``.
         is_gauge: whether the count can decrease.
-        labels: names of labels. If given, the field is a Counter with one count per label value.
+        labels: names of labels. If there is a label, the field is a Counter with one count per
+            value of the label.
     """
     default = Counter if labels else int
     return field(default_factory=default, metadata={"metric": (metric, what, is_gauge, labels)})
@@ -103,7 +105,9 @@ class Counts:
 
 
 class Engine:
-    """Completes sequences with one target. Call :meth:`step`, or start a thread that calls it.
+    """Completes sequences with one target.
+
+    Either call :meth:`step` repeatedly, or call :meth:`start`, which starts a thread that does so.
 
     Raises TargetError if the target or a drafter cannot be served.
 
@@ -124,7 +128,7 @@ class Engine:
         self.drafters = dict(drafters or {})
         shape = options.shape
         n_own_drafts = (shape or AUTO_SHAPE).max_drafts
-        # The largest number of client's drafts that are verified in one target call.
+        # A target call verifies at most this many drafts of a client.
         self.max_drafts = options.max_drafts
         if target.decoding_problem or target.facts.has_states:
             raise TargetError(
@@ -147,15 +151,15 @@ class Engine:
         sizes = facts.sizes | facts.attention_sizes
         groups = () if facts.has_uniform_kv else facts.kv_groups
         self._pool = Pool(options.kv_tokens, sizes, target.model.dtype, target.device, groups)
-        # A sequence can have as many tokens as the model has positions, but must fit into the KV
-        # memory together with the drafts of a round.
+        # A sequence may have at most as many tokens as the model has positions. It must also fit
+        # into the KV memory, together with the drafts of a round.
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self.kv_bytes = self._pool.buffer.nbytes
-        # An upper estimate of the bytes that target calls and requests need besides the KV. Its
-        # factors were measured with a target of 135 million weights. It covers activations, logits
-        # with their sorted copies for sampling, the masks of a prompt chunk, the token lists, and
-        # freed memory that the allocator keeps.
+        # A high estimate of the bytes that target calls and requests need besides the KV. It covers
+        # activations, logits with their sorted copies for sampling, the masks of a prompt chunk,
+        # the token lists, and freed memory that the allocator keeps. The factors were measured with
+        # a target of 135 million weights.
         n_logits = options.max_sequences * (1 + n_own_drafts) + options.max_drafts
         activations = 100 * facts.hidden_size * (options.prefill_chunk + n_logits)
         masks = 5 * self.max_positions * options.prefill_chunk
@@ -184,7 +188,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _problem(self) -> str:
-        """Test the target with short calls. Return why it can't be served. Empty if it can."""
+        """Test the target with short calls. Return why it can't be served, or "" if it can."""
         kv = PooledKV(self._pool)
 
         def call(tokens: list[int], parents: tuple[int, ...]) -> torch.Tensor:
@@ -204,7 +208,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after its present step, and wait until it has ended."""
+        """Stop the thread after its present step, and wait until the thread has ended."""
         self._is_stopping = True
         self._wake.set()
         if self._thread.ident is not None:
@@ -215,9 +219,9 @@ class Engine:
 
         Args:
             request: the request to complete.
-            on_commit: a callback. The thread that calls :meth:`step` calls it with a commit after
-                each target call that served the sequence, and after the sequence failed and was
-                removed. It must not block.
+            on_commit: a callback, which must not block. The thread that calls :meth:`step` calls it
+                with a commit after each target call that served the sequence. If the sequence fails
+                and is removed, the callback gets one more commit, with the error.
 
         Returns:
             The id of the sequence.
@@ -253,19 +257,20 @@ class Engine:
     ) -> None:
         """Replace the work of a sequence from the next step on.
 
-        If the answer has ended already, the sequence reports a commit without tokens. It also does
-        so if the work is IDLE and has a tag. SPECULATE without a drafter is the same as PLAIN.
+        The sequence reports a commit without tokens if its answer has already ended, or if the new
+        work is IDLE and has a tag. SPECULATE without a drafter is the same as PLAIN.
 
         Args:
             sequence_id: the sequence.
             work: its new work.
-            drafts: for VERIFY, a chain of tokens after the root, which is the last committed token.
-                The first ``max_drafts`` of them are verified. Empty for a plain step.
+            drafts: for VERIFY, a chain of tokens that follows the root (the last committed token).
+                Only the first ``max_drafts`` tokens are verified. Empty to decode one token without
+                drafts.
             answers: a tag. All commits of this work carry it, so that the caller can recognise
                 them. 0 if the work needs no tag.
 
         Raises:
-            RequestInvalid: if the drafts are not tokens.
+            RequestInvalid: if a draft is not a token id of the target.
         """
         chain = tuple(drafts[: self.max_drafts])
         self.check_tokens(chain)
@@ -374,8 +379,8 @@ class Engine:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            # Clear the event before the step, not after it. So work that another thread posts
-            # during the step wakes this thread again.
+            # Clear the event before the step. If it were cleared after the step, work that another
+            # thread posts during the step would not wake this thread.
             self._wake.clear()
             try:
                 is_done = not self.step()
@@ -389,7 +394,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Make one target call for the scheduled sequences; False if there was nothing to do."""
+        """Make one target call for several sequences. Return False if no sequence had work."""
         while self._mail:
             self._mail.popleft()()
         scheduled, evicted = self._scheduler.schedule(self._sequences.values())
@@ -423,8 +428,7 @@ class Engine:
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
-            # If the sequence failed meanwhile, it was removed, and its callback has reported the
-            # error.
+            # A sequence that failed meanwhile was removed, and its callback got the error.
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 apply(sequence)
 
@@ -432,7 +436,7 @@ class Engine:
         self._wake.set()
 
     def _draft(self, sequences: GenericSequence[Sequence]) -> dict[str, list[Sequence]]:
-        """Make the server's drafts. Return drafter name -> the sequences that could get drafts."""
+        """Make the server's drafts. Return the sequences that could get drafts, by drafter name."""
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
         for name, speculation in self._speculations.items():
             members = [
@@ -455,9 +459,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _dispensable(self, name: str, sequences: GenericSequence[Sequence]) -> Iterator[None]:
-        """If the drafter fails in this context, decode its sequences without drafts from now on.
+        """If the drafter fails in the ``with`` block, decode its sequences without drafts.
 
-        Their tokens do not change, because drafts never change the target's output.
+        The tokens of the sequences do not change, because drafts never change the target's output.
         """
         try:
             yield
@@ -478,10 +482,11 @@ class Engine:
         Args:
             what: name of the processing, for log messages.
             items: the sequences.
-            process: processes several sequences. It must be safe to call again after a failure.
+            process: a function that processes a list of sequences. If it fails, it must be safe to
+                call it again.
 
         Returns:
-            The items that were processed. A sequence that fails alone, too, is removed.
+            The items that were processed. If a sequence fails alone, too, it is removed.
         """
         if len(items) > 1:
             try:
@@ -515,7 +520,7 @@ class Engine:
         return processed
 
     def _call(self, scheduled: list[Scheduled]) -> None:
-        """Call the target once for all sequences, and store its outputs in their items."""
+        """Call the target once for all sequences, and store each sequence's output in its item."""
         segments = []
         for item in scheduled:
             sequence = item.sequence
@@ -548,7 +553,7 @@ class Engine:
             item.choice = choice
 
     def _accept(self, one: Scheduled) -> None:
-        """Commit the accepted drafts of a sequence, the next token, and their KV."""
+        """Commit the results of a sequence: new KV, accepted drafts, and the next token."""
         sequence = one.sequence
         n_known = one.n_known
         start = sequence.n_cached
@@ -575,9 +580,10 @@ class Engine:
             self._note_contexts(one, start)
 
     def _note_contexts(self, one: Scheduled, start: int) -> None:
-        """Store the target's hidden states of new positions. Contexts are encoded from them later.
+        """Store the target's hidden states of new positions. The drafter encodes them later.
 
-        If the answer has ended, its last commit gets all contexts that are still unsent.
+        If the answer has ended, the contexts are encoded now, and the last commit gets all contexts
+        that are still unsent.
 
         Args:
             one: the results of the target call for a sequence.
@@ -597,11 +603,13 @@ class Engine:
             one.commit = sequence.take_contexts(one.commit)
 
     def _send_contexts(self, served: list[Scheduled]) -> None:
-        """Encode and send contexts of positions whose tokens have been reported."""
-        # While the server decodes by itself, contexts are encoded and sent many at a time, because
-        # encoding many takes as long as encoding a few. There are two exceptions. If the server's
-        # own drafts need contexts too, they are encoded after every target call. Contexts of the
-        # prompt are sent after every target call, because the client cannot draft without them.
+        """Encode and send contexts. The tokens of the same target call were reported before."""
+        # A context is the data that a client's drafter needs about one position. Encoding many
+        # contexts takes as long as encoding a few. So while the server decodes without the client's
+        # drafts, it encodes and sends many contexts at a time. There are two exceptions. If the
+        # server's own drafts need contexts too, contexts are encoded after every target call.
+        # Contexts of the prompt are sent after every target call, because the client cannot draft
+        # without them.
         due: dict[str, list[Scheduled]] = {}
         for item in served:
             sequence = item.sequence
@@ -625,9 +633,10 @@ class Engine:
             self._report(sequence, replace(commit, answers=0))
 
     def _encode(self, name: str, items: list[Scheduled]) -> None:
-        """Encode contexts of sequences that use one drafter.
+        """Encode contexts (data for clients' drafters) of sequences that use one drafter.
 
-        If the drafter can reuse them for the server's own drafts, put them into its caches.
+        If the drafter can also use the contexts for the server's own drafts, put the contexts into
+        the drafter's caches.
         """
         sequences = [item.sequence for item in items]
         speculation = self._speculations[name]
@@ -639,7 +648,7 @@ class Engine:
     def _observe(
         self, drafting: Mapping[str, list[Sequence]], served: list[Scheduled], round_s: float
     ) -> None:
-        """Pass a target call's results to the drafters and to the policies that shape drafts.
+        """Pass a target call's results to the drafters and to the policies that choose draft sizes.
 
         Args:
             drafting: drafter name -> the sequences that could get drafts.
@@ -719,7 +728,8 @@ def _logprobs(
     Args:
         one: the results of the target call for the sequence.
         accepted: indices of the accepted drafts.
-        new: the new tokens: the accepted drafts and one more token, cut off where the answer ends.
+        new: the new tokens. They are the accepted drafts and one more token, up to the end of the
+            answer.
     """
     assert one.output.logits is not None
     state = one.sequence.sampling_state
@@ -741,7 +751,10 @@ def _logprobs(
 
 
 def _contexts_at_once(sequence: Sequence) -> int:
-    """Return how many new contexts a sequence must have before they are encoded and sent."""
+    """Return how many new contexts a sequence must have before they are encoded and sent.
+
+    A context is the data that a client's drafter needs about one position.
+    """
     is_run = sequence.work in (Work.PLAIN, Work.SPECULATE)
     has_prompt = sequence.n_context - sequence.n_unsent >= sequence.request.n_prompt - 1
     return _CONTEXTS_AT_ONCE if is_run and has_prompt else 1

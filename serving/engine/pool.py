@@ -3,17 +3,20 @@
 The blocks of a sequence are contiguous, so attention on a CPU can read the KV through a view.
 Gathering scattered blocks would take as long as the attention itself (measured with 8 sequences of
 250 tokens on one core). A new sequence starts in the middle of the largest gap, and grows into the
-free blocks after it. If these are used up, its neighbours move as little as necessary::
+free blocks on its right. If these are used up, its neighbours move as little as necessary::
 
     blocks            0 1 2 3 4 5 6 7 8 9
     A, B, C           A A . B B . . C C .     4 blocks are free
     B grows by three  A A . B B B B B C C     C moves by one block
-    A grows by one    A A A B B B B B C C     no block is free: the next one needs an eviction
+    A grows by one    A A A B B B B B C C     no block is free: more growth needs an eviction
 
-The pool allocates no memory after the start, so a sequence cannot take memory from another one.
+The pool allocates no memory after the start, so growing sequences cannot exhaust the memory of the
+device.
 
-Shapes: L layers, H_kv key/value heads, d head dim, S slots of all blocks, n positions,
-D = 2 * H_kv * d.
+A *slot* holds the keys and values of one token.
+
+Shapes: L layers, H_kv key/value heads, d head dim, S slots in all blocks together, n positions.
+``D = 2 * H_kv * d`` is the size of the KV of one position in one layer.
 """
 
 import functools
@@ -31,7 +34,7 @@ from ...moa.targets.facts import KVGroup
 from ...text import first_line, format_bytes
 
 BLOCK_TOKENS = 32
-"""Slots in a block. On average half a block per sequence stays unused."""
+"""Number of slots in a block. On average, half of a sequence's last block stays unused."""
 
 
 def blocks_for(n_tokens: int) -> int:
@@ -40,7 +43,7 @@ def blocks_for(n_tokens: int) -> int:
 
 
 class Pool:
-    """Blocks for the KV of at least ``n_tokens`` positions.
+    """All blocks of the KV cache. They have room for the KV of at least ``n_tokens`` positions.
 
     Raises NotEnoughMemory if the device cannot hold the blocks.
 
@@ -60,7 +63,7 @@ class Pool:
         device: torch.device,
         groups: Sequence[KVGroup] = (),
     ) -> None:
-        # Empty if all layers have the same KV shape.
+        # The target's layers, grouped by KV shape. Empty if all layers have the same KV shape.
         self._groups = groups
         self.n_blocks = blocks_for(n_tokens)
         shape = (
@@ -72,8 +75,8 @@ class Pool:
         )
         n_bytes = math.prod(shape) * dtype.itemsize
         try:
-            # Linux grants any allocation and kills the process later, when it writes to memory
-            # that does not exist. So compare with the free memory first.
+            # Linux grants an allocation that is larger than the free memory, and kills the process
+            # later, when it writes to this memory. So compare with the free memory first.
             if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
                 raise RuntimeError(f"only {format_bytes(n_free)} of memory are free")
             # Keys (after RoPE) and values, [2, L, H_kv, S, d]. Writing zeros makes the system
@@ -89,13 +92,16 @@ class Pool:
 
     @functools.cached_property
     def by_slot(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys [d, H_kv * S] and the values [H_kv * S, d] of each layer, one head after another."""
+        """For each layer, its keys [d, H_kv * S] and its values [H_kv * S, d].
+
+        All slots of one head come before the slots of the next head.
+        """
         keys, values = self.buffer.flatten(2, 3)
         return list(zip(keys.transpose(1, 2), values, strict=True))
 
     @functools.cached_property
     def planes(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and the values of each layer, [H_kv, S, d]."""
+        """For each layer, its keys [H_kv, S, d] and its values [H_kv, S, d]."""
         return list(zip(*self.buffer, strict=True))
 
     @property
@@ -122,16 +128,16 @@ class Pool:
         targets = []
         stop = 0
         n_after = sum(other.n_blocks for other in self._held)
-        # Each sequence moves as little as possible: right to make room for the sequences before it,
-        # left only if the sequences after it would not fit otherwise.
+        # Each sequence moves as little as possible. It moves right to make room for the sequences
+        # before it. It moves left only if the sequences after it would not fit otherwise.
         for other in self._held:
             first = min(max(stop, other.first), self.n_blocks - n_after)
             targets.append((other, first))
             stop = first + other.n_blocks
             n_after = n_after - other.n_blocks
-        # First move sequences to the left, beginning with the leftmost one, then move sequences to
-        # the right, beginning with the rightmost one. So no move overwrites blocks of a sequence
-        # that has not moved yet.
+        # No move may overwrite blocks of a sequence that has not moved yet. So first move sequences
+        # to the left, beginning with the leftmost one. Then move sequences to the right, beginning
+        # with the rightmost one.
         for other, first in targets:
             if first < other.first:
                 self._move(other, first)
@@ -146,7 +152,7 @@ class Pool:
         kv.first = kv.n_blocks = kv.length = 0
 
     def packed(self, slots: Tensor, first_layer: int = 0) -> Tensor:
-        """Pack the KV of n slots: [n, L, D], as :func:`~moa_data.moa.nn.kv.pack_kv` does.
+        """Return the KV of n slots, [n, L, D], packed as by :func:`~moa_data.moa.nn.kv.pack_kv`.
 
         Args:
             slots: [n] int64, indices among all slots of the pool.
@@ -184,8 +190,8 @@ class PooledKV:
         self.pool = pool
         self.first = 0
         self.n_blocks = 0
-        # The number of committed positions. Later slots hold arbitrary values, and the next target
-        # call writes to them.
+        # The number of committed positions. The slots after them hold arbitrary values. The next
+        # target call writes to these slots.
         self.length = 0
 
     @property
@@ -194,16 +200,16 @@ class PooledKV:
         return self.first * BLOCK_TOKENS
 
     def view(self, start: int, stop: int) -> Tensor:
-        """Return a view of the KV of positions ``start`` to ``stop``: [2, L, H_kv, n, d]."""
+        """Return a view of the KV of positions ``start`` to ``stop - 1``: [2, L, H_kv, n, d]."""
         return self.pool.buffer[:, :, :, self.first_slot + start : self.first_slot + stop]
 
     def commit(self, kept: Sequence[int]) -> None:
-        """Commit the KV of some pending tokens, and discard the KV of the others.
+        """Commit the KV of some pending tokens, and discard the KV of the other pending tokens.
 
-        Pending tokens are those whose KV the last target call wrote after the committed KV.
+        A token is pending if the last target call wrote its KV after the committed KV.
 
         Args:
-            kept: ascending indices of the tokens to commit. 0 is the first pending token.
+            kept: ascending indices of the pending tokens to commit. 0 is the first pending token.
         """
         n_kept = len(kept)
         start = self.length

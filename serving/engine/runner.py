@@ -3,17 +3,17 @@
 Shapes: n tokens of one segment, T tokens of all segments, E hidden size, V vocabulary size.
 
 A segment is the tokens of one sequence in the target call. The tokens of all segments are
-concatenated without padding, [1, T]. So the linear layers process prompt chunks, plain steps and
-verifications of any size at once. Only attention separates the segments::
+concatenated without padding, [1, T]. So the linear layers process prompt chunks, plain steps (one
+token without drafts) and verifications of any size at once. Only attention separates the segments::
 
     segment     prompt chunk   plain step   root and drafts
     tokens      a b c d e      k            r x y z             T = 10
     positions   0 1 2 3 4      17           9 10 11 12
     attends to  its own KV     its own KV   its own KV and ancestors among r x y z
 
-The modules of the target compute everything. The runner uses a copy of these modules that shares
-the target's weights but has another attention function (see ``attention``). So the target itself is
-not changed.
+Everything except attention is computed by the modules of the target. The runner copies these
+modules, so that it does not change the target itself. The copy shares the target's weights, but has
+another attention function (see ``attention``).
 """
 
 import contextlib
@@ -34,23 +34,25 @@ from ...moa.targets.fused import FusedBody, fuse
 from ...moa.targets.live import Target, limited_threads
 from .attention import ATTENTION, BatchedAttention, Segment, SegmentAttention
 
-# PyTorch uses several threads only if a linear layer of average size needs at least this many
-# multiplications. With fewer (one core takes about 0.3 ms for this many), one thread is faster.
+# A target call uses several threads only if a linear layer of average size needs at least this many
+# multiplications. One core takes about 0.3 ms for this many. For fewer multiplications, one thread
+# is faster than several.
 _FEWEST_PRODUCTS = 1 << 23
 
 
 @dataclass
 class Output:
-    """Results of a target call for one segment, the n tokens of one sequence."""
+    """Results of a target call for one segment (n tokens of one sequence)."""
 
-    # The hidden state of each token after the final norm, [n, E]. Empty if they were not requested.
+    # The hidden state of each token after the final norm, [n, E]. No rows if the caller did not
+    # request hidden states.
     hidden: Tensor
-    # The logits of the last token before the drafts, then of each draft: [1 + drafts, V]. None if
-    # the segment needs no logits.
+    # [1 + drafts, V]. Row 0 has the logits of the last token before the drafts, and the next rows
+    # have the logits of the drafts. None if the segment needs no logits.
     logits: Tensor | None
-    # The most likely token of each row of the logits.
+    # The most likely token of each row of ``logits``. Empty if the segment needs no logits.
     best: list[int]
-    # Index of each target layer that a drafter watches -> the output of this layer, [n, E].
+    # Index of a target layer that a drafter watches -> the output of this layer, [n, E].
     layers: dict[int, Tensor]
 
 
@@ -58,7 +60,7 @@ class Runner:
     """Runs target calls.
 
     Args:
-        target: the target; its modules are copied, its weights are shared.
+        target: the target. Its modules are copied, but its weights are shared with the copies.
         min_s: minimum duration of a call in seconds, to simulate a slower target.
     """
 
@@ -74,9 +76,10 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # Turn off this scaling of queries by their position. transformers takes a token's
-                # index in the input for its position, which is wrong for concatenated segments. At
-                # positions below ``Target.max_positions`` the scaling has no effect anyway.
+                # Turn off the scaling of queries by position. transformers takes a token's index in
+                # the input for its position, which is wrong for concatenated segments. Turning it
+                # off changes no results, because the scaling has no effect at positions below
+                # ``Target.max_positions``.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()
@@ -94,7 +97,7 @@ class Runner:
         self._n_heads = facts.n_heads
 
     def frozen(self, n_layers: int) -> FrozenTarget:
-        """Return the target weights that drafters need, with the LM head as the runner packs it."""
+        """Return the target weights that drafters need. On a CPU, the LM head is packed."""
         return FrozenTarget.from_model(self._model, n_layers)
 
     def threads(self, n_tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -107,9 +110,10 @@ class Runner:
         watched_layers: Sequence[int] = (),
         needs_hidden: bool = True,
     ) -> list[Output]:
-        """Run the tokens of all segments.
+        """Run the target over the tokens of all segments.
 
-        Their KV is written after the committed KV. :meth:`.PooledKV.commit` decides what is kept.
+        The KV of the tokens is written after the committed KV of each sequence.
+        :meth:`.PooledKV.commit` later decides which KV is kept.
 
         Args:
             segments: the tokens of each sequence.
@@ -146,8 +150,8 @@ class Runner:
             and len(wanted) < sum(sizes)
         ):
             # In the last layer, compute only keys and values for tokens whose logits are not
-            # needed. A matrix product needs at least one row, so if no logits are needed, compute
-            # token 0 completely.
+            # needed. If no logits are needed, compute token 0 completely, because a matrix product
+            # needs at least one row.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(
@@ -187,7 +191,7 @@ class Runner:
         attention: SegmentAttention | BatchedAttention,
         watched_layers: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run tokens [1, T]. Return hidden states [T, E], and outputs [1, T, E] of watched layers."""
+        """Run tokens [1, T]. Return hidden states [T, E] and watched layers' outputs [1, T, E]."""
         positions = attention.positions[None]
         if self._fused is not None:
             run_layers = None

@@ -10,14 +10,15 @@ others by no more than this chunk. In this example a chunk has 8 tokens, A and B
     B           4     +     +     +
     C           +     +     +     +
 
-A number counts the tokens of the chunk that a sequence gets. A ``+`` marks a call that also reads
-the root (the last committed token) of the sequence, and so commits tokens. A sequence of which only
-the root is left to read takes nothing from the chunk.
+A number says how many tokens of the chunk a sequence gets. A ``+`` marks a call that also reads the
+root (the last committed token) of the sequence, and so commits tokens. If only the root is left to
+read, the sequence takes nothing from the chunk.
 
 A sequence is scheduled only if it gets KV blocks for all of its tokens. If too few blocks are free,
-other sequences are evicted: first the sequences without work, least recently served first, then
-sequences that were added later than this one, youngest first. So the oldest sequence always makes
-progress. An evicted sequence is prefilled again, in chunks, once there is room.
+other sequences are evicted. Sequences without work are evicted first, beginning with the least
+recently served one. Then sequences are evicted that were added later than this one, beginning with
+the youngest. So the oldest sequence always makes progress. An evicted sequence is prefilled again,
+in chunks, once there is room.
 """
 
 from collections.abc import Collection
@@ -28,8 +29,8 @@ from .pool import Pool, blocks_for
 from .runner import Output
 from .sequence import Commit, Sequence, Work
 
-# A sequence in prefill may read at least this many tokens per target call, because reading fewer
-# tokens would take the same time.
+# Even if its share of the chunk is smaller, a sequence in prefill may read this many tokens per
+# target call. Reading fewer tokens would take the same time.
 _MIN_CHUNK = 16
 
 
@@ -38,20 +39,21 @@ class Scheduled:
     """The tokens of one sequence in a target call, and the results of this target call."""
 
     sequence: Sequence
-    # The number of committed tokens that the target call reads, from the first one without KV on.
+    # The number of committed tokens that the target call reads, starting with the first token
+    # without KV.
     n_known: int
     # Whether the target call reads the root, the last committed token. Only then does it verify
     # drafts and commit tokens.
     has_root: bool
     # The results of the target call for the sequence.
     output: Output = field(init=False)
-    # Which of the tokens that the target call read for this sequence now have committed KV:
-    # ascending indices, 0 for the first of these tokens. Rejected drafts are missing.
+    # The tokens whose KV was committed, as ascending indices among the tokens that the target call
+    # read for this sequence. Rejected drafts are left out.
     kept: list[int] = field(init=False)
     # The number of drafts that the target call verified.
     n_drafts: int = 0
-    # The indices of the accepted drafts, and the token that the target adds to them. None if they
-    # are not chosen yet, or if the target call does not read the root.
+    # The indices of the accepted drafts, and the token that the target adds to them. None if the
+    # drafts are not verified yet, or if the target call does not read the root.
     choice: tuple[list[int], int] | None = None
     # The new tokens of the sequence.
     commit: Commit = field(init=False)
@@ -77,7 +79,8 @@ class Scheduler:
             sequences: all open sequences.
 
         Returns:
-            The scheduled sequences (none if there is nothing to do), and the evicted sequences.
+            The scheduled sequences and the evicted sequences. No sequence is scheduled if there is
+            nothing to do.
         """
         runnable = sorted(
             (s for s in sequences if s.is_runnable), key=lambda s: (s.last_served, s.id)
@@ -117,8 +120,8 @@ class Scheduler:
             evicted: list to which the evicted sequences are appended.
 
         Returns:
-            Whether the blocks are reserved. False if even evictions would not free enough blocks;
-            in this case nothing is changed.
+            Whether the blocks are reserved. If even evictions would not free enough blocks, the
+            result is False, and no sequence is evicted.
         """
         n_drafts = self._max_drafts if sequence.work is Work.SPECULATE else len(sequence.drafts)
         n_blocks = blocks_for(len(sequence.tokens) + n_drafts)

@@ -1,4 +1,4 @@
-"""A sequence that the engine completes: the request, the state, and the commits.
+"""A sequence that the engine completes: its request, its state, and its commits.
 
 A *sequence* holds prompt and answer in one list of tokens, indexed from 0. The last token is the
 *root*: it is committed, but has no target KV yet. The tokens before the root either have target KV
@@ -36,21 +36,23 @@ class Request:
     n_prompt: int
     max_new_tokens: int
     sampling: SamplingConfig = GREEDY
-    # The random numbers for a sampled token are determined by the seed and the token's position.
+    # The seed and a token's position determine the random numbers for sampling this token.
     seed: int = 0
-    # Name of the loaded drafter that makes the server's drafts, and the contexts of a client that
-    # drafts.
+    # Name of a drafter of the server. This drafter makes the server's drafts. If the client drafts,
+    # this drafter also encodes the contexts for the client.
     drafter: str | None = None
-    # Whether commits contain the context of each position that the target processed: the data that
-    # a client's drafter needs about this position.
+    # Whether commits contain contexts. The context of a position is the data that a client's
+    # drafter needs about this position after the target has processed it.
     wants_context: bool = False
     # The number of positions whose context the client already has.
     n_context: int = 0
-    # Gets the tokens of the answer so far, and returns which tokens may follow: bool, one value per
-    # token of the vocabulary. If it is None, all tokens are allowed.
+    # A function that gets the tokens of the answer so far, and returns which tokens may follow. The
+    # result is a bool array with one value per token of the vocabulary. If the function is None,
+    # all tokens are allowed.
     allowed: Callable[[GenericSequence[int]], np.ndarray] | None = None
-    # If it is a number, commits contain the log-probability of each new token, and those of this
-    # many most likely tokens at its position.
+    # If this is a number k, commits contain the log-probability of each new token, and the
+    # log-probabilities of the k most likely tokens at the same position. None if no
+    # log-probabilities are needed.
     n_logprobs: int | None = None
     # Whether the answer continues after an end-of-sequence token.
     ignores_eos: bool = False
@@ -72,7 +74,7 @@ class Work(Enum):
 
 
 # The log-probability of a new token, and a list of the most likely tokens at its position, each
-# with its log-probability. They are computed before temperature, top-k and top-p.
+# with its log-probability. All log-probabilities are computed before temperature, top-k and top-p.
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 
@@ -122,8 +124,9 @@ class Sequence:
     ends: frozenset[int]
     tokens: list[int] = field(init=False)
     work: Work = Work.IDLE
-    # The drafts after the root (the last committed token) that the next target call verifies. All
-    # drafts of a level of the draft tree come before those of the next level.
+    # The drafts that the next target call verifies. They follow the root, which is the last
+    # committed token. If they form a tree, all drafts of one level come before the drafts of the
+    # next level.
     drafts: tuple[int, ...] = ()
     # For each draft, the index of its parent among the drafts. -1 stands for the root.
     parents: tuple[int, ...] = ()
@@ -135,8 +138,8 @@ class Sequence:
     is_draftable: bool = True
     # Why the answer ended, "stop" or "length". Empty while it continues.
     finish: str = ""
-    # When the sequence was last scheduled: a number that increases each time that any sequence is
-    # scheduled. 0 if the sequence was never scheduled.
+    # The value of a counter when the sequence was last scheduled. The counter increases each time
+    # that any sequence is scheduled. 0 if the sequence was never scheduled.
     last_served: int = 0
     # ``time.perf_counter()`` at which the sequence began to wait for its next target call.
     since_s: float = 0.0
@@ -145,9 +148,9 @@ class Sequence:
     # Contexts that are encoded but not sent yet, one row of numbers per position. The last row
     # belongs to position ``n_context - 1``.
     encoded: list[Tensor] = field(default_factory=list)
-    # Hidden states of the target for the positions from ``n_context`` on. The drafter encodes their
-    # contexts from them. Each tensor has one row per position: the last hidden state, or the
-    # concatenated outputs of the layers that the drafter watches.
+    # Hidden states of the target for the positions from ``n_context`` on. The drafter later encodes
+    # these hidden states to contexts. Each tensor has one row per position. The row is the last
+    # hidden state, or the concatenated outputs of the layers that the drafter watches.
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -157,9 +160,10 @@ class Sequence:
 
     @functools.cached_property
     def sampling_state(self) -> SamplingState:
-        """Everything that determines the next token.
+        """Everything besides the logits that determines the next token.
 
-        It refers to the sequence's own list of tokens, so it stays up to date as tokens are added.
+        The state refers to the sequence's own list of tokens. So it stays up to date if tokens are
+        added.
         """
         request = self.request
         return SamplingState(
@@ -179,21 +183,21 @@ class Sequence:
 
     @property
     def n_unencoded(self) -> int:
-        """The number of positions that the target has processed but whose context isn't encoded."""
+        """The number of positions that have a hidden state, but no encoded context yet."""
         return sum(map(len, self.unencoded))
 
     @property
     def can_encode(self) -> bool:
-        """Whether contexts can be encoded now.
+        """Whether there are contexts to encode, and the KV of their positions exists.
 
-        The drafter may need the KV of their positions. If the sequence was evicted, this KV exists
-        only after a new prefill.
+        The drafter may need this KV. After an eviction, it does not exist until the sequence has
+        been prefilled again.
         """
         return 0 < self.n_unencoded <= self.n_cached - self.n_context
 
     @property
     def n_unsent(self) -> int:
-        """The number of positions whose context is encoded but not sent yet."""
+        """The number of contexts (data for the client's drafter) that are encoded but not sent."""
         return sum(map(len, self.encoded))
 
     @property
@@ -251,7 +255,10 @@ class Sequence:
         return Commit(self.id, start, tuple(tokens), n_accepted, self.finish, answers=self.answers)
 
     def take_contexts(self, commit: Commit) -> Commit:
-        """Return a commit with all contexts that are encoded but not sent yet."""
+        """Return a copy of a commit that also has all encoded contexts that were not sent yet.
+
+        A context is the data that the client's drafter needs about one position.
+        """
         if not self.encoded:
             return commit
         first = self.n_context - self.n_unsent
@@ -261,7 +268,7 @@ class Sequence:
 
 
 def contexts_to_host(sequences: GenericSequence[Sequence]) -> None:
-    """Copy unsent contexts to the host, with one GPU sync per drafter.
+    """Copy unsent contexts (data for clients' drafters) to the host, with one GPU sync per drafter.
 
     Args:
         sequences: sequences with unsent contexts.

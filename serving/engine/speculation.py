@@ -1,18 +1,19 @@
 """Drafts and contexts of one drafter, for all sequences that use it.
 
-A *context* is what a client's drafter reads about one position that the target has processed.
+A *context* is the data that a client's drafter needs about one position that the target has
+processed. The server encodes it from the target's activations.
 
 Shapes: B rows, n tokens, E hidden size, K watched layers, W numbers per context.
 
-The sequences that draft together share one drafter state, which contains the drafter's caches and
-has one row per sequence. If a sequence does not draft before a target call, its row becomes a state
-of its own. When it drafts again, it joins the shared state again. If the drafter first has to
-process many new tokens of a sequence, as after a prompt, this sequence drafts alone for a round.
-Otherwise the rows of all other sequences would be padded to this number of tokens.
+The sequences that draft together share one drafter state. This state contains the drafter's caches,
+and has one row per sequence. If a sequence does not draft before a target call, its row becomes a
+separate state. When the sequence drafts again, its row returns to the shared state. If the drafter
+first has to process many tokens of a sequence, as after a prompt, this sequence drafts alone for a
+round. Otherwise the rows of all other sequences would be padded to this number of tokens.
 
-A chain of drafts ends where the drafter itself is unsure. If drafts cost more time than they save,
-the target decodes without them (``moa.decoding.policy``). This is decided separately for target
-calls over 1, 2 to 3, 4 to 7, ... sequences.
+A chain of drafts ends early if the drafter is unsure of a draft. If drafts cost more time than they
+save, the target decodes without them (``moa.decoding.policy``). This is decided separately for
+target calls over 1, 2 to 3, 4 to 7, ... sequences.
 """
 
 import logging
@@ -39,17 +40,17 @@ from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
-"""A sequence joins the batch only if the drafter must process at most this many of its tokens."""
+"""A sequence enters the shared state if the drafter has at most this many new tokens to process."""
 
 
 class Speculation:
-    """One drafter, and its caches for all sequences that use it.
+    """One drafter, and its caches for all sequences that use this drafter.
 
     Args:
         name: name of the drafter, for log messages.
         frozen: the target's weights that the drafter needs.
         drafter: the drafter.
-        shape: shape of the drafts. If it is None, a policy chooses their number (``auto``).
+        shape: shape of the drafts. If it is None, a policy chooses the number of drafts (``auto``).
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Speculation:
         max_depth = self._proposer.max_depth
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
-        # Whether the drafter can use contexts that were encoded for clients for its own drafts.
+        # Whether the server's drafts can reuse contexts that the drafter has encoded for clients.
         self.reuses_contexts = (
             drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         )
@@ -71,10 +72,10 @@ class Speculation:
         self._together: list[int] = []
         # The shared drafter state. None if it would have no rows.
         self._state: Any = None
-        # Sequence id -> the number of tokens of the sequence when drafts were last made for it.
+        # Sequence id -> the number of tokens that the sequence had when it last got drafts.
         self._n_drafted_at: dict[int, int] = {}
-        # Maps a bit length to the policy for target calls over a number of sequences with this bit
-        # length.
+        # One policy per bit length of the number of sequences in a target call. So calls over 2 and
+        # 3 sequences share a policy, and so do calls over 4 to 7 sequences.
         self._policies: dict[int, ShapePolicy] = {}
 
     def begin(self, sequence: Sequence) -> None:
@@ -96,7 +97,8 @@ class Speculation:
         any row.
 
         Args:
-            sequences: sequences that lose their caches, too, and get no more drafts.
+            sequences: sequences that get no more drafts. They lose their caches even if they are
+                not in the shared state.
         """
         self._state = None
         self._together = []
@@ -114,8 +116,8 @@ class Speculation:
         A sequence with many new tokens stays outside of the shared state, and drafts alone.
 
         Args:
-            sequences: the sequences that draft. All their tokens except the root, which is the last
-                one, have target KV.
+            sequences: the sequences that draft. Each of their tokens has target KV, except the last
+                one (the root).
         """
         lengths = {sequence.id: len(sequence.tokens) for sequence in sequences}
         for id_ in [id_ for id_ in self._together if id_ not in lengths]:
@@ -135,12 +137,12 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: GenericSequence[Sequence]) -> None:
-        """Draft for the sequences of the last :meth:`gather`, unless plain steps are faster."""
+        """Draft for the sequences of the last :meth:`gather`, unless drafts would cost time."""
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
-        # The target adds one token to the accepted drafts. So draft at most one token less than a
-        # sequence may still have.
+        # The target adds one token to the accepted drafts. So a sequence that may get n more tokens
+        # needs at most n - 1 drafts. Here n is the maximum over all sequences.
         max_depth = max(sequence.n_remaining for sequence in sequences) - 1
         if shape is None or max_depth < 1:
             return
@@ -254,7 +256,9 @@ class Speculation:
     def encode_contexts(
         self, sequences: GenericSequence[Sequence]
     ) -> dict[int, tuple[Tensor, int]]:
-        """Encode the contexts of all positions that the target has processed since the last time.
+        """Encode the contexts of all positions that have a hidden state, but no context yet.
+
+        A context is the data that a client's drafter needs about one position.
 
         Args:
             sequences: sequences that have such positions.
@@ -290,9 +294,9 @@ class Speculation:
         }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Use contexts that were encoded for clients for the server's drafts, too.
+        """Put contexts that were encoded for clients into the drafter's caches.
 
-        They are put into the drafter's caches, so that the drafter need not encode them again.
+        When the drafter drafts on the server, it need not encode these positions again.
 
         Args:
             by_id: the result of :meth:`encode_contexts`.
@@ -310,8 +314,8 @@ class Speculation:
 class BatchedKV:
     """The KV of B sequences as a drafter reads it for one round.
 
-    It implements :class:`~moa_data.moa.targets.cache.KVSource`. The drafter writes to copies,
-    after the committed slots, and never to the KV of the sequences.
+    This class implements :class:`~moa_data.moa.targets.cache.KVSource`. If the drafter writes KV,
+    it writes to copies, after the committed slots. So the KV of the sequences does not change.
     """
 
     def __init__(self, rows: GenericSequence[PooledKV]) -> None:
@@ -340,7 +344,7 @@ class BatchedKV:
         copy = self._copies.get(layer)
         if copy is None:
             # Leave room for the drafts of a typical round. Otherwise the KV would be copied again
-            # when the drafter adds them.
+            # when the drafter adds its drafts.
             slots = self._slots([0] * len(self._rows), n_slots + BLOCK_TOKENS)
             rows = self._rows[0].pool.buffer[:, layer].index_select(2, slots)
             copy = rows.unflatten(2, (len(self._rows), -1)).transpose(1, 2)

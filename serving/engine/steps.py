@@ -1,12 +1,12 @@
-"""Run all layers of a target over one token of each of several sequences, on a CPU.
+"""Run all layers of a target over several sequences, with one token per sequence, on a CPU.
 
-The code is compiled by TorchScript, which runs all operations without the Python interpreter.
-Between two operations, the interpreter would take as long as a small operation, and it might have
-to wait until the event loop's thread releases the GIL. With eight streams of a small target,
-TorchScript gives 10 % more tokens/s.
+With the Python interpreter, the time between two operations would be as long as a small operation.
+The interpreter might also have to wait until the event loop's thread releases the GIL. So
+TorchScript compiles the code and runs all operations without the interpreter. With eight concurrent
+sequences of a small target, this gives 10 % more tokens/s.
 
-Shapes: T sequences with one token each, H query heads, H_kv key/value heads, d head dim, S slots
-per row of scores, N slots of the pool.
+Shapes: T sequences with one token each, E hidden size, H query heads, H_kv key/value heads, d head
+dim, S scores per query, N slots of the pool. A slot holds the keys and values of one token.
 """
 
 import torch
@@ -20,26 +20,27 @@ SparseBuffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def attend_sparse(q: Tensor, keys: Tensor, values: Tensor, buffers: SparseBuffers) -> Tensor:
-    """Compute attention of single-token sequences.
+    """Compute the attention of T tokens, one per sequence. Each attends to its sequence's KV.
 
     Args:
         q: [T, H, d], the queries.
         keys: [d, H_kv * N], the keys of all pool slots.
         values: [H_kv * N, d], the values of all pool slots.
-        buffers: five tensors, in this order:
-            the scores [T, H, S], which are overwritten;
-            a sparse CSR matrix [T * H, H_kv * N], whose values use the memory of the scores;
-            the additive mask [T, 1, S];
-            for each score, its column in the sparse matrix: [T * H * S];
-            for each row of the sparse matrix, the index of its first score, and finally the number
-            of all scores: [T * H + 1].
+        buffers: five tensors.
+            1. The scores [T, H, S]. They are overwritten.
+            2. A sparse CSR matrix [T * H, H_kv * N]. Its values use the memory of the scores.
+            3. The additive mask [T, 1, S].
+            4. The column of each score in the sparse matrix, [T * H * S].
+            5. [T * H + 1]: the index of the first score of each row of the sparse matrix, and
+               finally the number of all scores.
 
     Returns:
         The attention output [T * H, d].
     """
     scores, sparse, added, columns, starts = buffers
-    # Write the scores in place. To create a new sparse matrix, PyTorch would copy the columns. This
-    # takes longer than adding the mask below.
+    # Write the scores in place, and add the mask below. PyTorch could add the mask while it
+    # computes the scores, but only in a new sparse matrix. To create this matrix, it would copy the
+    # column indices, which takes longer than adding the mask.
     torch.sparse.sampled_addmm(
         sparse, q.flatten(0, 1), keys, beta=0.0, alpha=q.shape[2] ** -0.5, out=sparse
     )
@@ -58,18 +59,18 @@ def run_layers(
     pending: Tensor,
     buffers: SparseBuffers,
 ) -> list[Tensor]:
-    """Run all layers of a target over one token of each of T sequences.
+    """Run all layers of a target over T sequences, with one token per sequence.
 
     Args:
         x: [1, T, E], the embedded tokens.
         cosines: [1, T, 1, d], the cosines of the rotary embedding.
         sines: [1, T, 1, d], the sines of the rotary embedding.
         weights: the weights of each layer.
-        planes: keys and values of each layer, [H_kv, N, d] each. The new keys and values are
-            written to them.
-        by_slot: views of the same memory for each layer: keys [d, H_kv * N] and values
+        planes: for each layer, its keys [H_kv, N, d] and its values [H_kv, N, d]. The new keys and
+            values are written to these tensors.
+        by_slot: for each layer, views of the same memory: keys [d, H_kv * N] and values
             [H_kv * N, d].
-        pending: [T], the pool slots of the tokens.
+        pending: [T], the slots for the keys and values of the tokens.
         buffers: see :func:`attend_sparse`.
 
     Returns:

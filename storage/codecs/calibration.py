@@ -1,10 +1,13 @@
 """Learns the state of a transform codec from a sample of sequences.
 
-The state consists of means, principal components, and matrices of linear predictions. A *group*
-consists of consecutive layers that share one basis. A *part* of a group is the keys (before RoPE)
-of its layers, their values, or a hidden state. Each part has a basis of its own. The sample is on
-disk, and only one part of one group is in memory at a time. For 16 layers of an 8B target and
-30,000 tokens, this takes 2 GB of memory instead of 8 GB::
+The state consists of means, principal axes, and matrices of linear predictions. A *group* consists
+of consecutive layers. The keys (before RoPE) of a group have one basis of principal axes, and its
+values have another. The keys or the values of a group are called a *part*. A hidden state is one
+group with one part.
+
+The sample may be too large for the memory. So it is on disk, and only one part of one group is in
+memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory instead
+of 8 GB::
 
     one sequence                 [n_tokens, *token_shape]
     -> parts of each group       float32 [n_tokens, width] each
@@ -27,19 +30,20 @@ from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 from .field import to_device_of
 
-# Type of functions that move a NumPy array to the device on which large matrix products run. See
+# A function that moves a NumPy array to the device on which large matrix products run, see
 # ``codecs.field.Learning``.
 ToDevice = Callable[[np.ndarray], Array]
 
-# Largest number of principal components in a basis. The keys of a layer group have one basis, its
-# values have another, and a hidden state has one.
+# Largest number of principal axes in a basis. The keys of a layer group have one basis, and the
+# values of the group have another. A hidden state has one basis.
 MAX_COMPONENTS = 4_096
-MAX_FEATURES = 512  # Largest number of token features from which keys and values are predicted.
-# Largest width of a part (keys, values or a hidden state) whose principal axes are computed from
-# its covariance matrix. The axes of a wider part are computed by subspace iteration.
+# Largest number of token features from which keys and values are predicted.
+MAX_FEATURES = 512
+# Up to this width, the principal axes of keys, values or a hidden state are computed from their
+# covariance matrix. For larger widths, they are computed by subspace iteration.
 EXACT_WIDTH = 8_192
-# Largest width of a part (keys, values or a hidden state) whose covariance matrix is decomposed in
-# float64. For a wider part, float32 is used, which takes half the time.
+# Up to this width, covariance matrices are decomposed in float64. For larger widths, float32 is
+# used, which takes half the time.
 _PRECISE_WIDTH = 2_048
 _POWER_ITERATIONS = 4  # Number of subspace iterations.
 _OVERSAMPLING = 32
@@ -56,10 +60,11 @@ class Kept(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """Values of one part of one layer group for several sequences, with one row per token.
+    """The keys or the values of one layer group, or a hidden state, for several sequences.
 
-    A part is the keys, the values or a hidden state. ``values`` is the concatenation of the
-    sequences, float32 [n_tokens, width]. ``lengths`` holds the number of tokens of each sequence.
+    ``values`` is float32 [n_tokens, width]. It contains the tokens of the first sequence, then the
+    tokens of the second sequence, and so on. ``lengths`` contains the number of tokens of each
+    sequence.
     """
 
     values: np.ndarray
@@ -74,8 +79,8 @@ class PackedSequences(NamedTuple):
 class Sample:
     """A sample of sequences of one field, in a temporary file without a name.
 
-    Each sequence is split into groups of layers, and each group into its parts: keys and values, or
-    a hidden state. The file is deleted when it is closed.
+    Each sequence is split into groups of layers, and each group into two parts: its keys and its
+    values. A hidden state is one group with one part. The file is deleted when it is closed.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -113,7 +118,7 @@ class Sample:
         return rows
 
     def sequence(self, index: int) -> list[list[np.ndarray]]:
-        """Read the values of one sequence: ``groups[g][p]``, as :meth:`add` takes them."""
+        """Read one sequence. The result has the form of the argument ``groups`` of :meth:`add`."""
         groups: list[list[np.ndarray]] = []
         for entries in self._kept[index]:
             groups.append([self.read(entry) for entry in entries])
@@ -143,13 +148,14 @@ def on_host(array: Array) -> np.ndarray:
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
     """Compute the mean at each of the first ``EARLY_POSITIONS`` positions, and at all later ones.
 
-    If all sequences are shorter than an early position, it gets the mean of the later positions.
+    If no sequence has one of the first positions, the mean of the later positions is used for it.
 
     Args:
         sequences: Whole sequences, [n_tokens, width] each.
 
     Returns:
-        float32 [EARLY_POSITIONS + 1, width]. The last row is the mean of the later positions.
+        float32 [EARLY_POSITIONS + 1, width]. Row p is the mean at position p. The last row is the
+        mean of all later positions.
     """
     width = sequences[0].shape[1]
     sums = np.zeros((EARLY_POSITIONS + 1, width))
@@ -167,18 +173,18 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
-    """Compute a scale per layer: the root mean square of its values, relative to all layers.
+    """Compute the scale of each layer: the root mean square of its values, relative to all layers.
 
-    Values are divided by this scale before quantisation errors are measured. So each layer's error
-    is relative to the size of its values, and a layer with small values does not lose more
-    precision than the others.
+    Values are divided by the scale of their layer before quantisation errors are measured. So the
+    error of each layer is relative to the size of its values. Without the division, layers with
+    small values would lose more precision than the others.
 
     Args:
-        sample: The rows of one part of a group.
+        sample: The keys or the values of a layer group, or a hidden state.
         n_layers: Number of layers of the group.
 
     Returns:
-        float32 [width]. Entry i is the scale of the layer to which column i belongs.
+        float32 [width]. Entry i is the scale of the layer to which column i of the values belongs.
     """
     energies = np.zeros(n_layers)
     for values in sample.sequences:
@@ -195,17 +201,18 @@ def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
 def learn_basis(
     sample: PackedSequences, metric: np.ndarray | None, scale: np.ndarray, to_device: ToDevice
 ) -> Basis:
-    """Learn means and principal axes of one part: keys, values or a hidden state.
+    """Learn means and principal axes of the keys or values of a layer group, or of a hidden state.
 
-    The axes are sorted by falling variance of the values along them.
+    The axes are chosen so that quantisation errors cost little. They are sorted by falling variance
+    of the values along them.
 
     Args:
-        sample: The part's rows of whole sequences, from position 0 on. The values are changed in
-            place.
+        sample: Whole sequences, from position 0 on. Their values are changed in place.
         metric: Matrix [width, width] that weighs quantisation errors, symmetric and positive
-            semidefinite: an error ``e`` costs ``e @ metric @ e``. The axes are then chosen for this
-            cost. If the argument is None, the cost is the sum of squares of ``e / scale``.
-        scale: Scale of each column's layer, [width], from :func:`layer_scale`.
+            semidefinite: an error ``e`` costs ``e @ metric @ e``. If the argument is None, the cost
+            is the sum of squares of ``e / scale``.
+        scale: Result of :func:`layer_scale`, [width]. Entry i is the scale of the layer to which
+            column i belongs.
         to_device: Moves an array to the device on which large matrix products run.
     """
     means = early_means(sample.sequences)
@@ -214,9 +221,8 @@ def learn_basis(
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
         axes = principal_axes(to_device(sample.values)).T * scale
-        # The store holds the axes in float16. Round them to float16 first, so that encoding (which
-        # uses the analysis matrix) and decoding (which uses the synthesis matrix) have the same
-        # axes.
+        # The store contains the axes in float16. So round them to float16 before the analysis
+        # matrix is computed from them. Encoding and decoding then use the same axes.
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, to_device)
     weighted = to_device(sample.values) @ to_device(on_host(factor).astype(np.float32))
@@ -240,17 +246,18 @@ def metric_scale(metric: np.ndarray) -> float:
 
 
 def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -> np.ndarray:
-    """Compute features of every token id, from which its keys and values are predicted.
+    """Compute features of every token id. Keys and values are later predicted from the features.
 
-    The keys and values of the first layer (before RoPE) are a function of the token's normalised
-    embedding. The keys and values of the other layers partly depend on that embedding.
+    In the first layer, a token's keys (before RoPE) and values are a function of its normalised
+    embedding. In the other layers, they partly depend on this embedding. So the features are the
+    normalised embedding, or a projection of it.
 
     Args:
         embeddings: The target's input embeddings, [vocab_size, width], of any float dtype and on
             any device.
         tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
-            ``MAX_FEATURES``, they are projected on the directions in which the embeddings of these
-            tokens have the largest variance.
+            ``MAX_FEATURES``, they are projected on ``MAX_FEATURES`` directions. These are the
+            directions in which the embeddings of the sample's tokens have the largest variance.
         to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
@@ -283,16 +290,16 @@ def _normalised(embeddings: Array) -> np.ndarray:
 def learn_regression(
     features: Sequence[np.ndarray], sample: PackedSequences, to_device: ToDevice
 ) -> np.ndarray:
-    """Learn a linear prediction of a part (keys, values or a hidden state) by ridge regression.
+    """Learn a linear prediction of keys, values or a hidden state by ridge regression.
 
     Args:
         features: Features of each sequence of the sample, float32 [n_tokens, n_features].
-        sample: The part's rows, which are to be predicted.
+        sample: The values to predict.
         to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
-        The matrix of the prediction ``features @ matrix``, float32 [n_features, width], rounded to
-        the precision of float16.
+        The matrix of the prediction ``features @ matrix``, float32 [n_features, width]. Its entries
+        are rounded to float16.
     """
     n_features = features[0].shape[1]
     n_tokens, width = sample.values.shape
@@ -310,12 +317,11 @@ def learn_regression(
 
 
 def principal_axes(rows: Array, max_axes: int | None = None) -> np.ndarray:
-    """Compute the principal axes of rows [n, width] without centring, sorted by falling variance.
+    """Compute the principal axes of rows [n, width], sorted by falling variance.
 
-    The products and decompositions run on the device of the rows.
-
-    The axes are exact if the width is at most ``EXACT_WIDTH``. For wider rows, subspace iteration
-    from a fixed start computes at most n axes.
+    The mean of the rows is not subtracted. The computation runs on the device of the rows. The axes
+    are exact if the width is at most ``EXACT_WIDTH``. For wider rows, they are approximated by
+    subspace iteration from a fixed start, and there are at most n of them.
 
     Returns:
         float32 [width, n_axes]. The axes are orthonormal. The entry of each axis with the largest
@@ -355,17 +361,17 @@ def _leading_axes(rows: Array, n_axes: int) -> np.ndarray:
 
 
 def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
-    """Compute the Cholesky factor of a matrix that weighs errors.
+    """Compute the Cholesky factor of a matrix that weighs quantisation errors.
 
-    First, ``metric`` is divided by its mean diagonal entry, and regularised: it is mixed with the
-    identity matrix.
+    First, ``metric`` is divided by its mean diagonal entry. Then it is regularised: a share of the
+    result is replaced by the identity matrix.
 
     Returns:
         The factor, float64 [width, width], lower triangular. ``factor @ factor.T`` is the
         regularised metric.
     """
-    # An eigendecomposition would also give a factor. But for a width of 16,384 it would take about
-    # ten minutes, and three times the memory of the Cholesky factor.
+    # An eigendecomposition would also give a factor. But for a width of 16,384, it would take about
+    # ten minutes and three times the memory of a Cholesky decomposition.
     even = (1 - _METRIC_RIDGE) / metric_scale(metric) * np.asarray(metric, np.float64)
     even += even.T
     even /= 2
@@ -377,12 +383,12 @@ def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
 def logit_metric(
     hidden: np.ndarray, head: np.ndarray, to_device: ToDevice, batch_tokens: int = 256
 ) -> np.ndarray:
-    """Compute a matrix that says how errors of the last hidden state change the target's output.
+    """Compute how errors of the last hidden state change the target's next-token distribution.
 
-    The output is the next-token distribution. To second order, a small error ``e`` of the hidden
-    state costs ``e @ metric @ e / 2`` nats of Kullback-Leibler divergence on average. The metric is
-    the mean over tokens of ``head.T @ (diag(p) - outer(p, p)) @ head``, where ``p`` is the
-    distribution after the token.
+    The result is a matrix, the metric. If a hidden state has a small error ``e``, the distribution
+    changes on average by a Kullback-Leibler divergence of ``e @ metric @ e / 2`` nats (to second
+    order). The metric is the mean of ``head.T @ (diag(p) - outer(p, p)) @ head`` over all tokens.
+    ``p`` is the next-token distribution after the token.
 
     Args:
         hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].

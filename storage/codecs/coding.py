@@ -1,35 +1,49 @@
 """Converts the values of tokens to bytes in stored arrays, and back, for transform codecs.
 
-A *group* is a run of consecutive layers that share one basis. A *part* of a group is its keys, its
-values, or a hidden state. A *code* is the quantised value of one component of a part::
+These words are used below:
+
+- A *group* consists of consecutive layers that share one basis.
+- A *part* is the keys of a group or the values of a group. A hidden state is one group with one
+  part.
+- A *component* of a token is the coordinate of a part's values along one axis of the basis.
+- A *code* is the integer to which a component is quantised. The number of different integers that
+  are possible is called the number of *levels*.
+- A *digit* is a stored number. A code is stored as one digit, or as two digits if it has too many
+  levels for a byte.
+
+One token is encoded in these steps::
 
     parts -> subtract the mean -> multiply by the basis -> quantise to codes -> split into digits
-          -> runs of bytes with similar statistics -> arrays, or pieces of one array
+          -> pack several digits into each byte -> stored arrays
 
-The arrays are later compressed with Huffman codes (``storage.chunk``).
+The stored arrays are later compressed with Huffman codes (``storage.chunk``).
 
-*Packing.* A Huffman code takes at least one bit per symbol, so several codes with few levels are
-packed into one symbol: five codes of three levels are one byte with 243 values, and take as little
-as 0.2 bit each. For each number of codes per byte, only the largest odd number of levels that fits
-is used, because levels that never occur cost nothing. A code ``q`` is between
-``-(levels - 1) / 2`` and ``(levels - 1) / 2``. It is stored as the digit ``q mod levels``. So the
-most frequent code, zero, is stored as zero, like the padding between sequences. A *wide* code has
-``WIDE_LEVELS`` levels and does not fit into a byte. It is stored as two digits:
-``q = low + 255 * high``.
+*Packing.* A Huffman code takes at least one bit per byte, which is too much for a code with few
+levels. So several codes are packed into one byte. For example, five codes of three levels are one
+byte with 243 possible values, and then take as little as 0.2 bits each. The possible numbers of
+levels are 3, 5, 15 and 255. They are the largest odd numbers for which five, three, two codes or
+one code fit into a byte. Smaller numbers would save no bits, because a level that never occurs
+costs nothing.
 
-*Runs and pieces.* The codes of all tokens are a table with one row per token. A run is a range of
-columns of this table whose codes have similar statistics and the same number of levels. If the
-groups have few bytes per token, each run is a stored array. If they have many, all runs are side by
-side in one array, which is cut into pieces of equal width. Each piece is an inner chunk with its
-own Huffman code. Each group starts with a new piece, so that a reader of some layers reads only the
-pieces of the groups that contain them::
+A code ``q`` is between ``-(levels - 1) / 2`` and ``(levels - 1) / 2``. It is stored as the digit
+``q mod levels``. So zero, the most frequent code, is stored as zero, like the padding between
+sequences. A *wide* code has ``WIDE_LEVELS`` levels and does not fit into a byte. It is stored as a
+low digit and a high digit: ``q = low + 255 * high``.
+
+*Runs and pieces.* The digits of a group form a table with one row per token and one column per
+digit. A *run* consists of neighbouring columns with similar statistics and the same number of
+levels. If the groups have few bytes per token, each run is a stored array. If the groups have many
+bytes per token, all runs are side by side in one stored array. This array is cut into *pieces* of
+equal width. Each piece has separate inner chunks, and thus Huffman codes of its own. Each group
+starts with a new piece, and its last piece is filled with zeros. So a reader of some layers reads
+only the pieces of the groups that contain these layers::
 
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
 
-A piece that holds the end of one run and the start of the next takes more bytes than two pieces
-with one run each. This costs little if a group has many pieces, and up to 10 % of the bytes if it
-has few.
+A piece may hold the end of one run and the start of the next run. Both then share one Huffman code,
+which fits neither of them exactly. This adds few bytes to a group with many pieces, and up to 10 %
+to a group with few pieces.
 """
 
 from collections.abc import Sequence
@@ -44,25 +58,26 @@ from ..schema import PIECE_AXIS, TOKEN_AXIS, Array, StoredArray
 from .field import Codes, Layers, to_device_of
 
 EARLY_POSITIONS = 8
-"""Number of positions at the start of a sequence. Each of them has a mean of its own.
+"""Number of positions at the start of a sequence that each have a separate mean.
 
-The values at these positions differ from the values at later positions, because they are attention
-sinks or hold the constant start of a chat template.
+At these positions, the mean of the values differs from the mean at later positions. The first
+tokens are attention sinks, and in many datasets they are the constant start of a chat template.
 """
 
-# Maps the number of different values (levels) of a digit to the number of such digits that are
-# packed into one byte.
+# Number of levels of a digit (the number of different values that it can have) -> number of such
+# digits that are packed into one byte.
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
 HIGH_LEVELS = 15
-# Number of different values (levels) of a wide code, which does not fit into a byte. It is stored
-# as a low digit and a high digit.
+# Number of levels (different values) of a wide code. Such a code does not fit into a byte, so it is
+# stored as a low digit and a high digit.
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
-# If the codes of a layer group take at least this many bytes per token (the average over the groups
-# counts), all codes of the field are stored in a single array, which is cut into pieces. Otherwise
-# each run (a range of code columns with similar statistics) has its own array.
+# Limit for the bytes per token that the codes of a layer group take, on average over the groups of
+# a field. From this limit on, all codes of the field are stored in one array, which is cut into
+# pieces. Below it, the codes are stored in several arrays, one for each run (a range of codes with
+# similar statistics).
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -71,37 +86,40 @@ _WIDE_PIECE = 192
 
 @dataclass(frozen=True)
 class Basis:
-    """Means and principal axes of one part (keys, values or a hidden state) of a layer group.
+    """Means and principal axes of the keys or the values of a layer group, or of a hidden state.
 
     The components of a token are the coordinates of its values along the axes:
-    ``components = (values - mean) @ analysis``, and ``values = components @ synthesis + mean``.
+    ``components = (values - mean) @ analysis``. They are decoded by
+    ``values = components @ synthesis + mean``.
     """
 
-    # float32 [EARLY_POSITIONS + 1, width]. Row p is the mean at position p. The last row is the
-    # mean at all later positions.
+    # float32 [EARLY_POSITIONS + 1, width]. Row p is the mean of the values at position p. The last
+    # row is the mean at all positions from EARLY_POSITIONS on.
     mean: np.ndarray
-    synthesis: np.ndarray  # float32 [n_components, width]
-    analysis: np.ndarray  # float32 [width, n_components]
-    # float32 [width]. The errors of each column are divided by its scale before their squares are
-    # added up. The axes are orthonormal for values divided by this scale. If errors were weighed
-    # with a full matrix instead (the ``metric`` of ``calibration.learn_basis``), there is no scale,
-    # and the value is None. The axes are then orthonormal with respect to this matrix.
+    # float32 [n_components, width]. Row i is the axis of component i.
+    synthesis: np.ndarray
+    # float32 [width, n_components]. Converts values to components.
+    analysis: np.ndarray
+    # float32 [width]. The axes minimise the sum of squares of ``error / scale``, and the rows of
+    # ``synthesis / scale`` are orthonormal. The value is None if errors were weighed with a full
+    # matrix instead (the ``metric`` of ``calibration.learn_basis``).
     scale: np.ndarray | None = None
 
     @classmethod
     def scaled(cls, mean: np.ndarray, synthesis: np.ndarray, scale: np.ndarray) -> "Basis":
-        """Make a basis from axes that are orthonormal after division by the scale of each column.
+        """Make a basis from its means, its axes (``synthesis``) and the scale of each column.
 
-        ``synthesis / scale`` must have orthonormal rows. The analysis matrix follows from it.
+        ``synthesis / scale`` must have orthonormal rows. The analysis matrix is then
+        ``(synthesis / scale**2).T``.
         """
         return cls(mean, synthesis, np.ascontiguousarray((synthesis / np.square(scale)).T), scale)
 
 
 def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
-    """Return which row of ``Basis.mean`` applies to each of ``n_tokens`` consecutive positions.
+    """Return the index of the row of ``Basis.mean`` for each of ``n_tokens`` consecutive positions.
 
-    Each early position has a row of its own, and all later positions share the last row. The result
-    is int32 [n_tokens].
+    Each of the first ``EARLY_POSITIONS`` positions has a separate row. All later positions share
+    the last row. The result is int32 [n_tokens].
     """
     return np.minimum(np.arange(first_position, first_position + n_tokens), EARLY_POSITIONS).astype(
         np.int32
@@ -109,25 +127,28 @@ def mean_rows(first_position: int, n_tokens: int) -> np.ndarray:
 
 
 class CodeColumns(NamedTuple):
-    """Describes the digits that a group of layers stores for each token, in their stored order.
+    """Describes the columns of the table of digits that a layer group stores.
 
-    A digit is the code (quantised value) of one component, or one of the two digits of a code that
-    does not fit into a byte. Each column is one digit. All arrays have the shape [n_columns].
+    The table has one row per token and one column per digit. A digit is the code (quantised value)
+    of one component, or one of the two digits of a code that does not fit into a byte. Each array
+    below has the shape [n_columns], with one entry for each column of the table.
     """
 
-    # int32, the part of the layer group from which the digit was computed: 0 for keys or a hidden
+    # int32. The part of the layer group to which the component belongs: 0 for keys or a hidden
     # state, 1 for values.
     part: np.ndarray
-    # int32, index of the principal component that the digit encodes. Two columns with the same
-    # component are the low and the high digit of its code.
+    # int32. Index of the principal component that the digit encodes. If two columns have the same
+    # part and component, they hold the low and the high digit of its code.
     component: np.ndarray
-    # int32, index of the run that contains the column. A run is a range of neighbouring columns
-    # with similar statistics that are stored together. The runs are numbered from left to right, so
-    # the index never decreases from one column to the next.
+    # int32. Index of the run that contains the column. A run consists of neighbouring columns that
+    # are stored together. The runs are numbered in the order of their columns.
     array: np.ndarray
-    levels: np.ndarray  # int32, number of different values that the digit can have.
-    step: np.ndarray  # float32, distance between two quantised values of the component.
-    is_high: np.ndarray  # float32, 1 for the high digit of a wide code, otherwise 0.
+    # int32. Number of different values that the digit can have.
+    levels: np.ndarray
+    # float32. Distance between two quantised values of the component.
+    step: np.ndarray
+    # float32. 1 for the high digit of a wide code, otherwise 0.
+    is_high: np.ndarray
     # float32. A component x is quantised to the code with the sign of x and the magnitude
     # ``floor(|x| / step + rounding)``.
     rounding: np.ndarray
@@ -138,22 +159,22 @@ class CodeColumns(NamedTuple):
     shift_more: np.ndarray
 
     def table(self) -> np.ndarray:
-        """Return all attributes as one float32 array [n_columns, 9], with one column for each."""
+        """Return float32 [n_columns, 9]. Each attribute is one column of the result."""
         return np.stack(self, axis=1).astype(np.float32)
 
     @classmethod
     def from_table(cls, table: np.ndarray) -> "CodeColumns":
-        """Create the columns from an array that :meth:`table` returned."""
+        """Create the object from an array that :meth:`table` returned."""
         columns = np.ascontiguousarray(table.T, np.float32)
         # The first four attributes (part, component, array and levels) contain integers.
         return cls(*columns[:4].astype(np.int32), *columns[4:])
 
     @property
     def limit(self) -> np.ndarray:
-        """The largest magnitude that the code of each column's component can have.
+        """For each column, the largest magnitude of the code to which its digit belongs.
 
-        The result is int32 [n_columns]. Both digits of a wide code have the limit of the whole
-        code.
+        The result is int32 [n_columns]. For both digits of a wide code, it is the largest magnitude
+        of the whole code.
         """
         component = (self.part.astype(np.int64) << 20) + self.component
         is_wide = np.isin(component, component[self.is_high > 0])
@@ -162,18 +183,14 @@ class CodeColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupFit:
-    """The learned state of one group of layers.
+    """The learned state of one group of layers, or of a hidden state."""
 
-    A group has two parts, keys and values, or a hidden state as its only part. Each part has one
-    basis.
-    """
-
+    # One basis for the keys and one for the values, or one basis for the hidden state.
     bases: tuple[Basis, ...]
     columns: CodeColumns
-    # One matrix float32 [n_features, width] for each part (the keys and the values, or a hidden
-    # state). It predicts the part from features of the token: ``features @ matrix`` is subtracted
-    # from the values before the basis is applied. The tuple is empty if the values are not
-    # predicted.
+    # One matrix float32 [n_features, width] for each basis. ``features @ matrix`` predicts the
+    # values from features of the token. The prediction is subtracted from the values before they
+    # are multiplied by the basis. The tuple is empty if the values are not predicted.
     regressions: tuple[np.ndarray, ...] = ()
 
 
@@ -182,7 +199,8 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
 
     Args:
         scaled: Components divided by their quantisation steps, [n_tokens, n_components].
-        rounding: Number that is added to each magnitude before it is rounded down, [n_components].
+        rounding: Numbers that are added to the magnitudes before these are rounded down,
+            [n_components].
         limit: Largest magnitude of each component's code, [n_components].
 
     Returns:
@@ -190,7 +208,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
     """
     xp = array_namespace(scaled)
     codes = xp.floor(xp.abs(scaled) + rounding)
-    # Do not use xp.sign: it also handles NaN, which takes an extra step that indexes with a mask.
+    # xp.sign would be slower: it handles NaN in an extra step, which indexes with a mask.
     codes = xp.where(scaled < 0, -codes, codes)
     return xp.minimum(xp.maximum(codes, -limit), limit)
 
@@ -208,7 +226,7 @@ def split_wide(codes: Array) -> tuple[Array, Array]:
 def pack(codes: Array, levels: int) -> Array:
     """Pack integer codes [n_tokens, n_codes] into bytes, uint8 [n_tokens, n_bytes].
 
-    If the last byte of a row has room for more codes, these are zero.
+    If the last byte of a row is not full, codes of zero fill it.
     """
     xp = array_namespace(codes)
     per_byte = CODES_PER_BYTE[levels]
@@ -224,19 +242,19 @@ def pack(codes: Array, levels: int) -> Array:
 def unpack_table(levels: int) -> np.ndarray:
     """Return a table that maps each value of a packed byte to the codes that it contains.
 
-    The table is int16 [256, CODES_PER_BYTE[levels]]. A value that :func:`pack` never writes is
-    mapped to valid codes too, so that reading it does not fail.
+    The table is int16 [256, CODES_PER_BYTE[levels]]. It also maps the values that :func:`pack`
+    never writes to valid codes, so that decoding does not fail for any byte.
     """
     digits = np.arange(256)[:, None] // levels ** np.arange(CODES_PER_BYTE[levels]) % levels
     return np.where(digits > levels // 2, digits - levels, digits).astype(np.int16)
 
 
 class _Run(NamedTuple):
-    """A run: neighbouring columns of a layer group's table of codes, which are packed together.
+    """A run: neighbouring columns of a layer group's table of digits, which are packed together.
 
     The run consists of the columns from ``first`` to ``last`` (exclusive). Each column holds one
-    digit per token, and all digits of the run have ``levels`` different values. The digits are
-    packed into the bytes of ``array``, uint8 [token, byte].
+    digit per token. Each digit can have ``levels`` different values. The digits are packed into the
+    bytes of ``array``, which is uint8 [token, byte].
     """
 
     array: StoredArray
@@ -248,8 +266,9 @@ class _Run(NamedTuple):
 class GroupTransform:
     """Encodes and decodes the keys and values of one group of layers, or a hidden state.
 
-    Matrices and tables are copied to each device once and kept there. ``arrays`` holds one array
-    for each run, a range of code columns that are packed together.
+    Matrices and tables are copied to a device at the first use there, and stay there. The codes of
+    a token are divided into runs, which are ranges of codes with similar statistics. ``arrays``
+    holds one array for each run.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -268,13 +287,13 @@ class GroupTransform:
         """Encode a whole sequence.
 
         Args:
-            parts: Values of each part from position 0 on, float32 [n_tokens, width].
+            parts: The keys and the values from position 0 on, or a hidden state. Each is float32
+                [n_tokens, width].
             features: Features of the tokens, float32 [n_tokens, n_features]. Required if the fit
                 has regressions.
 
         Returns:
-            For each run (a range of code columns), the name of its array -> its rows, uint8
-            [n_tokens, n_bytes].
+            Name of an array in ``arrays`` -> its rows, uint8 [n_tokens, n_bytes].
         """
         xp = array_namespace(*parts)
         constants = self._on(parts[0])
@@ -286,8 +305,8 @@ class GroupTransform:
                 residual = values - features @ constants["regression"][part]
             mean = xp.take(constants["mean"][part], rows, axis=0)
             scaled.append((residual - mean) @ constants["analysis"][part])
-        # The components of the keys come first, then those of the values. Reorder them to the
-        # stored order, in which codes with similar statistics are neighbours.
+        # The components of the keys come first, then the components of the values. Put the columns
+        # into their stored order, in which codes with similar statistics are neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
@@ -309,8 +328,8 @@ class GroupTransform:
         """Decode consecutive tokens.
 
         Args:
-            codes: For each run (a range of code columns), the name of its array -> its rows, uint8
-                [at least n_tokens, n_bytes].
+            codes: Name of an array -> its rows, uint8 [at least n_tokens, n_bytes]. All ``arrays``
+                are required.
             first_position: Position of the first token in its sequence.
             n_tokens: Number of tokens to decode.
             n_layers: Number of layers of the group.
@@ -320,8 +339,8 @@ class GroupTransform:
                 has regressions.
 
         Returns:
-            The values of each part, float32 [n_tokens, width]. If ``layers`` are given, the rows
-            contain only the values of these layers.
+            The keys and the values, or a hidden state. Each is float32 [n_tokens, width]. If
+            ``layers`` are given, the rows contain only these layers.
         """
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
@@ -338,8 +357,8 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            # Most reads start after the early positions, which have means of their own. In that
-            # case all tokens have the same mean, and no gather is needed.
+            # Only the early positions have separate means. Most reads start after them. All tokens
+            # then have the same mean, and no gather is needed.
             late = mean[EARLY_POSITIONS, :]
             is_late = first_position >= EARLY_POSITIONS
             decoded.append(product + (late if is_late else xp.take(mean, rows, axis=0)))
@@ -348,18 +367,19 @@ class GroupTransform:
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
         """Decode the first ``max_components`` components of the keys and of the values.
 
-        For a hidden state, its first components are decoded. If there are fewer components, all of
-        them are decoded.
+        If the keys or the values have fewer components, all of them are decoded. Of a hidden state,
+        the first ``max_components`` components are decoded.
 
         Returns:
-            The components of the keys, then those of the values, or the components of a hidden
-            state: float32 [n_tokens, n_components].
+            float32 [n_tokens, n_components]. The components of the keys come first, then the
+            components of the values.
         """
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        # A component may lack a low or a high digit. For a missing digit, the index arrays `low`
-        # and `high` hold the index of an additional column of zeros, which is appended here.
+        # A component is the sum of its low and its high digit. Most components have no high digit.
+        # For a missing digit, the index arrays `low` and `high` contain the index of a column of
+        # zeros. This column is appended here.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         components: list[Array] = []
         for low, high in zip(constants["low"], constants["high"], strict=True):
@@ -369,16 +389,17 @@ class GroupTransform:
         return xp.concat(components, axis=1)
 
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
-        """Look up the decoded value of each digit of each token: float32 [n_tokens, n_columns].
+        """Look up the decoded values of all digits: float32 [n_tokens, n_columns].
 
-        A column holds one digit. The value of a component is the sum over its one or two digits.
+        Each column is for one digit. The decoded value of a component is the sum of the decoded
+        values of its one or two digits.
         """
         like = codes[self._runs[0].array.name]
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table lookup maps a byte to the decoded values of all codes in it. Steps and shifts
-        # differ between columns, so the table has 256 rows of its own for each byte of a token.
+        # One table lookup maps a byte to the decoded values of all digits in it. Steps and shifts
+        # differ between columns, so the table has 256 separate rows for each byte of a token.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -391,7 +412,7 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the group's matrices and tables as arrays like ``like``, on the same device."""
+        """Return the group's matrices and tables in the library and on the device of ``like``."""
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -425,25 +446,26 @@ class GroupTransform:
         for part, basis in enumerate(self.fit.bases):
             ids = np.flatnonzero(columns.part == part).astype(np.int32)
             component = columns.component[ids]
-            # The analysis matrix is divided by the steps, so that ``values @ analysis`` gives codes
-            # before rounding. The values in the tables for decoding are multiplied by the steps.
+            # Divide the analysis matrix by the steps, so that ``values @ analysis`` gives codes
+            # before rounding. The tables for decoding contain values that are already multiplied by
+            # the steps.
             analysis = basis.analysis[:, component] / columns.step[ids]
             constants["analysis"].append(np.ascontiguousarray(analysis))
             constants["synthesis"].append(np.ascontiguousarray(basis.synthesis[component]))
             constants["own"].append(ids)
             constants["low"].append(self._digits(part, is_high=False))
             constants["high"].append(self._digits(part, is_high=True))
-        # Encoding computes all columns of the keys before those of the values. These indices put
-        # them into the stored order.
+        # Encoding first computes the columns of the keys, then the columns of the values. Taking
+        # the columns at these indices puts them into their stored order.
         constants["to_stored"] = np.argsort(np.concatenate(constants["own"])).astype(np.int32)
         return constants
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """Return the index of the column that holds the low (or high) digit of each component.
+        """Return the columns of the low (or high) digits of the components of a part.
 
-        Only the components of this part (keys, values or a hidden state) are returned. If a
-        component does not have the digit, its entry is the number of columns. This is the index of
-        the column of zeros that :meth:`leading` appends.
+        A part is the keys, the values or a hidden state. Entry i of the result is the index of the
+        column for component i. If the component does not have the digit, the entry is the number of
+        columns. At this index, :meth:`leading` appends a column of zeros.
         """
         columns = self.fit.columns
         column_ids = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
@@ -452,10 +474,10 @@ class GroupTransform:
         return digit_columns
 
     def _table(self, run: _Run) -> np.ndarray:
-        """Compute the table that maps each byte of a run to the decoded values of its codes.
+        """Compute the table that maps each byte of a run to the decoded values of its digits.
 
         Returns:
-            float32 [n_bytes * 256, codes per byte]. Row ``256 * i + v`` is for value v of byte i.
+            float32 [n_bytes * 256, digits per byte]. Row ``256 * i + v`` is for value v of byte i.
         """
         columns = self.fit.columns
         n_bytes = run.array.row_shape[0]
@@ -474,13 +496,14 @@ class GroupTransform:
 
 
 def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Array:
-    """Select the columns of some layers from a matrix whose columns are sorted by layer.
+    """Select the columns of some layers from a matrix.
 
-    The shape changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
+    All layers have the same number of columns, and the columns of layer 0 come first. The shape
+    changes from [n_rows, width] to [n_rows, width * len(layers) / n_layers].
     """
     n_rows, width = matrix.shape
-    # Give `reshape` all lengths: if the keys or the values have no components, the matrix is empty,
-    # and a length of -1 could not be inferred.
+    # Pass all lengths to `reshape`. If the keys or the values have no components, the matrix is
+    # empty, and `reshape` could not infer a length of -1.
     by_layer = xp.reshape(matrix, (n_rows, n_layers, width // n_layers))
     ids = to_device_of(np.asarray(layers, np.int32), matrix)
     selected_width = width // n_layers * len(layers)
@@ -488,19 +511,20 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Return the total number of bytes per token of the arrays of several runs."""
+    """Add up the bytes per token of the arrays of several runs."""
     return sum(run.row_bytes for run in runs)
 
 
 def piece_bytes(widths: Sequence[int]) -> int:
-    """Choose the number of bytes per token in a piece of the array that holds all codes.
+    """Choose the width of the pieces into which the array of all codes of a field is cut.
 
     Args:
         widths: Number of bytes of codes per token, for each group of layers.
 
     Returns:
-        The number of bytes per token in a piece. It is 0 if each run (a range of code columns with
-        similar statistics) should be a separate stored array instead.
+        The number of bytes per token in a piece. The result is 0 if the groups have few bytes. In
+        that case, no array is cut into pieces. Instead, each run (a range of codes with similar
+        statistics) is stored as a separate array.
     """
     mean_bytes = sum(widths) / len(widths)
     if mean_bytes < MIN_GROUP_BYTES:
@@ -509,15 +533,17 @@ def piece_bytes(widths: Sequence[int]) -> int:
 
 
 class Pieces:
-    """Concatenates the bytes of all runs, cuts them into pieces of equal width, and undoes both.
+    """Converts the bytes of all runs of a field to pieces of equal width, and back.
 
-    A run is a range of code columns with similar statistics. Each piece is an inner chunk of the
-    stored array, uint8 [token, piece, byte].
+    A run is a range of a token's codes with similar statistics, packed into bytes. The bytes of all
+    runs of a layer group are concatenated and cut into pieces. The pieces of all groups are stored
+    in one array, uint8 [token, piece, byte]. Each inner chunk of the array contains the same piece
+    of consecutive tokens.
     """
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
-        # For each layer group, its runs, as arrays uint8 [token, byte]. These arrays only describe
-        # the runs. The store contains the array of all pieces instead.
+        # The runs of each layer group. Each run is described as an array uint8 [token, byte]. The
+        # store does not contain these arrays. It contains `self.array` with all pieces instead.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-row_bytes(group) // n_bytes) for group in runs]
@@ -526,7 +552,7 @@ class Pieces:
         )
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
-        """Return the indices of the pieces of some groups, in the order of the groups."""
+        """Return the indices of the pieces of some layer groups, in the order of the groups."""
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
         pieces: list[int] = []
         for group in groups:
@@ -534,10 +560,11 @@ class Pieces:
         return pieces
 
     def join(self, codes: Codes) -> Array:
-        """Concatenate the rows of all runs, and cut them into pieces.
+        """Concatenate the bytes of all runs, and cut them into pieces.
 
         Args:
-            codes: Name of a run's array -> its rows, uint8 [n_tokens, bytes of the run].
+            codes: Name of a run's array -> the rows of this array, uint8 [n_tokens, bytes of the
+                run].
 
         Returns:
             uint8 [n_tokens, n_pieces, n_bytes].
@@ -553,14 +580,14 @@ class Pieces:
         return xp.reshape(xp.concat(columns, axis=1), (len(columns[0]), *self.array.row_shape))
 
     def split(self, rows: Array, groups: Sequence[int]) -> dict[str, Array]:
-        """Split the pieces of some groups into the rows of their runs.
+        """Undo :meth:`join` for the pieces of some layer groups.
 
         Args:
-            rows: uint8 [n_tokens, n_pieces, n_bytes], the pieces of these groups only.
+            rows: The pieces of these groups only, uint8 [n_tokens, n_pieces, n_bytes].
             groups: Indices of these groups, in the order of their pieces in ``rows``.
 
         Returns:
-            Name of a run's array -> its rows, uint8 [n_tokens, bytes of the run].
+            Name of a run's array -> the rows of this array, uint8 [n_tokens, bytes of the run].
         """
         flat = array_namespace(rows).reshape(rows, (rows.shape[0], rows.shape[1] * self._n_bytes))
         codes = {}

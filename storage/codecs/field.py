@@ -15,15 +15,15 @@ from ...errors import StoreError
 from ...text import SILENT, Progress
 from ..schema import Array, FieldSpec, StoredArray
 
-# Encoded values of a field: a mapping from the name of a stored array to the rows of this array.
+# Encoded values of a field: name of a stored array -> rows of this array.
 Codes = Mapping[str, Array]
 
-# Layers to decode, as indices on the field's layer axis. They are decoded in the order of the list.
-# If the value is None, all layers are decoded.
+# Layers to decode, as indices along the field's layer axis. The decoded values have the layers in
+# the order of the list. If the value is None, all layers are decoded.
 Layers = list[int] | None
 
-# Stored arrays to read. Each array is mapped to the indices along its axis 1 that are read. If an
-# array is mapped to None, whole rows are read.
+# Stored arrays to read: stored array -> indices along axis 1 of its rows that are read. If an array
+# is mapped to None, whole rows are read.
 Selection = dict[StoredArray, list[int] | None]
 
 
@@ -34,8 +34,8 @@ def to_device_of(array: np.ndarray, like: Array) -> Array:
     """
     xp = array_namespace(like)
     if getattr(like, "is_cuda", False):
-        # Pin the memory first. A copy from memory that is not pinned would wait until the device
-        # has finished all work that is already queued.
+        # Pin the memory first. A copy from memory that is not pinned would make the CPU wait until
+        # the device has finished all queued work.
         return xp.asarray(array).pin_memory().to(device(like), non_blocking=True)
     return xp.asarray(array, device=device(like))
 
@@ -47,13 +47,12 @@ class FieldCodec:
     implementation.
     """
 
-    # Whether the codec has one stored array, which contains the values of the field bit for bit.
-    # Such a field is read and written in its storage dtype, at any positions, without ``encode``
-    # and ``decode``.
+    # Whether the field is stored bit for bit, in one stored array. Such a field is read and written
+    # in its storage dtype, without ``encode`` and ``decode``. Reading can start at any token.
     is_identity = False
-    # The codecs of the fields from which this field is predicted. Each of them computes features of
-    # a token (``as_features``). The features of all sources, concatenated in this order, are the
-    # input of the prediction.
+    # The codecs of the fields from which this field is predicted. Each source computes features of
+    # a token (``as_features``). The prediction uses the features of all sources, concatenated in
+    # this order.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(
@@ -61,8 +60,8 @@ class FieldCodec:
     ) -> None:
         # The stored arrays, in the order in which they are written.
         self.spec, self.arrays = spec, tuple(arrays)
-        # Upper estimate of the stored bits per value. They are counted after the compression of
-        # chunks (``storage.chunk``).
+        # Upper estimate of the stored bits per value, after the compression of chunks
+        # (``storage.chunk``).
         self.expected_bits = expected_bits
 
     @property
@@ -88,12 +87,13 @@ class FieldCodec:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
                 All values must be finite.
             tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
-            features: Features from which the values are predicted: the results of ``as_features``
-                of all ``sources``, concatenated along axis 1, float32 [n_tokens, n_features].
+            features: Features from which the values are predicted, float32 [n_tokens, n_features].
+                They are the results of ``as_features`` of all ``sources``, concatenated along
+                axis 1.
 
         Returns:
-            Name of a stored array -> its rows, [array.n_rows(n_tokens), *row_shape] in the array's
-            dtype, on the device of ``values``.
+            Name of a stored array -> its rows. The rows have the shape [array.n_rows(n_tokens),
+            *row_shape] and the array's dtype, and are on the device of ``values``.
         """
         raise NotImplementedError
 
@@ -103,11 +103,10 @@ class FieldCodec:
         """Decode consecutive tokens of one sequence.
 
         Args:
-            codes: Maps the name of a stored array to the rows that cover the tokens, from
-                ``first_position`` on. ``arrays_read(layers)`` returns the arrays that are required,
-                and the indices along axis 1 that their rows must contain. If this codec or a source
-                ``needs_tokens``, there is also the key ``"tokens"`` with the token ids, int [at
-                least n_tokens].
+            codes: Name of a stored array -> its rows for the tokens from ``first_position`` on.
+                ``arrays_read(layers)`` returns the required arrays, and which indices along axis 1
+                their rows must contain. If this codec or a source ``needs_tokens``, the key
+                ``"tokens"`` is also required. Its value is the token ids, int [at least n_tokens].
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
             layers: The layers to decode. If the argument is None, all layers are decoded.
@@ -121,7 +120,7 @@ class FieldCodec:
     def arrays_of(self, layers: Layers) -> Selection:
         """Select the stored arrays of this field that are needed to decode these layers.
 
-        The arrays of fields from which this field is predicted are not included.
+        If the field is predicted from other fields, the arrays of those fields are not included.
         """
         selection: Selection = {}
         for array in self.arrays:
@@ -131,7 +130,7 @@ class FieldCodec:
     def arrays_read(self, layers: Layers = None) -> Selection:
         """Select all stored arrays that are needed to decode these layers.
 
-        The arrays of the sources (fields from which this field is predicted) are included.
+        If the field is predicted from other fields, their arrays are included.
         """
         selection = self.arrays_of(layers)
         for source in self.sources:
@@ -141,8 +140,8 @@ class FieldCodec:
     def with_sources(self) -> "list[FieldCodec]":
         """List the codecs that are needed to decode this field.
 
-        The codecs of all fields from which this field is directly or indirectly predicted come
-        first, then this codec.
+        If the field is predicted from other fields, directly or indirectly, their codecs come
+        first. This codec is the last one.
         """
         codecs: list[FieldCodec] = []
         for source in self.sources:
@@ -163,8 +162,8 @@ class FieldCodec:
             )
 
 
-# For each logical dtype, an upper estimate of the size after lossless compression, as a fraction of
-# the raw size. Measured fractions for bfloat16 are 0.66 to 0.70 for KV, and up to 0.70 for hidden
+# Logical dtype -> size after lossless compression as a fraction of the raw size (an upper
+# estimate). For bfloat16, the measured fractions are 0.66 to 0.70 for KV, and up to 0.70 for hidden
 # states.
 _STORED_FRACTION = {
     "bfloat16": 0.70,
@@ -199,10 +198,10 @@ class LosslessCodec(FieldCodec):
 class Learning:
     """Settings for learning a codec. The store does not record them."""
 
-    # Folder of the temporary files that hold the sample. The files have no names. If the value is
-    # None, they are in the system's temporary folder.
+    # Folder for the sample, which is stored in temporary files without names. If the value is None,
+    # the system's temporary folder is used.
     folder: Path | None = None
-    # Moves a NumPy array to the device on which large matrix products and decompositions run, e.g.
-    # to a GPU as a torch tensor.
+    # Function that moves a NumPy array to the device on which large matrix products and
+    # decompositions run. For a GPU, it returns a torch tensor.
     to_device: Callable[[np.ndarray], Array] = lambda array: array
     progress: Progress = SILENT  # Reports the steps of learning.

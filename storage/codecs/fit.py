@@ -1,24 +1,30 @@
 """Fits a transform codec to a sample: chooses the components to store and their quantisers.
 
-A *group* is a run of consecutive layers that share one basis. A *part* of a group is its keys, its
-values, or a hidden state. The *error* of a component is its mean squared quantisation error.
+A *group* consists of consecutive layers. A *part* is the keys of a group or the values of a group.
+A hidden state is one group with one part. Each part has a basis of principal axes. A *component* of
+a token is the coordinate of a part's values along one axis. The *error* of a component is its mean
+squared quantisation error.
 
-*Allocation.* For every component, several quantisers (step, rounding, number of levels) are
-options. The bits and the error of each option are measured on the sample. :func:`allocate` chooses
-the option of each component that minimises ``error + multiplier * bits``, and finds the multiplier
-by bisection. No other allocation with the same total of bits has a smaller total error. The
-caller's budget counts stored bytes, which differ from the estimated bits. So the codes of the
-sample are packed and compressed as in a store (``storage.chunk``), and the budget of the estimated
-bits is scaled until the stored bytes meet the caller's budget.
+*Quantiser.* A component x is stored as the integer ``q = sign(x) * floor(|x| / step + rounding)``,
+its code. The number of levels limits the magnitude of codes. A rounding below 0.5 widens the
+interval of values with code zero. If most codes are zero, this saves many bits and adds little
+error. The decoded value is ``sign(q) * (|q| - shift) * step``. There is one shift for ``|q| = 1``,
+and one for all larger codes. Both are fitted to the sample.
 
-*Quantiser.* The code of x is ``q = sign(x) * floor(|x| / step + rounding)``, clipped to the levels.
-A rounding below 0.5 widens the interval of values with code zero. If most codes are zero, this
-saves many bits and adds little error. The decoded value is ``sign(q) * (|q| - shift) * step``.
-There is one shift for ``|q| = 1``, and one for all larger codes. Both are fitted to the sample.
+*Allocation.* A quantiser consists of a step, a rounding and a number of levels. For each component,
+several quantisers are options. Their bits and errors are measured on the sample. :func:`allocate`
+chooses for each component the option with the smallest ``error + multiplier * bits``. It finds the
+multiplier by bisection, so that the total of the bits meets a budget. No other allocation with the
+same total of bits has a smaller total error.
+
+*Budget.* The caller gives a budget of stored bits, but the measured bits are only estimates of
+them. So the codes of the sample are packed and compressed as in a store (``storage.chunk``). Then
+the budget of the estimated bits is scaled, and the options are chosen again, until the stored bits
+meet the caller's budget.
 
 *Sample.* The sequences of the sample are split into two sets. The basis is learned from the first
-set. The bits and errors are measured on the second set, so that they are valid for sequences from
-which the basis was not learned.
+set. Bits and errors are measured on the second set. They are therefore also valid for sequences
+from which the basis was not learned.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,28 +50,27 @@ from .field import Learning
 LEVELS = (*coding.CODES_PER_BYTE, coding.WIDE_LEVELS)
 ROUNDINGS = (0.5, 0.4, 0.3)
 STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
-"""Factors from ``2**(-5/3)`` to ``2**(5/3)``.
+"""Quantisation steps to try, as multiples of the base step (see ``measure_options``).
 
-The quantisation steps that are tried are these factors times the base step (see
-``measure_options``).
+The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 """
 
-# Number of levels of the quantiser of a component that is not stored. The only level is zero.
+# With this number of levels, a component is not stored. It is decoded as zero.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
 # The base step of a component is at least its largest magnitude in the sample, divided by this
-# number. Then codes with the finest step cover all values of the sample. The factor of 0.8 leaves
-# room for larger values in other sequences.
+# number. Then even the finest step has enough levels for all values of the sample. The factor of
+# 0.8 leaves room for larger values in other sequences.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
-# Cost of an additional stored array, in bits per inner chunk. Huffman table, headers, checksum and
-# index entry of a chunk take about 120 bytes. Reading one more chunk also takes time, which is
-# counted as another 80 bytes.
+# Cost of an additional stored array, in bits per inner chunk of this array. The Huffman table, the
+# headers, the checksum and the index entry of a chunk take about 120 bytes. The time to read one
+# more chunk is counted as another 80 bytes.
 _ARRAY_PENALTY_BITS = 8 * 200
 _MAX_SEGMENTS = 64
 
 CHUNK_TOKENS = 512
-"""Assumed number of tokens per inner chunk when the stored bytes of codes are estimated.
+"""Assumed number of tokens per inner chunk, to estimate the stored bytes of codes.
 
 Arrays of about 50 bytes per token have this chunk size.
 """
@@ -74,9 +79,9 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# Limit for components that are not worth storing. The water level (``water_level``) is the error
-# that every stored component has. A component whose variance is below this fraction of the water
-# level would get zero bits for any shape of its distribution, so no quantisers are measured for it.
+# No quantisers are measured for a component if its variance is below this fraction of the water
+# level (``water_level``). With the best allocation of bits, such a component gets zero bits,
+# whatever the shape of its distribution is.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -85,13 +90,13 @@ _SPLIT_ROUNDS = 60
 class Quantisers(NamedTuple):
     """Quantisers of principal components, with their bits and errors.
 
-    All arrays have the same shape: [n_components], or [n_components, n_options] if there are
-    several quantisers to choose from.
+    All arrays have the same shape. It is [n_components] if there is one quantiser per component,
+    and [n_components, n_options] if there are several to choose from.
     """
 
-    # int32, number of different codes (levels), or ``DROPPED`` if the component is not stored.
+    # int32. Number of different codes (levels), or ``DROPPED`` if the component is not stored.
     levels: np.ndarray
-    # float32, distance between neighbouring quantised values, in the units of the component.
+    # float32. Distance between neighbouring quantised values, in the units of the component.
     step: np.ndarray
     # float32. A value x gets the code with the sign of x and the magnitude ``floor(|x| / step +
     # rounding)``. With a rounding of 0.5, values are rounded to the nearest level.
@@ -100,26 +105,30 @@ class Quantisers(NamedTuple):
     # average magnitude of the values with these codes.
     shift_one: np.ndarray
     # float32. A code q of magnitude 2 or more is decoded to the magnitude ``(|q| - shift_more) *
-    # step``. The shift is the average over all values with such codes.
+    # step``. ``shift_more`` is the average of ``|q| - |x| / step`` over all values x with such
+    # codes.
     shift_more: np.ndarray
-    bits: np.ndarray  # float64, bits per token after packing and Huffman coding.
-    error: np.ndarray  # float64, mean squared error times the weight of the component.
+    # float64. Bits per token after packing and Huffman coding.
+    bits: np.ndarray
+    # float64. Mean squared error times the weight of the component.
+    error: np.ndarray
 
     def chosen(self, index: np.ndarray) -> "Quantisers":
-        """Take one quantiser for each component: of the options for component c, ``index[c]``.
+        """Take option ``index[c]`` for each component c.
 
-        The shape changes from [n_components, n_options] to [n_components].
+        The shape of the arrays changes from [n_components, n_options] to [n_components].
         """
         columns = [np.take_along_axis(array, index[:, None], axis=1)[:, 0] for array in self]
         return Quantisers(*columns)
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
-    """Compute the water level: the error of each component if they share ``bits`` optimally.
+    """Compute the error of each stored component if ``bits`` are divided optimally.
 
-    Reverse water-filling is the optimal way to divide bits among independent Gaussian variables.
-    All variables with a variance above the water level get the same error, the water level, and the
-    others get no bits. ``variances`` are the variances of the components, [n_components].
+    This error is called the water level. Reverse water-filling is the optimal way to divide bits
+    among independent Gaussian variables. Variables with a variance above the water level get the
+    number of bits for which their error equals the water level. All other variables get no bits.
+    ``variances`` are the variances of the components, [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
@@ -135,9 +144,10 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
     The options have steps from ``2**(-5/3)`` to ``2**(5/3)`` times the component's base step.
 
     Args:
-        sample: Components of the sample's tokens, float32 [n_tokens, n_components]. Their means
-            have been subtracted.
-        weights: Weight of each component's error, [n_components].
+        sample: Components of the sample's tokens, float32 [n_tokens, n_components]. They were
+            computed after the subtraction of the mean.
+        weights: Factors by which the squared errors of the components are multiplied,
+            [n_components].
         base_step: Base step of a component with weight 1. The base step of any other component is
             ``base_step / sqrt(weight)``.
     """
@@ -158,23 +168,24 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
 def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     """Measure the bits and the error of several quantisers (options) for one component.
 
-    With the first option, the component is not stored.
+    The first option is not to store the component.
 
     Args:
-        magnitude: Magnitudes of the component in the sample, times the square root of its weight.
+        magnitude: Magnitudes of the component in the sample, times the square root of its weight,
+            [n_tokens].
         base_step: The steps to try are multiples of this number.
 
     Returns:
-        The options, float64 [n_options].
+        The options. All arrays are float64 [n_options].
     """
     n = len(magnitude)
-    # With sorted magnitudes and their cumulative sums, the sums over the magnitudes in any interval
-    # take two lookups.
+    # Each option needs the sum of all magnitudes in many intervals. Sort the magnitudes and compute
+    # cumulative sums, so that the sum over an interval takes only two lookups.
     ordered = np.sort(magnitude).astype(np.float64)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     squares = np.concatenate([[0.0], np.cumsum(ordered**2)])
-    # A component may have far larger values than the others. Its base step is increased so far that
-    # its levels cover all values even with the finest step.
+    # If the largest magnitude is far above the base step, even WIDE_LEVELS may be too few levels.
+    # Increase the base step so far that the levels cover all values even with the finest step.
     base_step = max(base_step, ordered[-1] / _WIDEST_SPAN)
     steps = np.repeat(STEP_RATIOS * base_step, len(ROUNDINGS))
     roundings = np.tile(np.array(ROUNDINGS), len(STEP_RATIOS))
@@ -193,8 +204,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     for levels in LEVELS:
         top = (levels - 1) // 2
         if max_code <= fewer_levels_top:
-            # The previous, smaller number of levels already covers all codes, so this one would
-            # only cost more bits. An infinite error excludes it.
+            # The previous, smaller number of levels already covers all codes. More levels would
+            # only cost more bits. Exclude this option by infinite bits and an infinite error.
             never = zeros + np.inf
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
@@ -209,7 +220,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
 
 
 def _concatenated(quantisers: Iterable[Quantisers]) -> Quantisers:
-    """Concatenate quantisers along axis 0."""
+    """Concatenate the arrays of several objects along axis 0."""
     return Quantisers(*map(np.concatenate, zip(*quantisers, strict=True)))
 
 
@@ -220,8 +231,8 @@ def _bits_and_error(
 
     Args:
         counts: Number of magnitudes with each code, [n_options, n_codes].
-        sums: Sum of these magnitudes, [n_options, n_codes].
-        squares: Sum of the squares of these magnitudes, [n_options, n_codes].
+        sums: Sum of the magnitudes with each code, [n_options, n_codes].
+        squares: Sum of the squares of the magnitudes with each code, [n_options, n_codes].
         steps: Step of each option, [n_options].
         levels: Number of levels.
 
@@ -253,7 +264,7 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate the redundancy of Huffman coding of packed bytes: bits per code above the entropy.
+    """Estimate how many more bits a code takes than its entropy, after packing and Huffman coding.
 
     ``zero`` is the share of codes that are zero, for each quantiser.
     """
@@ -263,9 +274,9 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     most_likely = zero**per_byte
     inner = np.clip(most_likely, 1e-12, 1 - 1e-12)
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
-    # A symbol with a probability above one half has a Huffman code of one bit, although its
-    # information is less than one bit. The other symbols have a Huffman code of their own after the
-    # first bit.
+    # The most likely byte consists of zeros only. If its probability is above one half, its Huffman
+    # code has one bit, although it contains less than one bit of information. The Huffman codes of
+    # all other bytes start with the other value of this bit.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
@@ -278,10 +289,11 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
         budget_bits: Upper bound on the total bits per token.
 
     Returns:
-        Index of the quantiser that is chosen for each component, int64 [n_components].
+        Index of the option that is chosen for each component, int64 [n_components].
     """
-    # A larger multiplier (the price of a bit, in units of error) never leads to more bits. So
-    # bisection on a logarithmic scale finds the smallest multiplier that meets the budget.
+    # The multiplier is the price of a bit in units of error. A larger multiplier never leads to
+    # more bits. So bisection on a logarithmic scale finds the smallest multiplier for which the
+    # bits are within the budget.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -297,19 +309,20 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
 
 
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
-    """Split the columns of packed bytes into runs, each with its own Huffman code.
+    """Split the packed bytes of a token into runs. Each run has a Huffman code of its own.
 
-    The runs minimise the estimated bits of all codes and arrays.
+    More runs fit the statistics of the bytes better, but each run costs additional bits for its
+    array. The result has the smallest estimated total of bits.
 
     Args:
-        counts: How often each column has each byte value, per token, [n_bytes, 256]. Neighbouring
-            columns should have similar statistics.
+        counts: [n_bytes, 256]. Entry (i, v) is the share of tokens in which byte i has value v.
+            Neighbouring bytes should have similar statistics.
         chunk_tokens: Number of tokens per inner chunk.
 
     Returns:
-        The end (exclusive) of each run, as an index of a column.
+        The end (exclusive) of each run, as an index of a byte.
     """
-    # Dynamic programming: ``best[i]`` is the smallest cost of runs that end at ``ends[i]``.
+    # Dynamic programming: ``best[i]`` is the smallest cost of all bytes before ``ends[i]``.
     n_bytes = len(counts)
     ends = np.unique(np.linspace(0, n_bytes, min(n_bytes, _MAX_SEGMENTS) + 1).astype(int))
     total = np.concatenate([np.zeros((1, 256)), np.cumsum(counts, axis=0)])[ends]
@@ -330,13 +343,13 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
 
 def _code_bits(counts: np.ndarray) -> np.ndarray:
-    """Estimate the bits of a Huffman code for each histogram of byte values.
+    """Estimate the total bits of the bytes in each of several histograms, after Huffman coding.
 
     Args:
-        counts: Histograms, [n, 256].
+        counts: Histograms of byte values, [n, 256]. Each histogram gets a Huffman code of its own.
 
     Returns:
-        Estimated bits of all symbols of each histogram, [n].
+        Estimated bits of each histogram, [n].
     """
     totals = np.maximum(counts.sum(1), 1e-12)
     probability = counts / totals[:, None]
@@ -347,32 +360,39 @@ def _code_bits(counts: np.ndarray) -> np.ndarray:
 
 
 class _FittedPart(NamedTuple):
-    """The basis of one part (keys, values or a hidden state) of one layer group.
+    """The basis of the keys or the values of a layer group, or of a hidden state.
 
-    The basis was learned from most sequences of the sample. Quantisers are measured on the other
-    sequences.
+    The basis was learned from most sequences of the sample. Quantisers are later measured on the
+    other sequences.
     """
 
+    # float32 [n_features, width], or None if the values are not predicted.
     regression: np.ndarray | None
     basis: coding.Basis
-    # Entry of the sample's file with the principal components of the sequences on which quantisers
-    # are measured. It is an array [n_tokens, n_components].
+    # Location of an array [n_tokens, n_components] in the file of the sample. It contains the
+    # components of the sequences on which quantisers are measured.
     components: Kept
-    variances: np.ndarray  # Variance of each component, [n_components].
-    weight: float  # Factor by which the squared error of each component is multiplied.
+    # Variance of each component, [n_components].
+    variances: np.ndarray
+    # Factor by which the squared error of each component is multiplied.
+    weight: float
 
 
 class _MeasuredGroup(NamedTuple):
-    """The quantisers that were measured for the hopeful components of a layer group.
+    """The quantisers that were measured for the components of a layer group.
 
-    A component is hopeful if its variance is large enough that it may get bits. The components of
-    the keys come first, then those of the values.
+    Quantisers are only measured for hopeful components. A component is hopeful if its variance is
+    large enough that it may get bits. The hopeful components of the keys come first, then the
+    hopeful components of the values.
     """
 
-    # The part of each hopeful component: 0 for keys or a hidden state, 1 for values.
+    # For each hopeful component, 0 if it belongs to the keys or to a hidden state, or 1 if it
+    # belongs to the values.
     part: np.ndarray
-    component: np.ndarray  # Index of each hopeful component among all components of its part.
-    # Entry of the sample's file with the hopeful components, an array [n_tokens, n_hopeful].
+    # Index of each hopeful component among all components of its part.
+    component: np.ndarray
+    # Location of an array [n_tokens, n_hopeful] in the file of the sample. It contains the hopeful
+    # components.
     components: Kept
     options: Quantisers  # The measured quantisers, [n_hopeful, n_options].
 
@@ -388,19 +408,20 @@ def fit_groups(
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
-    The error is relative: each layer of each part contributes its squared error divided by the sum
-    of squares of its values. If ``metrics`` are given, errors are weighed with these matrices
-    instead. At any time, only one part of one group, or the components of one group, are in memory.
+    The squared error of each layer is divided by the sum of squares of the layer's values. This is
+    done separately for keys and values. If ``metrics`` are given, errors are weighed with these
+    matrices instead. At any time, only the keys or the values of one group, or the components of
+    one group, are in memory.
 
     Args:
         sample: The sample of the field.
         n_layers: Number of layers of each group.
         n_parts: Number of parts of each group: 2 for keys and values, 1 for a hidden state.
-        bits_per_token: Budget of all groups together: 8 times the bytes of their stored arrays.
-        metrics: For each part of each group, the matrix with which ``learn_basis`` weighs errors.
-            If the argument is None, errors are relative, as described above.
-        features: Features of each sequence, float32 [n_tokens, n_features], from which the values
-            are predicted. If the argument is None, the values are not predicted.
+        bits_per_token: Budget of stored bits per token for all groups together.
+        metrics: ``metrics[g][p]`` is the matrix with which ``learn_basis`` weighs the errors of
+            part p of group g. If the argument is None, errors are relative, as described above.
+        features: For each sequence, the features from which the values are predicted, float32
+            [n_tokens, n_features]. If the argument is None, the values are not predicted.
         learning: Settings of learning.
 
     Returns:
@@ -455,10 +476,10 @@ def _fit_part(
     features: Sequence[np.ndarray] | None,
     learning: Learning,
 ) -> _FittedPart:
-    """Learn the basis of one part (keys, values or a hidden state) from most of the sequences.
+    """Learn the basis of the keys or values of a group, or of a hidden state.
 
-    Quantisers are later measured on the other sequences of the sample. The principal components of
-    these sequences are written to disk.
+    The basis is learned from most sequences of the sample. The components of the other sequences
+    are written to the file of the sample. Quantisers are later measured on these components.
     """
     n = len(sample.lengths)
     others = range(0, n, _STATISTICS_EVERY)
@@ -475,10 +496,10 @@ def _fit_part(
     del rows  # Free the memory before the next rows are read.
     rows = sample.rows(group, part, others)
     if metric is None:
-        # The basis was learned from values divided by the scale of their layer. After this
-        # division, all layers have the same energy (mean over tokens of the sum of squares): the
-        # energy of all layers divided by the number of layers. Errors are measured relative to the
-        # energy of a layer.
+        # Errors are measured relative to the energy of a layer. The energy is the sum of squares of
+        # a token's values, averaged over the tokens. All layers have the same energy, because the
+        # basis was learned from values divided by the scale of their layer. So the energy of a
+        # layer is the energy of all layers divided by the number of layers.
         square_sum = 0.0
         for values in rows.sequences:
             square_sum += np.square(values, dtype=np.float64).sum()
@@ -500,8 +521,8 @@ def _measure_groups(
 ) -> list[_MeasuredGroup]:
     """Measure quantisers for the components of each group that may get bits.
 
-    A component may get bits if its weighted variance is above a tenth of the water level
-    (``water_level``). In each group, the component with the largest weighted variance is always
+    A component may get bits if its variance times its weight is above a tenth of the water level
+    (``water_level``). The component of a group for which this product is largest is always
     measured.
     """
     variances: list[np.ndarray] = []
@@ -531,19 +552,23 @@ def _measure_groups(
 def _order_codes(
     sample: np.ndarray, quantisers: Quantisers, part: np.ndarray, component: np.ndarray
 ) -> tuple[coding.CodeColumns, float]:
-    """Order the codes of a group, and split them into runs of codes with similar statistics.
+    """Order the digits of a group, and split them into runs of digits with similar statistics.
+
+    A digit is the code of a component, or one of the two digits of a code that does not fit into a
+    byte.
 
     Args:
         sample: Components of the sample's tokens, float32 [n_tokens, n_components].
         quantisers: The chosen quantiser of each component, [n_components].
-        part: The part of each component, [n_components].
+        part: 0 for components of the keys or of a hidden state, and 1 for components of the values,
+            [n_components].
         component: Index of each component among all components of its part, [n_components].
 
     Returns:
-        The columns of codes, and the bits per token that they take in a store.
+        The columns of digits, and the bits per token that they take in a store.
     """
-    # Every group must store at least one component, because decoding runs on the device of the
-    # group's codes.
+    # Every group must store at least one component. Decoding runs on the device of the group's
+    # codes, so there must be codes.
     if (quantisers.levels == DROPPED).all():
         quantisers = quantisers._replace(
             levels=np.where(np.arange(len(component)) == 0, 3, DROPPED)
@@ -554,8 +579,8 @@ def _order_codes(
     codes = coding.quantise(sample / quantisers.step, quantisers.rounding, limits).astype(np.int32)
     low, high = coding.split_wide(codes)
     is_wide = quantisers.levels == coding.WIDE_LEVELS
-    # Each stored component has a low digit. A component with wide codes (more levels than fit into
-    # a byte) also has a high digit.
+    # Each stored component has a low digit. If its code is wide (it has too many levels for a
+    # byte), the component also has a high digit.
     stored = np.flatnonzero(quantisers.levels != DROPPED)
     wide = np.flatnonzero(is_wide)
     ids = np.concatenate([wide, stored])
@@ -563,9 +588,8 @@ def _order_codes(
     levels_of = np.where(is_wide, coding.LOW_LEVELS, quantisers.levels)[ids]
     levels_of[is_high] = coding.HIGH_LEVELS
     # Neighbouring columns of digits share a Huffman code, so they should have similar statistics.
-    # Sort the digits by their number of levels. Among digits with the same number of levels, high
-    # digits come first, because they are nearly always zero, and the others follow by falling share
-    # of zeros.
+    # Sort the digits by their number of levels, then by falling share of zeros. High digits come
+    # before low digits with the same number of levels, because they are nearly always zero.
     falling_zeros = np.where(is_high, 0, -(codes == 0).mean(0)[ids])
     order = np.lexsort((falling_zeros, ~is_high, levels_of))
     ids = ids[order]
@@ -581,8 +605,8 @@ def _order_codes(
         counts = np.stack(histograms) / len(packed)
         per_byte = coding.CODES_PER_BYTE[levels]
         n_left = int((levels_of == levels).sum())
-        # Bytes with different statistics need different Huffman codes. So the bytes are split into
-        # runs, and each run is later stored in an array or in pieces of its own.
+        # Bytes with different statistics need different Huffman codes. So split the bytes into
+        # runs. A run is later stored as an array, or in pieces of the array of all runs.
         ends = split_by_statistics(counts, CHUNK_TOKENS)
         for run in np.split(packed, ends[:-1], axis=1):
             n_digits = min(run.shape[1] * per_byte, n_left)
@@ -608,8 +632,8 @@ def _order_codes(
 def _stored_bits(rows: np.ndarray) -> float:
     """Measure the stored bits per token of packed codes, uint8 [n_tokens, n_bytes].
 
-    The codes are compressed in chunks, as in a store. The result includes the entry of each chunk
-    in the index of a shard.
+    The codes are compressed in chunks, as in a store. The entries of the chunks in the index of a
+    shard are included.
     """
     n_bytes = 0
     for start in range(0, len(rows), CHUNK_TOKENS):
@@ -637,26 +661,28 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
     )
 
 
-# The functions below split a budget of bits among joint hidden states. With the codec option
-# ``,joint``, each hidden state of a store is predicted from the state of the stored layer below it,
-# because a decoder layer changes its input little. So the lowest state takes most of the bits. The
-# bits are split so that components have the same mean squared error ``d`` in all states. Variances
-# and errors are divided by the energy of their state.
+# The functions below split a budget of bits among the hidden states of a store. With the codec
+# option ``,joint``, each hidden state is predicted from the next lower hidden state of the store.
+# Only the residual, the difference to the prediction, is quantised. The residual is small, because
+# a decoder layer changes its input little. So the lowest state takes most of the bits.
+#
+# The bits are split so that all components of all states have the same mean squared error ``d``.
+# Variances and errors are divided by the energy (the sum of squares) of their state.
 #
 # - Lowest state: a Gaussian component with variance ``v`` takes ``0.5 * log2(v / d)`` bits, and
 #   zero bits if ``v`` is below ``d``.
-# - Predicted state: the residual is what remains after the prediction. A component of the residual
-#   with variance ``v`` also contains the error ``d`` of the state below, so it takes ``0.5 *
-#   log2((v + d) / d)`` bits.
+# - Other states: if the prediction used the exact state below, a component of the residual would
+#   have a variance ``v``. The state below has the error ``d``, which adds to the residual. So the
+#   component takes ``0.5 * log2((v + d) / d)`` bits.
 
 
 def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDevice) -> np.ndarray:
-    """Compute the variances that remain in a hidden state after a linear prediction.
+    """Compute the variances of a hidden state after a linear prediction is subtracted from it.
 
     Args:
         values: The hidden state, float32 [n_tokens, width].
-        known: The values from which it is predicted, float32 [n_tokens, n]. If the argument is
-            None, the hidden state is not predicted.
+        known: The values from which the hidden state is predicted, float32 [n_tokens, n]. If the
+            argument is None, the hidden state is not predicted.
         to_device: Moves an array to the device on which large matrix products run.
 
     Returns:
@@ -677,9 +703,9 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
 
 def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[float]:
-    """Split the bits of a token among hidden states, each of which is predicted from the one below.
+    """Split the bits of a token among hidden states. Each one is predicted from the one below it.
 
-    With this split, all states have the same error, relative to the energy of the state.
+    With this split, all states have the same error relative to their energy.
 
     Args:
         variances: :func:`left_variances` of each state, the lowest state first.

@@ -8,12 +8,15 @@ values       token and head                  No channel is much larger than othe
 hidden       channel and block of 64 tokens  Some channels are larger by orders of magnitude.
 ===========  ==============================  ==================================================
 
-The integers are later entropy-coded (``storage.chunk``). So a larger scale causes more error, but
-its smaller integers take fewer bits. Other methods, such as a separate scale for each 32 values or
-clipping of the largest values, exchange bits for error at the same rate, so they gain nothing. A
-scale is stored as a bfloat16 with two bits of mantissa, which takes 4 to 5 bits after entropy
-coding. A full mantissa would take 10 bits and gain nothing. Scales are rounded up, which causes
-more error but saves bits of the integers in return.
+The integers are later entropy-coded (``storage.chunk``), so small integers take fewer bits than
+large integers. With a larger scale, the integers are smaller and take fewer bits, but the rounding
+error is larger. Other methods, such as one scale per 32 values or clipping of the largest values,
+are not better: if they take the same number of bits, they have the same error.
+
+A scale is stored as a bfloat16. Only two bits of its mantissa are used, so that a scale takes 4 to
+5 bits after entropy coding. With the whole mantissa it would take 10 bits, and the codec would not
+become better. Scales are rounded up, and not to nearest. The error is then larger, but the integers
+are smaller and take fewer bits.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -40,16 +43,17 @@ from ..schema import (
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
-LARGEST_CODE = 127.0  # Upper bound on the magnitude of a code.
-# Number of consecutive tokens that share one scale per channel (a block). Sequences start at
-# multiples of this number, so that no block contains tokens of two sequences.
+# Upper bound on the magnitude of a code.
+LARGEST_CODE = 127.0
+# Number of tokens of a block. The consecutive tokens of a block share one scale per channel.
+# Sequences start at multiples of this number, so no block contains tokens of two sequences.
 BLOCK_TOKENS = ALIGNMENT_TOKENS
 
-# Stored bits per value after the lossless compression of chunks (``storage.chunk``). This measured
-# number includes the scales and is rounded up.
+# Stored bits per value, after the lossless compression of chunks (``storage.chunk``). The number
+# was measured, includes the bits of the scales, and is rounded up.
 _BITS = 7.9
-# A scale is rounded up to a float32 with two bits of mantissa. To do so, its bits are read as an
-# integer, which is rounded up to a multiple of this number.
+# To round a scale up to two bits of mantissa, the bits of its float32 are read as an integer. This
+# integer is rounded up to a multiple of _SCALE_STEP.
 _SCALE_STEP = 1 << 21
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -149,8 +153,8 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     axis = 1 if part.is_per_channel else -1
     scale = _scale(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True))
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
-    # If the values are too small for any normal float32 scale, the scale is zero, and the codes are
-    # zero, too.
+    # A scale of zero means that the values are too small for any normal float32 scale. Their codes
+    # are then zero, too.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
     # Both NumPy and torch round to nearest, ties to even.
     codes = xp.astype(xp.round(scaled), xp.int8)
@@ -190,8 +194,8 @@ def _scale(xp: Any, largest: Array) -> Array:
 
     A scale has two bits of mantissa. A scale below the smallest normal float32 number becomes 0.
     """
-    # Multiply by the reciprocal. Some devices replace a division by a constant by this
-    # multiplication and others do not, so a division would give different bits.
+    # Do not divide by LARGEST_CODE. Some devices compute a division by a constant as a
+    # multiplication by its reciprocal and others do not, so they would give different bits.
     bits = (largest * (1.0 / LARGEST_CODE)).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

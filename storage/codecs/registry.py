@@ -21,8 +21,8 @@ from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
 BASIS_NAME = "basis.safetensors"
-# Name of the new basis file while fields are added to a store. As soon as store.json contains the
-# hash of the new file, it is renamed to BASIS_NAME.
+# Name of the new basis file while fields are added to a store. The file is renamed to BASIS_NAME as
+# soon as store.json contains its hash.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 # Upper bound on the size of a basis file. The basis of a 405B target with all options has 5 GB.
 _MAX_BASIS_BYTES = 16 << 30
@@ -36,9 +36,9 @@ class StoreCodec:
 
     Args:
         name: Name of the codec, e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
-        specs: The store's fields. Fields of integers are lossless in every codec.
-        sources: Name of a field -> names of the fields from which it is predicted. If the argument
-            is None, the codec's name determines them.
+        specs: The store's fields. Every codec stores fields of integers losslessly.
+        sources: Name of a predicted field -> names of the fields from which it is predicted. If the
+            argument is None, the codec's name determines them.
 
     Raises:
         CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
@@ -87,7 +87,7 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a codec for some of the fields. It shares their codecs with this object."""
+        """Return a ``StoreCodec`` for some of the fields. Both objects share the field codecs."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
@@ -107,29 +107,29 @@ class StoreCodec:
         """Encode the values of some fields for one whole sequence.
 
         Args:
-            values: Field name -> values. If a field is predicted from other fields, their values
-                are required too.
+            values: Field name -> values. If a field is predicted from other fields, the values of
+                those fields are also required.
             tokens: The token ids of the sequence.
             is_finite: Whether the caller knows that all values are finite. If false, the values are
                 checked, which synchronizes with their device.
 
         Returns:
-            Field name -> array name -> rows.
+            Field name -> name of a stored array -> its rows.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
         used = set(chain.from_iterable(self.sources.values()))
         learned = self.learned
-        # The sources of a field are the fields from which it is predicted. Encode them before it:
-        # `learned` lists fields in this order.
+        # The sources of a field are the fields from which it is predicted. They must be encoded
+        # first. `learned` lists them before the field.
         for name in dict.fromkeys([*learned, *self.fields]):
             if name not in values:
                 continue
             codec = self.fields[name]
             if not is_finite:
                 codec.check_finite(values[name])
-            # If the caller did not pass the values of a source, `features` is None, and the codec
-            # refuses to encode.
+            # If the caller did not pass the values of all sources, `features` is None, and
+            # `codec.encode` raises an error.
             known = [
                 offered[source.spec.name] for source in codec.sources if source.spec.name in offered
             ]
@@ -154,8 +154,8 @@ class StoreCodec:
     def learned(self) -> dict[str, TransformCodec]:
         """Field name -> codec, for the field codecs that learn from a sample of sequences.
 
-        If a field is predicted from other fields (its sources), the sources come first. All codecs
-        must have learned before ``describe`` and ``files`` are called.
+        If a field is predicted from other fields, those fields come first. All codecs must have
+        learned before ``describe`` and ``files`` are called.
         """
         ordered = chain.from_iterable(codec.with_sources() for codec in self.fields.values())
         learned: dict[str, TransformCodec] = {}
@@ -166,10 +166,10 @@ class StoreCodec:
 
     @property
     def joint(self) -> list[str]:
-        """Names of the hidden states in a chain of predictions, which the option ``,joint`` makes.
+        """Names of the hidden states that the option ``,joint`` predicts from one another.
 
-        They are ordered from the lowest layer to the last hidden state. Each one is predicted from
-        the one before it.
+        They are ordered from the lowest layer to the last hidden state. Each hidden state is
+        predicted from the previous one in this list.
         """
         layers: dict[str, int] = {}
         for name, codec in self.learned.items():
@@ -194,8 +194,8 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # With the hash, readers check that a basis file is the one with which the values in the
-            # store were encoded.
+            # With this hash, readers check that the values in the store were encoded with the basis
+            # file that they have read.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
@@ -227,9 +227,9 @@ class StoreCodec:
             raise ValueError(
                 f"it is not a valid safetensors file ({error}). Restore it from a copy."
             ) from error
-        # `learned` lists the sources of a field (the fields from which it is predicted) before the
-        # field. They are loaded first, because their number of features determines the shapes of
-        # the field's regression matrices.
+        # If a field is predicted from other fields, `learned` lists those fields first. They must
+        # be loaded first, because the number of their features determines the shape of the field's
+        # regression matrices.
         for name, codec in self.learned.items():
             prefix = f"{name}:"
             state: dict[str, np.ndarray] = {}
@@ -241,9 +241,9 @@ class StoreCodec:
     def _load(self, folder: StorePath, expected_sha256: str) -> None:
         path = folder / BASIS_NAME
         got = ""
-        # A process that adds fields may have been killed before it renamed the new basis file, so
-        # look at the file's temporary name, too. The process may also rename the file during this
-        # loop, so look at the final name again.
+        # A process that adds fields replaces store.json, and then renames the new basis file. If
+        # the process was killed in between, the file has its temporary name. If the process renames
+        # the file during this loop, it has its final name at the third attempt.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
                 content = read_basis(candidate)
@@ -264,10 +264,13 @@ class StoreCodec:
             raise StoreDamaged(f"{path} cannot be used: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Choose by the codec's name from which fields (sources) each hidden state is predicted.
+        """Choose by the codec's name from which fields each hidden state is predicted.
 
-        With ``,from-kv``, keys and values are the first source. With ``,joint``, the next lower
-        hidden state of the store is another source.
+        With ``,from-kv``, it is predicted from keys and values. With ``,joint``, it is predicted
+        from the next lower hidden state of the store. With both options, it is predicted from both.
+
+        Returns:
+            Name of a hidden state -> names of the fields from which it is predicted.
         """
         kv = [name for name, codec in self.learned.items() if codec.is_kv]
         sources: dict[str, list[str]] = {}
@@ -286,7 +289,7 @@ class StoreCodec:
         return sources
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
-        """Set the fields from which a hidden state is predicted (its sources).
+        """Set the fields from which a hidden state is predicted.
 
         Raises:
             CodecUnknown: The hidden state cannot be predicted from these fields.

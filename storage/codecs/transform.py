@@ -6,32 +6,35 @@
     values  ----------------+-> subtract the mean -> multiply by the basis -> quantise
     hidden  ----------------+-> pack several codes per byte -> arrays of similar statistics
 
-A *group* is a run of consecutive layers that share one basis. A *part* of a group is its keys, its
-values, or a hidden state. Decoding takes one table lookup per byte of codes, and one matrix product
-per part of a group. Then the mean is added, and the keys are rotated to their positions (RoPE). A
-part may be predicted from the token ids or from the decoded values of other fields. Encoding then
-subtracts the prediction first, and decoding adds it. This takes one more matrix product.
+*Groups.* The layers are divided into groups of consecutive layers. The keys of all layers of a
+group have one basis of principal axes, and the values of these layers have another. A hidden state
+is one group with one basis. Decoding takes one table lookup per byte of codes, and one matrix
+product per basis. Then the mean is added, and the keys are rotated to their positions (RoPE).
 
-The *scope* in the codec's name selects the size of the groups. It is a trade-off between stored
-bytes and the cost of reading one layer. Layers contain similar information about a token, so a
+*Size of the groups.* The end of the codec's name selects the number of layers in a group. With
+large groups, a store takes fewer bytes. Layers contain similar information about a token, so one
 basis for all layers (``@all``) needs less than half the bits of one basis per layer (``@layer``).
-But a reader of one layer must read the codes of all layers of its group. Without a scope, a group
-has as many layers as fit into 4,096 numbers of keys. No basis is wider than 16,384 numbers. If
-``@all`` would exceed this width, the layers are divided into several groups of about the same size.
+With small groups, a reader of one layer reads fewer bytes, because it must read the codes of all
+layers of the group. By default, a group has as many layers as fit into 4,096 numbers of keys. No
+basis is wider than 16,384 numbers. If ``@all`` would exceed this width, the layers are divided into
+several groups of about the same size.
 
-Predictions:
+*Predictions.* Values may be predicted from the token ids, or from the decoded values of other
+fields. Encoding first subtracts the prediction, and decoding adds it at the end. This takes one
+more matrix product. There are three options in the codec's name:
 
 - ``,tokens`` predicts keys and values from the token ids. For each token of the vocabulary, this
   adds up to 1,024 bytes to the file of the basis (131 MB for Llama 3).
-- ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. The keys
-  and values of a layer are a linear function of the layer's normalised input, a hidden state.
+- ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. This is
+  possible because the keys and values of a layer are a linear function of the layer's normalised
+  input, which is a hidden state.
 - ``,joint`` predicts each hidden state from the next lower hidden state of the store, because a
   decoder layer changes its input little. The last hidden state is predicted from the highest stored
   layer. With ``,tokens`` but without ``,from-kv``, the lowest hidden state is predicted from the
   token ids.
 
-The *sources* of a field are the fields from which it is predicted. A reader of the field must also
-read the codes of its sources.
+If a field is predicted from other fields, these fields are its *sources*. A reader of the field
+must also read the codes of the sources.
 """
 
 import math
@@ -63,27 +66,28 @@ from .coding import (
 from .field import Codes, FieldCodec, Layers, Learning, Selection, to_device_of
 from .fit import fit_groups
 
-# Largest width of the keys of a layer group if the codec's name does not set the size of the
+# Largest width of the keys of a layer group, if the codec's name does not set the size of the
 # groups.
 AUTO_GROUP_WIDTH = 4_096
-# Largest width of a basis, which is learned for all keys (or all values) of a layer group together.
-# A wider basis could keep only a small share of its components, and would be learned from fewer
-# tokens than it has dimensions. For 32 layers of width 1,024 at 1 bit per value, two groups have a
-# 30 % lower error than one group.
+# Largest width of a basis. One basis is for the keys (or the values) of all layers of a group. With
+# a larger width, only a small share of the components could be stored, and the basis would be
+# learned from fewer tokens than it has dimensions. For 32 layers of width 1,024 at 1 bit per value,
+# two groups of 16 layers have a 30 % lower error than one group of 32 layers.
 MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
-# By default, the last hidden state has at least this many more bits per value than keys and values.
-# It needs them because training computes the target's next-token distributions from it. These bits
-# cost little, because the last hidden state is only a small share of a store that also contains
-# keys and values. With HIDDEN_BITS_RATIO alone, the distributions of a real model had a KL
-# divergence of 0.04 nats from the exact ones.
+# By default, the number of bits per value of the last hidden state is at least the number for keys
+# and values plus this number. The last hidden state needs more bits, because training computes the
+# target's next-token distributions from it. With HIDDEN_BITS_RATIO alone, the distributions of a
+# real model had a KL divergence of 0.04 nats from the exact distributions. The additional bits are
+# a small share of a store that also contains keys and values.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
-# Largest number of principal components of keys and values from which hidden states are predicted.
-# The keys and the values of each layer group contribute the same number of components, those with
-# the largest variance. Twice as many would double the size of the regression matrix of an 8B model,
-# and improve the prediction little. Changing this number would change the format of stores.
+# Largest number of components of keys and values from which hidden states are predicted. The keys
+# and the values of all layer groups contribute equal numbers of components. They are the components
+# with the largest variance. With twice this number, the regression matrix of an 8B model would be
+# twice as large, and the prediction only a little better. Changing this number would change the
+# format of stores.
 KV_FEATURES = 1_024
 
 TRANSFORM_GRAMMAR = (
@@ -100,17 +104,19 @@ _NAME = re.compile(
 class TransformSettings:
     """The settings in the name of a transform codec."""
 
-    kv_bits: float  # Stored bits for each number in keys and values.
+    # Stored bits for each number in keys and values.
+    kv_bits: float
     # Stored bits for each number in hidden states. If the value is None, the number of bits depends
     # on ``kv_bits`` (see :meth:`bits`).
     hidden_bits: float | None = None
-    # Number of layers that share a basis. If the value is 0, all layers share one. If it is None,
-    # the number is chosen by the width of a layer.
+    # Number of layers in a group, which share a basis. If the value is 0, all layers are in one
+    # group. If the value is None, the number depends on the width of a layer.
     group_layers: int | None = None
-    # Whether keys and values (or the lowest hidden state of a chain ``,joint``) are predicted from
-    # the target's embeddings of the tokens.
+    # Whether keys and values are predicted from the target's embeddings of the tokens. If
+    # ``is_joint`` is also set, the lowest hidden state may be predicted from them, too.
     from_tokens: bool = False
-    from_kv: bool = False  # Whether hidden states are predicted from keys and values.
+    # Whether hidden states are predicted from keys and values.
+    from_kv: bool = False
     # Whether each hidden state is predicted from the next lower hidden state of the store.
     is_joint: bool = False
 
@@ -162,7 +168,7 @@ class TransformSettings:
         )
 
     def group_size(self, n_layers: int, layer_width: int) -> int:
-        """Return the number of layers that share a basis.
+        """Return the number of layers in a group. The layers of a group share a basis.
 
         Args:
             n_layers: Number of layers of the field.
@@ -188,25 +194,24 @@ class TransformSettings:
 class Rope:
     """Applies a target's rotary position embedding (RoPE) to keys, or undoes it.
 
-    Before RoPE, the same content has the same key at all positions, so keys vary in far fewer
-    directions than after RoPE and take fewer bits. The rotation is that of Llama and related models
-    in ``transformers``: dimensions ``i`` and ``i + rotary_dim / 2`` are rotated together by the
-    angle ``position * inv_freq[i]``, and the result is multiplied by an attention scaling (1 except
-    for YaRN and LongRoPE). Dimensions from ``rotary_dim`` on are not rotated (partial rotary
-    embedding).
+    Keys take fewer bits before RoPE than after RoPE: the same content has the same key at all
+    positions, so keys vary in far fewer directions. The rotation is the same as for Llama and
+    related models in ``transformers``. Dimensions ``i`` and ``i + rotary_dim / 2`` are rotated
+    together by the angle ``position * inv_freq[i]``. The result is multiplied by an attention
+    scaling, which is 1 except for YaRN and LongRoPE. Dimensions from ``rotary_dim`` on are not
+    rotated (partial rotary embedding).
 
     Args:
-        inv_freq: Radians per position, [rotary_dim / 2]. If the layers have different rotations:
-            [n_layers, rotary_dim / 2].
-        scaling: The attention scaling, by which the rotated dimensions are multiplied: one number,
-            or [n_layers].
+        inv_freq: Radians per position, [rotary_dim / 2], or [n_layers, rotary_dim / 2] if the
+            layers have different rotations.
+        scaling: The attention scaling. It is one number, or [n_layers] if the layers differ.
     """
 
     def __init__(self, inv_freq: np.ndarray, scaling: np.ndarray) -> None:
         self.inv_freq = np.asarray(inv_freq, np.float32)
         self.scaling = np.atleast_1d(np.asarray(scaling, np.float32))
-        # Cached tables of cosine and sine at positions from 0 on. A key of this dict contains the
-        # name of the array library, the device, and whether the rotation is undone.
+        # Cached tables of cosine and sine for the positions from 0 on. The keys of this dict
+        # consist of the name of the array library, the device, and whether the rotation is undone.
         self._kept: dict[str, list[Array]] = {}
         if (
             not np.isfinite(self.inv_freq).all()
@@ -256,21 +261,22 @@ class Rope:
     def _tables(
         self, first: int, stop: int, layers: Layers, undo: bool, like: Array
     ) -> list[Array]:
-        """Return the tables of cosine and sine for positions [first, stop), times the scaling.
+        """Return the tables of cosine and sine for the positions [first, stop).
 
-        Each table is float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2].
+        The entries are multiplied by the attention scaling, or divided by it if the rotation is
+        undone. Each table is float32 [n_tokens, n_layers or 1, 1, rotary_dim / 2].
         """
         if self.inv_freq.ndim == 2 or len(self.scaling) > 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
-        # All layers share the tables, which are cached, so that they are not computed and copied to
-        # the device again for the next sequence.
+        # All layers share the tables. Cache them, so that they are not computed and copied to the
+        # device again for each sequence.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
         if (tables := self._kept.get(key)) is None or len(tables[0]) < stop:
             tables = self._kept[key] = self._compute(
                 np.arange(1 << stop.bit_length()), None, undo, like
             )
-        # Use the local variable and do not read `_kept` again: another thread may have replaced the
-        # cached tables by shorter ones.
+        # Use the local variable and do not read `_kept` again: in the meantime, another thread may
+        # have replaced the cached tables by shorter tables.
         return [table[first:stop] for table in tables]
 
     def _compute(
@@ -302,9 +308,9 @@ class TransformCodec(FieldCodec):
         spec: The field: ``kv`` [token, layer, kv_head, key_value, head_dim], or a hidden state
             [token, width].
         settings: The settings in the codec's name.
-        rope: The target's rotation of keys. It is undone before keys are encoded. If the argument
-            is None, keys are encoded after RoPE, which takes twice the bits. The argument is
-            ignored for hidden states.
+        rope: The target's rotation of keys. Keys are encoded before RoPE, so their rotation is
+            undone first. If the argument is None, keys are encoded after RoPE, which takes twice
+            the bits. For hidden states, the argument is ignored.
     """
 
     sources: "Sequence[TransformCodec]"
@@ -326,13 +332,14 @@ class TransformCodec(FieldCodec):
             )
         self.settings = settings
         self.rope = rope if self.is_kv else None
-        # For each layer group and each of its parts (keys and values, or a hidden state), a matrix
-        # [width, width] that weighs quantisation errors: an error ``e`` costs ``e @ matrix @ e``.
-        # For ``hidden/last``, it may be the result of ``calibration.logit_metric``. If the value is
-        # None, each error is measured relative to the size of its layer's values.
+        # ``metrics[g][p]`` is a matrix [width, width] that weighs quantisation errors of the keys
+        # (p = 0) or the values (p = 1) of layer group g: an error ``e`` costs ``e @ matrix @ e``.
+        # A hidden state has only the matrix ``metrics[0][0]``. For ``hidden/last``, it may be the
+        # result of ``calibration.logit_metric``. If ``metrics`` is None, errors are measured
+        # relative to the size of the values of their layer.
         self.metrics: Sequence[Sequence[np.ndarray]] | None = None
-        # The target's input embeddings [vocab_size, width]. They are required for learning if the
-        # codec ``needs_tokens``.
+        # The target's input embeddings, [vocab_size, width]. Learning requires them if the codec
+        # ``needs_tokens``.
         self.embeddings: Array | None = None
         self._pieces: Pieces | None = None
         self._features: np.ndarray | None = None
@@ -341,8 +348,8 @@ class TransformCodec(FieldCodec):
         # ``n_parts`` is the number of parts of each group: 2 for keys and values, 1 for a hidden
         # state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
-        # Number of floats per token in the keys of one layer, or in a hidden state. The values of a
-        # layer have the same width as its keys.
+        # Width of the keys of one layer, or of a hidden state: its number of floats per token. The
+        # values of a layer have the same width as its keys.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise CodecUnknown(
@@ -361,15 +368,16 @@ class TransformCodec(FieldCodec):
     def needs_tokens(self) -> bool:
         """Whether the field is predicted from the token ids.
 
-        Keys and values can be predicted from the token ids. If each hidden state is predicted from
-        the next lower one, the lowest hidden state can be predicted from the token ids, too.
+        The option ``,tokens`` predicts keys and values from the token ids. Together with the option
+        ``,joint``, it also predicts the lowest hidden state from them, unless this hidden state is
+        predicted from keys and values.
         """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
 
     @property
     def n_features(self) -> int:
-        """Number of features of a token that this field provides to predict other fields."""
+        """Number of features per token that this field provides, to predict other fields."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         n_leading = 0
@@ -384,15 +392,16 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of features that the keys of one layer group provide.
-
-        The values of the group provide at most the same number.
-        """
+        """Largest number of features that the keys (or the values) of one layer group provide."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @property
     def _error_metric(self) -> str:
-        """How errors were measured when the bases were learned, as ``store.json`` records it."""
+        """How errors were measured to learn the bases: plain, relative to layers, or given.
+
+        "given" means that errors were weighed with matrices (``metrics``). ``store.json`` records
+        this word.
+        """
         metric = "plain"
         for group in self._groups:
             for basis in group.fit.bases:
@@ -419,12 +428,15 @@ class TransformCodec(FieldCodec):
     def state(self) -> dict[str, np.ndarray]:
         """Return the learned state, which is stored in the store's ``codec/`` folder.
 
-        The state maps names to float16 and float32 arrays: ``rope/*``, ``tokens/features``,
-        ``g/columns`` for group g (the table of ``CodeColumns``), and ``g/p/mean``,
-        ``g/p/synthesis`` and ``g/p/regression`` for part p of group g (p is 1 for values, otherwise
-        0). If errors were weighed with a matrix (``metrics``), ``g/p/analysis`` is also stored.
-        Otherwise ``g/p/scale`` is stored, and ``Basis.scaled`` computes the analysis matrix from
-        it.
+        The result maps these names to float16 and float32 arrays. In a name, g is the number of a
+        layer group, and p is 0 for keys or a hidden state, and 1 for values:
+
+        - ``rope/inv_freq`` and ``rope/scaling``,
+        - ``tokens/features``,
+        - ``g/columns``, the table of ``CodeColumns``,
+        - ``g/p/mean``, ``g/p/synthesis`` and ``g/p/regression``,
+        - ``g/p/analysis`` if errors were weighed with a matrix (``metrics``), otherwise
+          ``g/p/scale``. ``Basis.scaled`` computes the analysis matrix from the scale.
         """
         state: dict[str, np.ndarray] = {}
         if self.rope is not None:
@@ -449,7 +461,7 @@ class TransformCodec(FieldCodec):
         return state
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a state that :meth:`state` returned. Load the states of the ``sources`` first.
+        """Load a state that :meth:`state` returned. The ``sources`` must be loaded before.
 
         Raises:
             ValueError: The arrays do not have the shapes or values that the field needs.
@@ -500,7 +512,7 @@ class TransformCodec(FieldCodec):
                 analysis = load(f"{part}/analysis", width, len(synthesis))
                 bases.append(Basis(mean, synthesis, analysis))
             else:
-                # Bases that earlier releases wrote have no array of scales. Their scales are 1.
+                # Earlier releases stored no scales for a basis whose scales are all 1.
                 has_scale = f"{group}/{part}/scale" in state
                 scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
                 bases.append(Basis.scaled(mean, synthesis, scale))
@@ -568,8 +580,8 @@ class TransformCodec(FieldCodec):
             groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g,
                 [n_tokens, width]. A hidden state is ``groups[0][0]``.
             tokens: The token ids. Required if the codec ``needs_tokens``.
-            features: Features of the ``sources``, the fields from which this field is predicted.
-                Required if there are any sources.
+            features: Features from which this field is predicted, float32 [n_tokens, n_features].
+                Required if the field is predicted from other fields (``sources``).
         """
         first = groups[0][0]
         if not self.sources:
@@ -580,8 +592,8 @@ class TransformCodec(FieldCodec):
                 f"Field {self.spec.name!r} is predicted from {names}. Encode these fields in one "
                 "call of StoreCodec.encode."
             )
-        # Collect the codes of all groups in one dictionary. Array names of different groups differ,
-        # because they contain the number of the group.
+        # Collect the codes of all groups in one dictionary. Its keys are names of arrays. They
+        # differ between groups, because they contain the number of the group.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
@@ -633,18 +645,19 @@ class TransformCodec(FieldCodec):
     ) -> Array:
         """Decode the features from which other fields are predicted.
 
-        The result is float32 [n_tokens, n_features]. For a hidden state, the features are its
-        decoded values. For keys and values, the features are the components with the largest
-        variance (at most :data:`KV_FEATURES`). If keys and values are predicted from token ids, the
-        token features follow. Decoded keys (before RoPE) and values are a linear function of all
-        components and the token features.
+        For a hidden state, the features are its decoded values. For keys and values, the features
+        are at most :data:`KV_FEATURES` decoded components, those with the largest variance. If keys
+        and values are themselves predicted from token ids, the features of the token ids follow.
 
         Args:
-            codes: Name of a stored array -> the rows that cover the tokens, see :meth:`decode`.
+            codes: Name of a stored array -> its rows for these tokens, as in :meth:`decode`.
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
-            features: Features of the ``sources``. If the argument is None, they are decoded from
-                ``codes``.
+            features: Features from which this field is predicted. If the argument is None, they are
+                decoded from ``codes``.
+
+        Returns:
+            float32 [n_tokens, n_features].
         """
         if not self.is_kv:
             return self.decode(codes, first_position, n_tokens, None, features)
@@ -670,11 +683,11 @@ class TransformCodec(FieldCodec):
     def parts(self, values: Array) -> list[list[Array]]:
         """Split a sequence into groups of layers, and each group into its keys and its values.
 
-        A hidden state is one group with one part.
+        The rotation of the keys (RoPE) is undone.
 
         Returns:
             ``groups[g][p]`` holds the keys (p = 0) or the values (p = 1) of group g, [n_tokens,
-            width]. The keys are before RoPE: their rotation is undone.
+            width]. A hidden state is ``groups[0][0]``.
         """
         if not self.is_kv:
             return [[values]]
@@ -692,7 +705,7 @@ class TransformCodec(FieldCodec):
         return groups
 
     def whole(self, groups: Sequence[list[Array]]) -> Array:
-        """Undo :meth:`parts`: concatenate the layers of all groups, and rotate the keys again."""
+        """Undo :meth:`parts`: rotate the keys again, and concatenate the layers of all groups."""
         assembled: list[Array] = []
         for parts, layers in zip(groups, self.groups, strict=True):
             assembled.append(self._assemble(parts, 0, layers))
@@ -716,7 +729,7 @@ class TransformCodec(FieldCodec):
         return xp.stack([keys, others], axis=3)
 
     def _features_of(self, tokens: Array | None, n_tokens: int, like: Array) -> Array | None:
-        """Look up the features of token ids on the device of ``like``.
+        """Look up the features of token ids. The result is on the device of ``like``.
 
         Returns:
             The features, float32 [n_tokens, n_features]. If the field is not predicted from token
@@ -736,22 +749,22 @@ class TransformCodec(FieldCodec):
         # The table of features is large, so it stays on the device. Each call copies only the token
         # ids.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
-        # An id outside the vocabulary would raise a device-side assert on CUDA, after which the
-        # device is unusable.
+        # Clip ids outside the vocabulary. On CUDA, they would fail a device-side assertion, after
+        # which this process can no longer use the device.
         ids = xp.clip(ids, 0, len(self._features) - 1)
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Return the codes of the layer groups that contain these layers: one array for each run.
+        """Return the codes of the layer groups that contain these layers, with one array per run.
 
-        A run is a range of code columns with similar statistics. If the store holds one array of
-        pieces instead, the runs are assembled from the pieces.
+        A run is a range of a token's codes with similar statistics. If the store has one array of
+        pieces instead of one array per run, the pieces are converted to runs.
         """
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # If this field is also the source of another field in the batch, all pieces were read,
-        # although ``layers`` needs only some of them.
+        # Usually only the pieces of these layers were read. But if another field of the batch is
+        # predicted from this field, all pieces were read.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
@@ -780,8 +793,8 @@ class Observation(Sample):
     Args:
         codec: The codec that learns.
         learning: Settings of learning.
-        sources: The samples of the fields from which the codec's field is predicted. The codecs of
-            these fields must learn first.
+        sources: The samples of other fields, if the codec's field is predicted from them. The
+            codecs of the other fields must learn first.
     """
 
     def __init__(
@@ -811,15 +824,15 @@ class Observation(Sample):
             self.add(codec.parts(values), tokens if codec.needs_tokens else None)
 
     def values(self) -> np.ndarray:
-        """Read all tokens of the sample of a hidden state: float32 [n_tokens, width]."""
+        """Read the sample of a hidden state, float32 [n_tokens, width]."""
         return self.rows(0, 0, range(len(self.lengths))).values
 
     def learn(self, bits: float | None = None) -> None:
         """Let the codec learn from the sample. The same sample gives the same state.
 
         Args:
-            bits: Budget of stored bits per token of the field. If the argument is None, the budget
-                follows from the bits per value in the codec's name.
+            bits: Budget of stored bits per token of the field. If the argument is None, the bits
+                per value in the codec's name determine the budget.
         """
         codec = self._codec
         if not self.lengths:
@@ -845,8 +858,8 @@ class Observation(Sample):
     def _source_features(self) -> list[np.ndarray] | None:
         """For each sequence, the features from which this field is predicted.
 
-        The features of all ``sources`` are concatenated along axis 1. If the field is not predicted
-        from other fields, the value is None.
+        They are the ``features`` of all sources, concatenated along axis 1. The value is None if
+        the field is not predicted from other fields.
         """
         if not self._sources:
             return None
@@ -857,8 +870,8 @@ class Observation(Sample):
     def features(self) -> list[np.ndarray]:
         """For each sequence, the features from which other fields are predicted.
 
-        Each array is float32 [n_tokens, n_features]. The values are encoded and decoded to compute
-        the features, so the codec must have learned before.
+        Each array is float32 [n_tokens, n_features]. The features are computed from encoded and
+        decoded values, so the codec must have learned before.
         """
         codec = self._codec
         move = self._learning.to_device
@@ -867,7 +880,7 @@ class Observation(Sample):
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None
             features = None if source_features is None else move(source_features[i])
-            # Encode and decode the values, because a reader has only decoded values.
+            # Encode and decode the values, because a reader can predict only from decoded values.
             groups = [list(map(move, parts)) for parts in self.sequence(i)]
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}

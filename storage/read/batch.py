@@ -5,9 +5,10 @@ The grids of arrays and the indexes of shards are read once and then cached in m
 Reading a batch has three steps:
 
 1. *Plan*: list the inner chunks that the ranges need. A chunk that several ranges share is read
-   once, and chunks that are adjacent in a file are merged into one read.
+   once. Chunks that are adjacent in a file are merged into one read.
 2. *Fetch*: for local files, ask the kernel to read all these bytes ahead before the first chunk is
-   decoded. For a bucket, request many ranges at once, up to a limited number of bytes (a window).
+   decoded. For a bucket, request many ranges at once. The total of their bytes is limited: the
+   reads that are requested at once are a *window*.
 3. *Decode*: several threads take reads from one queue, verify the checksum of each chunk and decode
    the chunk. If the values of a chunk are contiguous in the caller's array, the chunk is decoded
    directly into this array.
@@ -37,22 +38,22 @@ from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..requests import threads
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
-# Size of a window: number of stored bytes that are fetched from a bucket before they are decoded.
+# Upper bound on the stored bytes that are fetched from a bucket before they are decoded (a window).
 REMOTE_WINDOW_BYTES = 64 << 20
 
 MAX_SHARDS_AT_ONCE = 128
 """Number of shards that are prefetched before the first of them is decoded.
 
-It must not exceed ``backend.MAX_OPEN_FILES``. Otherwise shards would be closed after their prefetch
-and opened again to decode them.
+It must not exceed ``backend.MAX_OPEN_FILES``. With more shards, some would be closed after they
+were prefetched, and opened again to decode them.
 """
 
 _MAX_HELPERS = 32
 
 MAX_SHARDS = 4096
-"""Largest number of shards whose indexes a store caches.
+"""Largest number of shard indexes that an opened store caches.
 
-An index takes 16 bytes per inner chunk, which is 128 KiB for a shard of 2 GiB.
+An index has 16 bytes per inner chunk. For a shard of 2 GiB of raw values, it has 128 KiB.
 """
 _REPAIR = (
     "Delete the commit file of this part in commits/ and run the same `moa-data extract` command "
@@ -66,8 +67,8 @@ class ShardReader:
     Args:
         path: path of the shard.
         grid: grid of the array.
-        n_rows: number of chunks along axis 0 that the shard must contain. It is less than
-            ``grid.rows_per_shard`` for the last shard of a part.
+        n_rows: number of inner chunks along axis 0 that the shard must contain. The last shard of a
+            part may have fewer than ``grid.rows_per_shard``.
         record: size and checksum of the file, from its commit.
         cache: local cache of remote files, if there is one.
 
@@ -89,7 +90,7 @@ class ShardReader:
         self.file: LocalFile | RemoteFile = (
             RemoteFile(path, record, cache) if isinstance(path, RemotePath) else LocalFile(path)
         )
-        # int64 [n_rows, chunks_per_row, 2], offset and size in bytes of each inner chunk.
+        # int64 [n_rows, chunks_per_row, 2]. Offset and size in bytes of each inner chunk.
         self.index = self._read_index(n_rows, record.bytes)
 
     def _read_index(self, n_rows: int, file_bytes: int) -> np.ndarray:
@@ -111,7 +112,8 @@ class ShardReader:
                 f"{expected:#010x}. {_REPAIR}"
             )
         index = tail[:index_bytes].view("<u8").reshape(shape)[:n_rows]
-        # Check offset and size separately too, because the sum of two uint64 values could overflow.
+        # Check that each chunk ends inside the file. Also check offset and size separately, because
+        # the sum of two uint64 numbers could overflow.
         if (index > data_bytes).any() or (index.sum(axis=-1) > data_bytes).any():
             raise StoreDamaged(
                 f"{self.path} is damaged: its index lists chunks that are missing or outside the "
@@ -126,7 +128,7 @@ class ShardReader:
             raise StoreDamaged(f"{self.path} is missing. {_REPAIR}") from error
 
     def read_bytes(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Read bytes of the file into a scratch buffer of this thread.
+        """Read bytes of the file into a buffer that this thread reuses.
 
         The returned array is valid until the same thread calls this method again.
         """
@@ -179,8 +181,9 @@ class PartShards:
         )
         self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
         self._grids: dict[StoredArray, ArrayGrid] = {}
-        # Cache a function and not a method: the cache of a method would hold a reference to this
-        # object, and this cycle would keep all files open until the garbage collector runs.
+        # Cache the results of a function and not of a method. The cache of a method would refer to
+        # this object, and this object to the cache. This cycle would keep all files open until the
+        # garbage collector runs.
         self._open = lru_cache(MAX_SHARDS)(
             partial(_open, self._folder, commits, self._grids, cache)
         )
@@ -198,7 +201,9 @@ class PartShards:
         return self._grids[array]
 
     def shard(self, part: int, array: StoredArray, number: int) -> ShardReader:
-        """Open a shard of a part, and read and verify its index, unless it is cached.
+        """Return a shard of a part.
+
+        If the shard is not cached, it is opened, and its index is read and verified.
 
         Args:
             part: number of the part of the store.
@@ -256,16 +261,16 @@ class RowRange:
     start: int
     stop: int
     # Buffer in the array's dtype, [at least stop - start, *row_shape]. If ``layers`` is given, axis
-    # 1 has length ``len(layers)``. Rows from ``stop - start`` on may be overwritten: if the buffer
-    # has room for all rows of the last chunk, the chunk is decoded directly into the buffer.
+    # 1 has length ``len(layers)``. If the buffer has room for all rows of the last chunk, the whole
+    # chunk is decoded into it. Rows from ``stop - start`` on may thus be overwritten.
     out: np.ndarray
-    # Layers to read: non-negative indices along the layer (or piece) axis, in the requested order.
-    # If the value is None, all layers are read.
+    # Layers (or pieces) to read: non-negative indices along axis 1 of the array, in the requested
+    # order. If the value is None, all of them are read.
     layers: tuple[int, ...] | None = None
 
 
 class _Destination(NamedTuple):
-    """Rows [low, high) of a shard, and the buffer ``out[: high - low]`` that receives them."""
+    """Rows [low, high) of a shard. ``out[: high - low]`` receives them."""
 
     low: int
     high: int
@@ -284,21 +289,24 @@ class _Shard(NamedTuple):
     layers: tuple[int, ...] | None
 
 
-# The chunks of a shard that are wanted. The index of a chunk along axis 0 of the shard is mapped to
-# the buffers that receive the chunk's rows.
+# The wanted chunks of a shard: index of a chunk along axis 0 of the shard -> buffers that receive
+# rows of the chunk.
 _Wanted = dict[int, list[_Destination]]
 
 
 @dataclass
 class _Column:
-    """All inner chunks of a shard with the same index along axis 1, which hold the same layers.
+    """All inner chunks of a shard with the same index along axis 1.
 
-    The object also determines to which layers of the caller's buffer these layers are copied.
+    These chunks contain the same layers of different tokens. The object also says to which indices
+    of the caller's buffer these layers are copied.
     """
 
-    number: int  # Index of these chunks along axis 1 of the shard.
-    # Layers of the chunk that are copied, and the indices along the layer axis of ``out`` to which
-    # they are copied. Both are slices if all layers of the chunk are copied in order.
+    # Index of these chunks along axis 1 of the shard.
+    number: int
+    # ``inner`` are the layers that are copied, as indices in the chunk. ``outer`` are the indices
+    # along the layer axis of the caller's buffer to which they are copied. Both are slices if all
+    # layers of the chunk are copied in order.
     inner: slice | list[int]
     outer: slice | list[int]
 
@@ -310,11 +318,11 @@ class _Read:
     reader: ShardReader
     offset: int
     n_bytes: int
-    # For each chunk: its start in bytes after the start of the read, its size in bytes, its index
-    # along axis 0 of the shard, its column, and the buffers that receive its rows.
+    # One tuple for each chunk: (position of its first byte in the bytes of this read, its size in
+    # bytes, its index along axis 0 of the shard, its column, the buffers that receive its rows).
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
-    # The bytes that were fetched from a remote file. The value is None for a local file, which is
-    # read later.
+    # The bytes of a remote file, after they were fetched. For a local file, the value is None: the
+    # thread that decodes the chunks also reads them.
     data: np.ndarray | None = None
 
 
@@ -340,8 +348,8 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     """Call every function in ``work`` in a thread pool, in any order.
 
-    If a function raises an error, the functions that have not started are dropped, and the error is
-    raised. The calling thread also calls functions, so it does not have to wait if all threads of
+    If a function raises an error, the functions that have not started are not called, and the error
+    is raised. The calling thread also calls functions. So the work is done even if all threads of
     the pool are busy with the work of other callers.
 
     Args:
@@ -367,8 +375,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     try:
         take_turns()
     finally:
-        # The queue is empty now, so helper tasks that have not started are cancelled. Wait for the
-        # others, because they write into the caller's arrays.
+        # The queue is empty now. So cancel the helper tasks that have not started. Wait for the
+        # other helper tasks, because they write into the caller's arrays.
         started: list[Future[None]] = []
         for helper in helpers:
             if not helper.cancel():
@@ -379,8 +387,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard, _Wanted]:
-    # Plan requests for different layers of a shard separately, because the same layers are read for
-    # all rows of a plan.
+    # A plan reads the same layers for all its rows. So ranges with different layers of the same
+    # shard get separate plans.
     plans: dict[_Shard, _Wanted] = defaultdict(lambda: defaultdict(list))
     for item in ranges:
         grid = shards.grid(item.array)
@@ -402,11 +410,12 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard,
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
-    """Return the columns that contain the requested layers. If ``layers`` is None, return all.
+    """Return the columns of chunks that contain the requested layers.
 
-    A column consists of all chunks with the same index along axis 1, which hold the same layers. It
-    also holds the indices along the layer axis of the caller's buffer to which these layers are
-    copied.
+    Args:
+        layers: the requested layers. If the argument is None, all columns are returned.
+        chunk_layers: number of layers in a chunk.
+        n_columns: number of chunks along axis 1 of the shard.
     """
     columns: list[_Column] = []
     if layers is None:
@@ -414,8 +423,8 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
             outer = slice(number * chunk_layers, (number + 1) * chunk_layers)
             columns.append(_Column(number, slice(None), outer))
         return columns
-    # For each index of a chunk along axis 1: pairs (index of a layer in the chunk, index along the
-    # layer axis of the caller's buffer).
+    # Index of a chunk along axis 1 -> pairs (index of a layer in the chunk, index along the layer
+    # axis of the caller's buffer).
     pairs_by_column: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)
@@ -431,7 +440,7 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
 
 
 def _plan_reads(shards: PartShards, shard: _Shard, wanted: _Wanted) -> Iterator[_Read]:
-    """Open a shard, and yield the byte ranges to read. Each range consists of adjacent chunks."""
+    """Open a shard, and merge its wanted chunks into reads. A read consists of adjacent chunks."""
     reader = shards.shard(shard.part, shard.array, shard.number)
     columns = _columns(shard.layers, reader.grid.chunk_layers, reader.grid.chunks_per_row)
     if not columns:
@@ -459,10 +468,10 @@ def _plan_reads(shards: PartShards, shard: _Shard, wanted: _Wanted) -> Iterator[
 
 
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Split reads into windows, because all remote bytes of a window are in memory at once.
+    """Split reads into windows. All remote bytes of a window are in memory at once.
 
-    Reads of local files are not limited by the size of a window, because the decoding threads read
-    local files one read at a time.
+    The number of local bytes in a window is not limited, because a thread has only the bytes of one
+    local read in memory.
     """
     window: list[_Read] = []
     n_bytes = 0
@@ -482,7 +491,7 @@ def _fetch_ahead(reads: list[_Read]) -> None:
     """Fetch remote bytes, and ask the kernel to read local bytes ahead."""
     remote_reads: list[_Read] = []
     remote_ranges: list[tuple[RemoteFile, int, int]] = []
-    # Ignore a missing local file here. Reading it later raises an error that names the file.
+    # Ignore a missing local file here. An error that names the file is raised when it is read.
     with suppress(*MISSING):
         for read in reads:
             file = read.reader.file

@@ -47,28 +47,30 @@ _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 class ActivationStore:
     """A store that is opened for reading.
 
-    A store is divided into parts, ranges of sequences that are written and committed independently.
-    The commit of a part lists its files. Values are read lazily. An ``ActivationStore`` can be used
-    by several threads and after a fork. It can be pickled, and unpickling opens the store again.
+    A store is divided into parts. A part is a range of sequences, and its commit is a JSON file
+    that lists its files. Values are read when they are requested. An ``ActivationStore`` can be
+    used by several threads and after a fork. It can be pickled, and unpickling opens the store
+    again.
 
-    Opening checks the schema version, compares the plan with the commits, and checks that every
-    committed file exists and has the size in its commit. Reading verifies the checksum of each
-    chunk. ``verify_store`` checks everything else.
+    Opening checks the schema version, and compares the plan with the commits. It also checks that
+    every file that a commit lists exists and has the right size. Reading verifies the checksum of
+    each chunk. ``verify_store`` checks everything else.
 
     Args:
         path: the store's folder, or its URL (``s3://``, ``gs://``, ``az://``, ``file://``).
         require_complete: whether to raise an error if a planned part has no commit.
-        parts: numbers of the parts to open. All other parts may be damaged. If the argument is
-            None, all parts are opened.
-        cache: local disk cache for the bytes that are read from a remote store. By default, the
-            environment variable ``MOA_DATA_CACHE_DIR`` names its folder. If the argument is None,
-            nothing is cached.
+        parts: numbers of the parts to open. Other parts are not read, even if they are damaged. If
+            the argument is None, all parts are opened.
+        cache: cache on a local disk for the bytes that are read from a remote store. By default,
+            the environment variable ``MOA_DATA_CACHE_DIR`` names the folder of the cache. If the
+            argument is None, nothing is cached.
         checks_sizes: whether to compare the size of every file with its commit when the store is
             opened.
 
     Attributes:
-        sequences: the committed sequences in plan order, with the columns of ``plan.PLAN_SCHEMA``.
-        commits: number of each committed part -> its commit.
+        sequences: table of the sequences of the opened parts that have a commit. It is in the order
+            of the plan, and has the columns of ``plan.PLAN_SCHEMA``.
+        commits: number of each opened part that has a commit -> the commit.
 
     Raises:
         StoreError: the path is not a store, this release cannot read the store's schema version,
@@ -102,12 +104,13 @@ class ActivationStore:
             self.path, range(self.manifest.n_parts) if parts is None else parts
         )
         planned = part_counts(plan, self.manifest.alignment_tokens)
-        # For a remote store, one listing gives the sizes of all files, instead of one request per
-        # file.
+        # For a remote store, get the sizes of all files with one request for a listing, and not
+        # with one request per file.
         listed = backend_of(self.path / PARTS_NAME).listed_sizes() if checks_sizes else {}
         for part, commit in self.commits.items():
-            # Check the plan before any array is allocated: the lengths of arrays come from the
-            # plan, so a damaged plan could lead to arrays of many gigabytes.
+            # Compare the plan with the counts in the commit before any array is allocated. The
+            # lengths of arrays come from the plan, so a damaged plan could lead to arrays of many
+            # gigabytes.
             commit.check_counts(self.path, part, planned[part])
             if checks_sizes:
                 for name, record in commit.files.items():
@@ -188,11 +191,11 @@ class ActivationStore:
     def refuse_groups(self, what: str) -> None:
         """Raise SelectionInvalid if the store has several fields of keys and values.
 
-        A store has one such field per group of layers if the layers cache different shapes.
+        If the layers of the target cache different shapes, each group of layers has such a field.
 
         Args:
-            what: the setting, in backticks, that does not support such stores. The message says to
-                leave it out.
+            what: name of the setting, in backticks, that does not support such stores. It is for
+                the error message.
         """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(
@@ -246,10 +249,14 @@ class ActivationStore:
         layers: slice | Sequence[int] | None = None,
         tokens: slice | None = None,
     ) -> dict[str, np.ndarray]:
-        """Read the stored rows that ``codec.fields[field].decode`` takes as its argument ``codes``.
+        """Read a field of one sequence without decoding it.
 
-        The arguments are the same as for :meth:`read`. The rows begin at the first requested token.
-        If the codec is lossy, they begin at the last multiple of 64 tokens up to this token.
+        The arguments are the same as for :meth:`read`.
+
+        Returns:
+            Name of a stored array -> its rows. The mapping can be passed to
+            ``codec.fields[field].decode`` as ``codes``. The rows start at the first requested
+            token. For a lossy codec, they start at the last multiple of 64 tokens up to this token.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]
@@ -259,8 +266,8 @@ class ActivationStore:
     def _span(self, i: int, codec: FieldCodec, tokens: slice | None) -> tuple[int, int, int]:
         """Resolve a token slice to the tokens to return and the tokens to read.
 
-        Reading may start before the first requested token, because a lossy codec only decodes from
-        a multiple of 64 tokens on.
+        A lossy codec can decode only from a multiple of 64 tokens on. So reading may have to start
+        before the first requested token.
 
         Returns:
             The first token to read, the first requested token, and the end (exclusive) of the
@@ -272,8 +279,7 @@ class ActivationStore:
                 f"The token slice has step {step}, but only step 1 is supported. Slice the result "
                 "instead."
             )
-        # A lossy codec can only decode ranges that start at a multiple of 64 tokens. A field that
-        # is stored unchanged can be read from any token on.
+        # Only a field that is stored unchanged can be read from any token on.
         base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
         return base, start, max(start, stop)
 
@@ -309,16 +315,17 @@ class ActivationStore:
                 [n_sequences, at least the longest sequence, *token_shape]. Reuse buffers for
                 several batches, because allocating memory costs more than reading. If the argument
                 is None, new arrays are allocated.
-            layers: layers to read, as in :meth:`read`, for all requested fields that have a layer
-                axis. Or a mapping of field names to the layers of each field.
+            layers: layers to read, as in :meth:`read`. They apply to all requested fields that have
+                a layer axis. The argument may also be a mapping: field name -> layers to read.
             n_threads: number of threads that decode, including the calling thread.
             decoded: if False, return the rows of the stored arrays without decoding them. In this
-                case the keys of the result and of ``out`` are the names of the stored arrays.
-            allocate: returns a new array of a shape and dtype. It is used if ``out`` is None.
+                case, the keys of the result and of ``out`` are the names of the stored arrays.
+            allocate: function that returns a new array of a shape and dtype. It is used if ``out``
+                is None.
 
         Returns:
-            Field name -> array. Row b contains sequence b of the batch in ``[b, :n_tokens]``,
-            followed by zeros.
+            Field name -> array. ``array[b, :n_tokens]`` is sequence b of the batch. The rest of
+            ``array[b]`` is zero.
 
         Raises:
             SelectionInvalid: a field, a sequence or a layer does not exist, or a buffer in ``out``
@@ -371,8 +378,8 @@ class ActivationStore:
         run_in_threads(decode_tasks, n_threads)
         block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
         for name, buffer in batch.items():
-            # Set the padding to zero: rows of a sequence's last chunk that belong to later
-            # sequences may have been written there.
+            # Set the padding to zero. The last chunk of a sequence may also contain rows of later
+            # sequences, which may have been decoded into the padding.
             for b, n_tokens in enumerate(lengths):
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
         self._check_tokens(rows, batch)
@@ -380,8 +387,8 @@ class ActivationStore:
 
     def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Raise StoreDamaged if a token id is not in the target's vocabulary."""
-        # An embedding lookup of an id outside the vocabulary would crash the process, or fail a
-        # CUDA assertion after which the device is unusable.
+        # An embedding lookup of such an id would crash the process, or it would fail a CUDA
+        # assertion, after which the process can no longer use the device.
         tokens = arrays.get(TOKENS)
         vocab_size = self.manifest.target.get("vocab_size", np.iinfo(np.int32).max)
         if tokens is None or not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
@@ -428,10 +435,11 @@ class ActivationStore:
     def _plan_codes(
         self, i: int, codec: FieldCodec, start: int, stop: int, layers: Layers
     ) -> tuple[dict[str, np.ndarray], list[RowRange]]:
-        """Allocate buffers for the stored rows that encode tokens [start, stop) of a sequence.
+        """Allocate buffers for the stored rows of tokens [start, stop) of a sequence.
 
         Returns:
-            Name of a stored array -> buffer, and the row ranges to read into the buffers.
+            A mapping (name of a stored array -> buffer), and the row ranges to read into the
+            buffers.
         """
         arrays = codec.arrays_read(layers)
         if any(source.needs_tokens for source in codec.with_sources()):
@@ -488,9 +496,9 @@ def read_manifest(store: StorePath) -> StoreManifest:
 
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
     """Read the manifest (store.json) and the learned state of the store's codec."""
-    # A process that adds fields replaces store.json and then the basis file, which holds the
-    # learned state. If it does so between the two reads here, the two files do not match, so read
-    # both again.
+    # The learned state is in the basis file. A process that adds fields replaces store.json, and
+    # then the basis file. If it does so between the two reads here, the two files do not match. So
+    # read both again.
     while True:
         manifest = read_manifest(store)
         check_manifest(store)
@@ -585,11 +593,16 @@ def batch_buffer(
     """Return the caller's buffer for a field or stored array, or a new one if ``out`` is None.
 
     Args:
-        out: name -> buffer of the caller, [n_sequences, at least n_rows, ...].
-        allocate: returns a new array of a shape and dtype.
+        out: name of a field or stored array -> buffer of the caller.
+        allocate: function that returns a new array of a shape and dtype.
         name: name of the field or stored array.
-        shape: smallest allowed shape, [n_sequences, n_rows, ...].
-        dtype: dtype of the buffer.
+        shape: required shape, [n_sequences, n_rows, ...]. A buffer of the caller may have more
+            rows.
+        dtype: required dtype.
+
+    Raises:
+        SelectionInvalid: ``out`` has no buffer with this name, or the buffer has another dtype or
+            shape.
     """
     if out is None:
         return allocate(shape, dtype)

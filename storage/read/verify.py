@@ -1,8 +1,8 @@
 """Checks the files, chunks, counts and values of a store, or summarizes its contents.
 
-A check handles one part of the store after another, so that the values of a part are decoded while
-its files are still in the page cache. A summary reads only the manifest, the plan and the commits,
-and no shards.
+The parts of the store are checked one after another. First the checksums of a part's files are
+computed, and then its values are decoded, while the files are still in the page cache. A summary
+reads only the manifest, the plan and the commits, but no shards.
 """
 
 import math
@@ -49,8 +49,9 @@ SLICE_BYTES = 32 << 20  # Upper bound on the raw bytes that a thread decodes at 
 Depth = Literal["sizes", "checksums", "values"]
 """How thoroughly files are checked.
 
-``sizes`` compares the sizes of files with their commits. ``checksums`` also compares their
-checksums. ``values`` also decodes all values.
+- ``sizes`` compares only the sizes of files with their commits.
+- ``checksums`` compares the sizes and the checksums of files with their commits.
+- ``values`` does the same, and also decodes all values.
 """
 
 
@@ -62,7 +63,7 @@ class Finding:
     part: int | None
     path: str  # Path of the file, relative to the store.
     message: str
-    # The error that prevented the check of the file. The file may be intact. If the file is
+    # The error because of which the file could not be checked. If the file was checked and is
     # damaged, the value is None.
     error: OSError | MemoryError | None = None
 
@@ -87,14 +88,16 @@ class VerifyReport:
     """The result of a check. ``damages`` and ``unchecked`` are sorted by part."""
 
     damages: list[Finding] = field(default_factory=list)
-    unchecked: list[Finding] = field(default_factory=list)  # Files that could not be checked.
+    # Files that could not be checked.
+    unchecked: list[Finding] = field(default_factory=list)
     # Number of a part -> its commit, for all commits that can be read.
     commits: dict[int, PartCommit] = field(default_factory=dict)
-    n_parts: int = 0  # Number of committed parts.
+    # Number of committed parts.
+    n_parts: int = 0
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    # A text with the names of the parts and files that are still to be written. It is empty for a
-    # complete store.
+    # Sentence that says which parts and files are not written yet. It is empty for a complete
+    # store.
     missing: str = ""
     n_sequences: int = 0
     n_tokens: int = 0
@@ -122,9 +125,9 @@ class VerifyReport:
 
 
 def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: int) -> str:
-    """Return a text with the names of the parts and files that are still to be written.
+    """Describe in words which parts and files of a store are not written yet.
 
-    For a complete store, the text is empty.
+    For a complete store, the result is empty.
 
     Args:
         store: the store's path.
@@ -153,7 +156,8 @@ def verify_store(
 
     - file sizes and checksums match the commits,
     - shard indexes and the checksums of all chunks are correct,
-    - counts match the plan, and response masks match their counts,
+    - the counts in the commits match the plan,
+    - response masks match the numbers of response tokens in the plan,
     - token ids are in the vocabulary,
     - every value is finite.
 
@@ -162,13 +166,13 @@ def verify_store(
 
     Args:
         path: the store's folder, or its URL.
-        progress: reports the number of bytes that have been checked. If values are decoded,
-            half of a file's bytes count after its checksum is checked, and the other half after its
-            values are decoded.
+        progress: reports the number of bytes that have been checked. If values are decoded, half of
+            a part's bytes are reported when the checksums of its files are checked, and the other
+            half when its values are decoded.
         n_threads: number of threads that compute checksums and decode. The default is one per core,
-            at most 16.
-        values: whether to decode every value too. This takes several times as long as computing all
-            checksums.
+            but at most 16.
+        values: whether to decode every value, too. This takes several times as long as computing
+            all checksums.
 
     Raises:
         StorageUnavailable: a file that all other checks need, such as store.json, could not be
@@ -220,7 +224,7 @@ def verify_commits(
         planned: the counts of each planned part (``plan.part_counts``).
         depth: how thoroughly files are checked.
         progress: reports the number of bytes that have been checked.
-        n_threads: number of threads. The default is one per core, at most 16.
+        n_threads: number of threads. The default is one per core, but at most 16.
     """
     n_threads = n_threads or min(os.cpu_count() or 1, MAX_THREADS)
     with check_guard(store), ThreadPoolExecutor(n_threads) as pool:
@@ -231,15 +235,15 @@ def verify_commits(
 
 
 class _Verification:
-    """The state of a call of :func:`verify_commits`."""
+    """One call of :func:`verify_commits`: its settings, its progress and its report."""
 
     def __init__(self, store: StorePath, pool: Executor, progress: Progress, depth: Depth) -> None:
         self.store = store
         self.progress = progress.of("verify", "B")
         self.depth = depth
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
-        # Sizes of the files of all parts, from one listing of a remote store. A listing may be out
-        # of date, so it is not used for the more thorough checks.
+        # Name -> size of the files of all parts, from one listing of a remote store. A listing may
+        # be out of date, so the more thorough checks do not use it.
         self.listed = (
             backend_of(store / schema.PARTS_NAME).listed_sizes() if depth == "sizes" else {}
         )
@@ -266,7 +270,7 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Return a context manager that adds an error in its block to the report.
+        """Return a context manager that adds an error of its ``with`` block to the report.
 
         The error is not raised.
         """
@@ -296,7 +300,8 @@ class _Verification:
         self.n_bytes = self.report.n_bytes
         consistent = commits.keys() - {damage.part for damage in self.report.damages}
         reader: ActivationStore | None = None
-        # For each part, its sequences, and the index of each sequence in ``reader``.
+        # Number of a part -> pairs (index of a sequence in ``reader``, row of the plan), for the
+        # sequences of the part.
         rows: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
         if self.depth == "values":
             reader = ActivationStore(self.store, parts=consistent, cache=None, checks_sizes=False)
@@ -396,14 +401,15 @@ def _non_finite(
     """Read one sequence of a field, and find stored arrays with NaN or infinite values.
 
     Returns:
-        Name of the array -> description of its NaN and infinite values.
+        Name of the array -> description of its NaN and infinite values. The mapping contains only
+        arrays that have such values.
     """
     spec = codec.spec
     n_bad: Counter[schema.StoredArray] = Counter()
     first_bad: dict[schema.StoredArray, str] = {}
     bad_layers: dict[schema.StoredArray, set[int]] = defaultdict(set)
-    # Read the sequence in slices, to limit the memory of each thread. Slices begin at multiples of
-    # the alignment, so that they contain whole blocks of every codec.
+    # Read the sequence in slices, to limit the memory of each thread. Slices start at multiples of
+    # 64 tokens, because some codecs store one row for each block of 64 tokens.
     step = (
         max(1, SLICE_BYTES // spec.token_bytes // schema.ALIGNMENT_TOKENS) * schema.ALIGNMENT_TOKENS
     )
@@ -463,15 +469,17 @@ class StoreSummary:
     n_response_tokens: int
     raw_bytes: int
     stored_bytes: int
-    ratio: float  # stored_bytes / raw_bytes. It is NaN if no part is committed.
-    bytes_per_token: float  # Stored bytes per token. It is NaN if no part is committed.
+    # stored_bytes / raw_bytes. It is NaN if no part is committed.
+    ratio: float
+    # Stored bytes per token. It is NaN if no part is committed.
+    bytes_per_token: float
     # Histogram of the lengths of sequences, as ``length_histogram`` returns it.
     lengths: tuple[list[int], list[int]]
     has_target: bool
-    # A text with the names of the parts and files that are still to be written. It is empty for a
-    # complete store.
+    # Sentence that says which parts and files are not written yet. It is empty for a complete
+    # store.
     missing: str
-    # For each field that is being added to the store, the number of parts that have it already.
+    # Name of a field that is being added to the store -> number of parts that already have it.
     unfinished: Mapping[str, int]
 
 
@@ -531,9 +539,10 @@ def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], 
 
 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
-    """Find fields that are being added to a store, and count the parts that have them already.
+    """Find fields that are being added to a store, and count the parts that already have them.
 
-    The commits of these parts list shards of the field, but store.json does not contain it yet.
+    The commits of these parts list shards of the field, but store.json does not contain the field
+    yet.
 
     Args:
         commits: commits of all parts.

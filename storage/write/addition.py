@@ -1,13 +1,15 @@
 """Adds fields to an existing store without changing the shards of its other fields.
 
-At any time a reader finds either the store with its old fields or the store with all new fields:
+Fields are added in two steps:
 
 1. For each part, the shards of the new arrays are written, synced and renamed to their final names.
-   Then the part's commit is replaced by a commit that also lists these shards. Readers ignore these
-   shards while store.json does not contain the new fields.
-2. When every committed part has the new fields, store.json is replaced by one that contains them.
+   Then the part's commit is replaced by a commit that also lists these shards. Readers still ignore
+   these shards, because store.json does not contain the new fields.
+2. When every committed part has the new fields, store.json is replaced by a file that contains the
+   new fields.
 
-At the end every file has the same bytes as if a single extraction had written all fields.
+So a reader finds either the old fields only, or the old fields and all new fields. At the end,
+every file has the same bytes as if one extraction had written all fields.
 """
 
 from collections.abc import Iterable
@@ -28,7 +30,7 @@ from .store import StoreWriter
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return the fields that a part does not have: its commit lists no shards of them."""
+    """Return those of the ``fields`` for which the commit of a part does not list any shard."""
     # The name of a shard starts with the name of its field, followed by a slash.
     lacking: list[str] = []
     for name in fields:
@@ -53,7 +55,9 @@ def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
 
 
 def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> bool:
-    """Resume an interrupted addition of fields: load the state that it has learned into ``codec``.
+    """Load the learned state of an interrupted addition of fields into ``codec``.
+
+    The interrupted addition has saved this state in ``codec/next-basis.safetensors``.
 
     Args:
         store: the store's path.
@@ -61,7 +65,8 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
         old: the codec of the store.
 
     Returns:
-        Whether the store contains such a state, learned for the same fields.
+        Whether the state was loaded. If False, the file does not exist, or its content does not fit
+        these fields.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     specs = (field.spec for field in codec.fields.values())
@@ -77,16 +82,16 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
 
 
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
-    """Save the learned state of ``codec`` for old and new fields next to the store's basis file.
+    """Save the learned state of ``codec`` in ``codec/next-basis.safetensors``.
 
-    Shards of new fields that an interrupted addition has written are deleted, because they were
-    encoded with a different basis.
+    The state is for the old and the new fields. An interrupted addition may have written shards of
+    new fields. They are deleted, because they were encoded with a different basis.
 
     Raises:
         StoreLocked: in a bucket, an addition of other fields is unfinished.
     """
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
-    # Refuse before any shard is removed, because the other addition may still be running.
+    # Raise the error before any shard is deleted, because the other addition may still be running.
     if not isinstance(path, Path) and backend_of(path).exists():
         raise _unfinished(path)
     arrays = {array.name for array in writer.codec.arrays}
@@ -103,8 +108,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
                 raise changed_meanwhile(part_path)
     writer.remove_uncommitted()
     if isinstance(path, Path):
-        # The store's lock prevents other additions at the same time. If a new basis file exists
-        # already, an interrupted addition has left it, so it can be replaced.
+        # This process holds the store's lock, so no other addition is running. If the file exists
+        # already, an interrupted addition has left it, and it can be replaced.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not backend_of(path).put_if_absent(codec.files()[BASIS_NAME]):
         raise _unfinished(path)
@@ -122,9 +127,9 @@ class StoreAddition:
 
     Args:
         writer: the store, opened for writing with its current manifest and plan.
-        manifest: the new manifest, which also contains the new fields and, in ``extraction`` and
-            ``codec``, their settings.
-        codec: codec of the new manifest, with its learned state.
+        manifest: the new manifest. It contains the old and the new fields. Its entries
+            ``extraction`` and ``codec`` contain the settings of the new fields.
+        codec: codec of all fields of the new manifest, with its learned state.
     """
 
     def __init__(self, writer: StoreWriter, manifest: StoreManifest, codec: StoreCodec) -> None:
@@ -161,8 +166,8 @@ class StoreAddition:
                 f"Part {part} already has all fields, or has no commit yet. Write only the parts "
                 "that pending_parts() returns."
             )
-        # Write the Zarr metadata of the new arrays when the first part is opened. Until then the
-        # store is unchanged.
+        # Write the Zarr metadata of the new arrays only now, when the first part is opened, so that
+        # the store does not change earlier.
         if not self._is_laid_out:
             self._writer.lay_out(self.codec)
             self._is_laid_out = True

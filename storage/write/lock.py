@@ -3,25 +3,30 @@
 Every lock is an empty file that is locked as a whole (``flock``). The system releases a lock when
 the process that holds it ends in any way::
 
-    store.lock                held while a process writes to the store. A process that extracts
-                              shares it with others. A process that changes more than single parts
-                              (adds fields or repairs damage) holds it exclusively.
-    opening.lock              held while a process takes ``store.lock``. If no other process writes,
-                              a process that extracts keeps it until it has created or cleaned the
-                              store, and other processes that extract wait for it.
+    store.lock                held while a process writes to the store. Processes that extract share
+                              this lock. A process that changes more than single parts (adds fields
+                              or repairs damage) holds it exclusively.
+    opening.lock              held while a process takes ``store.lock``. The first process that
+                              extracts holds it until it has created the store or deleted
+                              uncommitted files. Other processes that extract wait for it.
     locks/part-00007.lock     held while a process computes part 7, so that other processes choose
                               other parts
     locks/publish-00007.lock  held while a process renames the files of part 7 and writes its commit
-    locks/card.lock           held while a process writes the dataset card, for example
+    locks/card.lock           held while a process writes the dataset card. There are similar locks
+                              for ``texts.arrow`` and ``target/``.
 
-If two processes compute the same part, the second one finds the commit of the first one and deletes
-its own files. Locks do not determine which parts a store has, only commits do.
+Only commits determine which parts a store has. If two processes compute the same part in spite of
+the locks, the second process finds the commit of the first one and deletes its own files.
 
-A lock file that is deleted while a process waits for it no longer keeps processes apart, because
-the next process creates and locks another file. So the files in ``locks/`` are only opened while
-``store.lock`` is held, and only deleted while ``store.lock`` is held exclusively. ``store.lock`` is
-never deleted. ``opening.lock`` is deleted by its holder, and a process that has waited for it
-checks that the file still exists (``files.lock_file``).
+A lock file must not be deleted while a process waits for it. That process would get the lock of the
+deleted file, while the next process creates and locks a new file. Both processes would then write
+at the same time. Three rules prevent this:
+
+- ``store.lock`` is never deleted.
+- Files in ``locks/`` are opened only while ``store.lock`` is held, and deleted only while it is
+  held exclusively.
+- ``opening.lock`` is deleted by the process that holds it. A process that has waited for
+  ``opening.lock`` checks that the file still exists (``files.lock_file``).
 """
 
 import errno
@@ -37,8 +42,9 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, lock_file, open_lock, read_only
 from ..schema import LOCK_NAME, LOCKS_NAME, OPENING_NAME
 
-# Seconds for which a process that wants to share the lock tries again before it is refused. When a
-# process is killed, the kernel may release ``opening.lock`` shortly before ``store.lock``.
+# Number of seconds for which a process that wants to share ``store.lock`` retries. The lock may
+# still be held exclusively by a process that was just killed, because the kernel may release
+# ``opening.lock`` shortly before ``store.lock``.
 _GRACE_S = 1.0
 _RETRY_S = 0.05  # Seconds between two attempts to take the lock.
 
@@ -48,8 +54,9 @@ class StoreLock:
 
     Args:
         store: the store's folder.
-        shares: whether to join processes that already share the lock. If there are none, the lock
-            is taken exclusively, and the caller calls :meth:`share` after it has opened the store.
+        shares: whether to share the lock with other processes. If no other process holds it, the
+            lock is first taken exclusively. The caller then opens the store and calls
+            :meth:`share`.
 
     Raises:
         StoreLocked: another process holds the lock.
@@ -94,7 +101,7 @@ class StoreLock:
         self.is_alone = not shared
 
     def _retry(self, take: Callable[[], None], for_s: float) -> None:
-        """Call ``take``, which takes the lock, until it succeeds, at most for ``for_s`` seconds."""
+        """Call ``take``, which takes the lock, and retry for ``for_s`` seconds if it fails."""
         until_s = time.monotonic() + for_s
         while True:
             try:
@@ -122,15 +129,16 @@ class StoreLock:
         """Change an exclusive lock to a shared one, so that other processes can write too."""
         if self.is_alone:
             # This change is not atomic: the kernel releases the exclusive lock before it takes the
-            # shared one. ``opening.lock`` keeps other processes away in between.
+            # shared lock. No other process can take the lock in between, because this process holds
+            # ``opening.lock``.
             self._lock(shared=True)
             self._end_opening()
 
     def try_alone(self, waits_s: float = 0.0) -> bool:
         """Try to make a shared lock exclusive.
 
-        If another process also holds the lock, this process releases it and must not write to the
-        store any more.
+        If other processes still share the lock after ``waits_s`` seconds, this process releases the
+        lock. It must not write to the store any more.
 
         Args:
             waits_s: number of seconds to wait for other processes to release the lock.
@@ -166,7 +174,8 @@ class StoreLock:
 
     def close(self) -> None:
         """Release the lock."""
-        # Release ``store.lock`` first: the next holder of ``opening.lock`` must not find it held.
+        # Release ``store.lock`` first. Otherwise the next process could get ``opening.lock`` and
+        # then find ``store.lock`` still held.
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

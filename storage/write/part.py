@@ -1,13 +1,13 @@
 """Writes one part of a store, a range of sequences that has a commit of its own.
 
-The sequences are passed in the order of the plan. An inner chunk is encoded as soon as all its rows
-have been passed. The commit, which lists all files of the part, is written last. Each array is
-stored in Zarr v3 shards (``sharding_indexed``). A shard contains its encoded inner chunks, followed
-by its index.
+The caller passes the sequences in the order of the plan. An inner chunk is encoded as soon as all
+its rows have been passed. The commit, a file that lists all files of the part, is written last.
+Each array is stored in Zarr v3 shards (``sharding_indexed``). A shard contains its encoded inner
+chunks, followed by an index of their offsets and sizes.
 
-Numbers without a unit in the following diagrams are sizes in bytes. The shard ``kv/c.0.0.0.0.0`` of
-Llama-3-8B contains 16,384 tokens of 32 layers with 8 KV heads of size 128. Its 2.1 GB of raw values
-take 1.5 GB::
+For example, the shard ``kv/c.0.0.0.0.0`` of Llama-3-8B contains 16,384 tokens of 32 layers. Each
+layer has 8 KV heads of size 128. The raw values have 2.1 GB, and the shard has 1.5 GB. Numbers
+without a unit in these diagrams are sizes in bytes::
 
     | chunk 0,0 | chunk 0,1 | ... | chunk 0,31 | chunk 1,0 | ... | chunk 255,31 | index   | crc32c |
       layer 0     layer 1           layer 31     layer 0           layer 31       131,072   4
@@ -23,9 +23,9 @@ bytes are encoded in about 181,000 bytes::
 The index is an array of 256 x 32 pairs (offset uint64, n_bytes uint64) in C order. To read one
 layer of 64 tokens, a reader reads the index once and then one chunk.
 
-If both numbers of a pair are ``2**64 - 1``, the chunk does not exist. Only chunks after the end of
-a part have such pairs. A chunk of zeros is written like any other chunk, so that a lost chunk is
-never read as zeros.
+If both numbers of a pair are ``2**64 - 1``, the shard does not contain the chunk. This is the case
+only for chunks after the end of the part. Zarr libraries read such a chunk as zeros. So a chunk
+that is all zeros is written like any other chunk: otherwise a lost chunk would look like zeros.
 """
 
 import os
@@ -53,7 +53,7 @@ _ABSENT = np.uint64(2**64 - 1)
 TASK_BYTES = 1 << 20
 """Number of raw bytes that a thread encodes in one task.
 
-A task of this size takes about 1.5 ms, which is much longer than passing it to the thread.
+Encoding this many bytes takes about 1.5 ms. Passing the task to the thread takes much less.
 """
 
 
@@ -87,8 +87,8 @@ class ShardWriter:
         self._crc = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         with disk_full_guard(path):
-            # With O_EXCL, opening fails if another writer uses the same temporary name, or if a
-            # symbolic link has this name.
+            # With O_EXCL, opening fails if a file or a symbolic link with this temporary name
+            # exists already.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     @property
@@ -97,11 +97,11 @@ class ShardWriter:
         return self._row == self._grid.rows_per_shard
 
     def append_row(self, values: np.ndarray) -> None:
-        """Start encoding the next inner chunks, and write chunks whose encoding has finished.
+        """Start to encode the next row of inner chunks, and write chunks that are encoded already.
 
         Args:
-            values: values of all chunks with the next index along axis 0, in one array. They must
-                not change until the shard is finished.
+            values: values of all inner chunks with the next index along axis 0, in one array. They
+                must not change until the shard is finished.
         """
         chunks = [values]
         if values.ndim > 1:
@@ -117,13 +117,14 @@ class ShardWriter:
         """Write the remaining chunks and the index.
 
         Returns:
-            The size and checksum of the file, when it is synced or uploaded, and closed.
+            A future of the size and checksum of the file. It is done when the file is synced or
+            uploaded, and closed.
         """
         while self._encoding:
             self._write_oldest()
         index = self._index.tobytes()
-        # The sizes of the chunks are known only now. With the index at the end of the file, the
-        # shard is written sequentially and synced once.
+        # The index contains the sizes of the encoded chunks, which are known only now. Because the
+        # index is at the end of the file, the shard is written sequentially and synced once.
         self._write(index + crc32c(index).to_bytes(CRC_BYTES, "little"))
         return self._pool.sync(self._sync)
 
@@ -189,7 +190,7 @@ class ArrayWriter:
         self._files = files
         self._n_rows = array.n_rows(counts["allocated_tokens"])
         self.is_written = np.zeros(self._n_rows, bool)
-        # Index of the first row that has not been written yet. Rows before it cannot be written any
+        # Index of the row after the last row that was written. Rows before it cannot be written any
         # more.
         self._next_row = 0
         self._row = np.zeros((grid.chunk_tokens, *array.row_shape), array.storage_dtype)
@@ -246,9 +247,9 @@ class ArrayWriter:
             )
 
     def _flush_rows(self, row: int) -> None:
-        """Append the buffered rows, then chunks of zeros, up to the chunk with index ``row``.
+        """Append the buffered rows, then chunks of zeros, until chunk ``row`` is the next one.
 
-        ``row`` counts chunks along axis 0. The chunk with this index is the next one to write.
+        ``row`` is the index of a chunk along axis 0.
         """
         while self._n_rows_done < row:
             self._append(self._row)
@@ -290,9 +291,9 @@ class ArrayWriter:
 class PartWriter(AbstractContextManager["PartWriter"]):
     """Writes a part of a store, or adds fields to a part.
 
-    If the ``with`` block ends without a call of :meth:`commit`, the part is discarded. A PartWriter
-    must not be used by several threads at once. Different threads may write different parts of the
-    same store.
+    Use it in a ``with`` statement. If the block ends before :meth:`commit` was called, the written
+    files are deleted. A PartWriter must not be used by several threads at once. Different threads
+    may write different parts of the same store.
 
     Args:
         sequences: the sequences of the part, in plan order.
@@ -300,10 +301,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         codec: codec of the fields to write.
         grids: array name -> grid.
         files: the part's files.
-        on_close: function that is called when the part is closed. Its argument is whether the part
-            is committed.
-        pool: thread pool that encodes. If it is given, values must not change until :meth:`commit`
-            has returned. If it is None, the calling thread encodes.
+        on_close: function that is called after the part was committed or discarded. Its argument is
+            whether the part is committed.
+        pool: thread pool that encodes. With a pool, values must not change until :meth:`commit` has
+            returned. If the argument is None, the calling thread encodes.
     """
 
     def __init__(
@@ -319,9 +320,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        self.is_open = True  # False after the part was committed or discarded.
-        # Whether no other writer has committed the part first. ``commit`` sets it to False if it
-        # finds a commit of another writer.
+        # False after the part was committed or discarded.
+        self.is_open = True
+        # False if `commit` found that another writer has already committed the part. Otherwise
+        # True.
         self.was_first = True
         self.codec = codec  # Codec of the fields to write.
         self._counts = counts
@@ -347,16 +349,16 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         Args:
             field: name of the field.
             first_token: position of the first token on the part's token axis (``first_token`` in
-                the plan). It must increase from one call to the next call for the same field.
-                Tokens that are skipped become zero.
+                the plan). For each field, it must increase from call to call. Tokens that are
+                skipped become zero.
             values: values of the tokens, [n_tokens, *token_shape] in the storage dtype. A bfloat16
-                value is passed as its bits in uint16. For a field with a lossy codec, the name of
-                each stored array -> its rows, as ``StoreCodec.encode`` returns them.
+                value is passed as its bits in uint16. For a field with a lossy codec, pass the
+                result of ``StoreCodec.encode`` for the field: name of a stored array -> its rows.
 
         Raises:
-            StoreError: the store does not have the field, or the values have the wrong dtype or
-                shape, or the tokens are out of order or beyond the part. For a lossy codec also if
-                the rows are not those of one planned sequence.
+            StoreError: the store does not have the field, the values have the wrong dtype or shape,
+                or the tokens are out of order or beyond the end of the part. For a lossy codec, the
+                error is also raised if the values are not the rows of one planned sequence.
         """
         self._check_open()
         if (codec := self.codec.fields.get(field)) is None:
@@ -393,11 +395,11 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.
 
-        If another writer has committed the part in the meantime, the other writer's commit stays,
-        and the files of this writer are deleted.
+        If another writer has committed the part in the meantime, its commit and files stay, and the
+        files of this writer are deleted.
 
         Returns:
-            The part's commit.
+            The commit that the part now has.
 
         Raises:
             StoreError: a planned sequence was not written to every field.
@@ -437,8 +439,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def discard(self) -> None:
         """Delete the files that were written, unless the part was committed.
 
-        A new part still has no commit afterwards. A part to which fields are added keeps its old
-        fields.
+        Afterwards, a new part has no commit. A part to which fields were to be added still has its
+        old fields.
         """
         if not self.is_open:
             return

@@ -1,33 +1,46 @@
 """Publishes the files of a writer: gives them their final names and writes the commit of the part.
 
-A store is a local folder or a prefix of a bucket. A *writer* is a process that writes to it. A file
-is first written or uploaded under a temporary name that no other writer uses, such as
-``c.0.0.0.0.0.5f3a9c01.partial``. When all files of a part are synced or uploaded, the writer
-publishes the part in three steps::
+A store is a local folder or a prefix of a bucket. A *writer* is a process that writes to the store.
+The *commit* of a part is a JSON file that lists the files of the part. Readers ignore a part that
+has no commit.
 
-    1  commits/part-K.json.partial    in a bucket only: the publication record, a JSON file with the
-                                      new commit of part K and the names of the uploaded files
-    2  parts/kv/c.K.0.0.0.0           renamed from the temporary name, or in a bucket copied from it
-                                      by the server
-       commits/part-K.json            created if absent, or replaced if fields are added
+A writer first writes each file of a part under a temporary name, such as
+``c.0.0.0.0.0.5f3a9c01.partial``. No other writer uses the same temporary name. When all files are
+synced or uploaded, the writer publishes the part. If several writers write the same part, the first
+one to publish it wins, and the others delete their files.
+
+*In a folder*, a writer holds a lock while it publishes part K::
+
+    parts/kv/c.K.0.0.0.0              renamed from its temporary name, like all files of the part
+    commits/part-K.json               created, or replaced if fields are added to the part
+
+*In a bucket*, there are no locks, and the server can only copy files, not rename them. So a writer
+first creates a *publication record*. This JSON file contains the new commit, and the names of the
+uploaded files. A part can have only one record at a time::
+
+    1  commits/part-K.json.partial    the record, which can be created only if there is none yet
+    2  parts/kv/c.K.0.0.0.0           copied by the server from the uploaded file, like all files of
+                                      the part
+       commits/part-K.json            created if it does not exist, or replaced if fields are added
     3  uploads and record             deleted
 
-If several writers write the same part, the first writer that publishes it wins. In a folder, a
-writer holds a lock while it publishes. A bucket has no locks. There, a writer creates the
-publication record only if the part has none. If a writer finds the record of another writer, it
-executes steps 2 and 3 for this record. The steps can be repeated, and have the same result whoever
-executes them, so no writer has to wait for a writer that was killed. After that, the writer
-publishes its own files, or deletes them if the part now has a commit.
+A writer may find that another writer has already created a record. The other writer may have been
+killed, so nobody waits for it. Instead, the writer that finds the record executes steps 2 and 3 of
+the other writer's publication. It does no harm if several writers execute these steps. Afterwards,
+the writer publishes its own files. If the part has got a commit by then, it deletes them instead.
 
-One record lists all files of a part, for two reasons. First, a part must not contain shards from
-different machines, because the machines may round differently: codes from one machine would be
-decoded to wrong values with scales from another machine, although all checksums match. Second, S3
-supports conditional writes of small files, but not of large files that are uploaded in blocks.
+One record lists all files of a part, for two reasons:
 
-A file gets its final name only in step 2, and only while the commit does not exist. No reader opens
-the file before the commit exists. After that, other records for the same commit have no effect.
-Uploads that no record lists are deleted when they are older than ``LEFTOVER_S``. A writer that has
-not published a part within ``COMMIT_WITHIN_S`` after its first upload gives up.
+- A part must not contain shards from different machines, because machines may round differently.
+  If scales from one machine were used to decode codes from another machine, the values would be
+  wrong, although all checksums would match.
+- S3 supports conditional writes of small files, but not of large files, which are uploaded in
+  blocks. So one small file must decide which writer publishes.
+
+Step 2 does nothing if another writer has already created the commit, or has already replaced it. So
+a file that readers may open is never overwritten with the file of another record. Uploads that no
+record lists are deleted when they are older than ``LEFTOVER_S``. A writer gives up a part if it has
+not published the part within ``COMMIT_WITHIN_S`` after its first upload.
 """
 
 import json
@@ -81,7 +94,8 @@ LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age in seconds at which an unpublished uploa
 def partial_name(name: str, attempt: str) -> str:
     """Return the temporary name under which a file is written before it gets its final name.
 
-    ``attempt`` identifies the writer, so that two writers never use the same temporary name.
+    ``attempt`` is a random string that identifies the writer. With it, two writers never use the
+    same temporary name.
     """
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
@@ -90,21 +104,24 @@ def partial_name(name: str, attempt: str) -> str:
 class Publication:
     """Files that a writer publishes together, and the commit that lists them.
 
-    In a bucket, these attributes are saved as a JSON file, the publication record. With it, other
-    writers can finish the publication if this writer is killed.
+    To publish files means to give them their final names and to write the commit. In a bucket, the
+    writer first saves the attributes of this object as a JSON file, the publication record. If the
+    writer is then killed, other writers read the record and finish the publication.
     """
 
-    commit: str  # Name of the file of the commit.
-    attempt: str  # The substring of the files' temporary names that identifies the writer.
-    # The final name of each file, relative to the store, and its size in bytes.
+    # File name of the commit, e.g. ``"part-00007.json"``.
+    commit: str
+    # Identifies the writer in the temporary names of the files (``partial_name``).
+    attempt: str
+    # Final name of each file, relative to the store -> size of the file in bytes.
     files: Mapping[FileName, Natural]
-    # Content of the commit that is replaced. If the value is None, the commit is created and must
-    # not exist yet.
+    # Content of the commit that is replaced. If the value is None, the commit must not exist yet,
+    # and is created.
     old: str | None
     new: str  # Content of the new commit.
 
     def to_json(self) -> bytes:
-        """Return the content of the publication record, the JSON file that lists the uploads."""
+        """Return the content of the publication record: this object as JSON."""
         return (json.dumps(vars(self), indent=1, sort_keys=True) + "\n").encode()
 
     def publish(self, path: StorePath) -> bool:
@@ -120,19 +137,18 @@ class Publication:
         """
         record = backend_of(publication_path(path))
         if record.uploads:
-            # A bucket has no locks. The publication record, of which there can be only one, keeps
-            # other writers out.
+            # A bucket has no locks. Instead, only the writer that has created the publication
+            # record may publish. If there is a record of another writer, finish its publication,
+            # which deletes the record, and try again.
             while not record.put_if_absent(self.to_json()):
                 finish_recorded(path)
         return self.finish(path)
 
     def finish(self, path: StorePath) -> bool:
-        """Give the files their final names, write the commit, and delete the uploads.
-
-        Finally, the publication record, which lists the uploads, is deleted.
+        """Give the files their final names and write the commit. Then delete uploads and record.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
-        some of them.
+        them, completely or in part.
 
         Args:
             path: path of the commit.
@@ -150,8 +166,9 @@ class Publication:
                 commit = backend_of(path)
                 has_won = commit.put_if_absent(new) if old is None else commit.replace(old, new)
             except FileNotFoundError:
-                # Either another writer has finished this publication in the meantime and deleted
-                # the uploads, or the commit or an upload was lost. The commit shows which is true.
+                # An upload or the old commit is missing. Perhaps another writer has finished this
+                # publication in the meantime and deleted the uploads. In that case, the commit has
+                # its new content.
                 has_won = content_of(path) == new
         leftovers = [partial_name(name, self.attempt) for name in self.files]
         leftovers.append(name_below(store, publication_path(path)))
@@ -163,13 +180,13 @@ _PUBLICATION = TypeAdapter(Publication)
 
 
 def finish_recorded(commit: StorePath) -> None:
-    """Finish a publication of another writer.
+    """Finish the publication of another writer, which may have been killed.
 
-    The publication record lists the uploads of the other writer, which may have been killed. An
-    invalid record is deleted.
+    The other writer has left a publication record: a JSON file with the new commit and the names of
+    the uploaded files. If the record is not valid, it is only deleted.
 
     Args:
-        commit: path of the commit. If the commit has no publication record, nothing is done.
+        commit: path of the commit. If it has no publication record, nothing is done.
     """
     record = publication_path(commit)
     try:
@@ -185,11 +202,12 @@ def finish_recorded(commit: StorePath) -> None:
 def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None:
     """Give files their final names.
 
-    In a folder the files are renamed. In a bucket they are copied, and the uploads stay.
+    In a folder, the files are renamed. In a bucket, the server copies the uploaded files, which
+    stay there under their temporary names.
 
     Args:
         store: the store's path.
-        attempt: the substring of the temporary names that identifies the writer.
+        attempt: string that identifies the writer in the temporary names (``partial_name``).
         files: final name, relative to the store -> size in bytes.
     """
     if isinstance(store, Path):
@@ -207,16 +225,17 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
 
 
 class PartFiles:
-    """The files that a writer has written for one part and not published yet.
+    """The files of one part that a writer has written and not published yet.
 
-    For a store in a bucket, each shard is written to a temporary folder, and uploaded while the
-    next shard is encoded.
+    For a store in a bucket, each shard is first written to a local temporary folder. It is then
+    uploaded, while the next shard is being encoded.
 
     Args:
         store: the files of the store.
         part: number of the part.
-        existing: name -> size and checksum of the files that the part's commit already lists. The
-            mapping is empty unless fields are added to a committed part.
+        existing: file name -> size and checksum, for the files that the part's commit already
+            lists. For a new part, the mapping is empty. It has entries only if fields are added to
+            a committed part.
     """
 
     def __init__(self, store: "StoreFiles", part: int, existing: Mapping[str, FileRecord]) -> None:
@@ -225,8 +244,9 @@ class PartFiles:
         self.existing = existing
         self.commit_path = commit_path(store.path, part)
         self._folder = store.scratch_path / PARTS_NAME
-        # In a bucket, if this process gives up a part, another writer may still publish the files
-        # that were uploaded. So each PartFiles of a bucket uses different temporary names.
+        # In a bucket, this process may give up a part and write it again later. Another writer may
+        # still be publishing the first uploads. So each PartFiles of a bucket uses other temporary
+        # names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
         self._paths: list[Path] = []  # Local files to which shards are written.
@@ -261,8 +281,8 @@ class PartFiles:
             shards: names of the shards that this writer has written.
 
         Returns:
-            The part's commit, and whether it is ``commit``. If not, another writer has committed
-            the part first, and that writer's commit stays.
+            The commit that the part now has, and whether it is ``commit``. If it is not, another
+            writer has committed the part first.
         """
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
@@ -276,8 +296,9 @@ class PartFiles:
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}
         self._asked_for = commit
         with self._store.publishing(f"publish-{self._part:05}"):
-            # In a folder, the lock is held from the check whether the commit exists until the last
-            # rename, so that a part never has files of two writers.
+            # In a folder, `publish` first checks whether the commit exists, and then renames the
+            # files. The lock is held for all of this, so that a part never has files of two
+            # writers.
             new = commit.to_json().decode()
             if Publication(path.name, self.attempt, files, old, new).publish(path):
                 return commit, True
@@ -290,11 +311,14 @@ class PartFiles:
         return other, False
 
     def withdraw(self) -> bool:
-        """Give up the part: delete the files that did not get their final names.
+        """Give up the part, and delete its files.
+
+        Files that were published already are not deleted. In a bucket, uploads are not deleted
+        either if this writer has tried to publish them.
 
         Returns:
-            Whether the part is committed nevertheless. This happens if an interrupt arrives during
-            or after the commit.
+            Whether the part has the commit of this writer nevertheless. This happens if an
+            interrupt arrives after the commit was written.
         """
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -302,9 +326,9 @@ class PartFiles:
             uploads = [name_below(self._folder, path) for path in self._paths]
             backend_of(self._store.path / PARTS_NAME).remove_files(uploads)
             return False
-        # Keep the uploads: the publication record may exist even if the server's response was lost,
-        # and other writers then need the uploads to finish the publication. If no record lists
-        # them, a later run deletes them.
+        # This writer has tried to publish. So keep the uploads: the server may have the publication
+        # record, even if its response was lost. Other writers then need the uploads to finish the
+        # publication. If no record lists the uploads, a later run deletes them.
         with suppress(OSError, StoreDamaged):
             return read_part_commit(self.commit_path) == self._asked_for
         return False
@@ -317,26 +341,27 @@ class StoreFiles:
 
     Args:
         path: the store's path.
-        shares: whether to share the lock with other processes (see ``StoreLock``). To a store in a
-            bucket, several processes can always write.
+        shares: whether to share the lock with other processes (see ``StoreLock``). For a store in a
+            bucket, the argument has no effect, because several processes can always write to it.
     """
 
     def __init__(self, path: StorePath, shares: bool = False) -> None:
         self.path = path
-        # This string identifies the writer in the temporary names of its files.
+        # Identifies this writer in the temporary names of its files (`partial_name`).
         self.attempt = secrets.token_hex(4)
-        # A bucket has no locks. Publication records replace them.
+        # The value is None for a bucket, which has publication records instead of locks.
         self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         if self._lock is None:
-            # In a bucket, killed writers may have left uploads without final names. Finish their
+            # In a bucket, killed writers may have left publication records. Finish these
             # publications first, so that their commits exist when the store is checked.
             self._remove_unfinished()
 
     def publishing(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that locks a part or document of a store in a folder.
+        """Return a context manager that locks a part or document while it is published.
 
-        In its context, no other process publishes the same part or document.
+        No other process can publish the same part or document inside the ``with`` block. For a
+        store in a bucket, nothing is locked.
 
         Args:
             name: name of the lock of this part or document (see the module ``lock``).
@@ -381,8 +406,9 @@ class StoreFiles:
                 files[file_name] = FileRecord(local.stat().st_size, file_crc32(local))
                 target = self.path / TARGET_NAME / partial_name(file_name, attempt)
                 backend_of(target).move_in(local)
-            # While the files are replaced, they do not match the old commit. So delete the commit
-            # first. Without a commit the target bundle counts as incomplete, not as damaged.
+            # While the files are replaced, they do not match the old commit, and the target bundle
+            # would look damaged. So delete the commit first. Without a commit, the target bundle
+            # counts as incomplete.
             was_there = content_of(commit) is not None
             self._retract(commit)
             sizes = {f"{TARGET_NAME}/{name}": record.bytes for name, record in files.items()}
@@ -431,17 +457,17 @@ class StoreFiles:
                 finish_recorded(commits / name.removesuffix(PARTIAL_SUFFIX))
 
     def _remove_unlisted(self, kept: Collection[str]) -> None:
-        """Delete the files in ``parts/`` except those in ``kept``, and empty folders.
+        """Delete all files in ``parts/`` that are not in ``kept``. Then delete empty folders.
 
-        In a bucket, another writer may be publishing its uploads right now. There, delete only
-        uploads that are older than ``LEFTOVER_S``. No writer publishes uploads of this age any
-        more.
+        In a bucket, another writer may be publishing its files right now. So only uploads in
+        ``parts/`` and ``target/`` that are older than ``LEFTOVER_S`` are deleted there. No writer
+        publishes uploads of this age any more.
         """
         parts = self.path / PARTS_NAME
         if isinstance(parts, Path):
             backend = backend_of(parts)
             backend.remove_files(name for name in backend.names_below() if name not in kept)
-            # In reversed order, a folder comes after the folders in it.
+            # Reverse the order, so that a folder comes after the folders in it.
             for folder in sorted(parts.rglob("*/"), reverse=True):
                 if not os.listdir(folder):
                     folder.rmdir()
@@ -471,9 +497,9 @@ class StoreFiles:
 def refuse_links(store: StorePath) -> None:
     """Raise StoreDamaged if a store contains a symbolic link.
 
-    Writing or deleting through a link would change files outside of the store. Files in the store's
-    folder whose names a store does not use are ignored, because no writer changes them. The store's
-    folder itself may be a link.
+    Writing or deleting through a link would change files outside of the store. The store's folder
+    itself may be a link. In this folder, entries with names that a store does not use may also be
+    links, because no writer changes them (``schema.is_known``).
     """
     inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:

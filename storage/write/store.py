@@ -1,37 +1,40 @@
 """Opens a store for writing its parts. Several processes may write to the same store.
 
-A part is a range of sequences of the store. It is committed atomically: its commit, a JSON file
-that lists all its files, makes it visible to readers. Files are made durable in the following
-order. Each file is synced before it is renamed, and its folder is synced after the rename. "A" in a
-name identifies the writer, and "K" is the number of a part::
+A part is a range of the store's sequences. The commit of a part is a JSON file that lists all files
+of the part. Readers ignore a part until it has a commit.
+
+A writer creates the files of a store in the order of the following list. It syncs each file before
+it renames the file, and syncs the folder after the rename. In the names of the files, ``A`` stands
+for a random string that identifies the writer, and ``K`` for the number of a part::
 
     1  store.lock                        locked until the process ends in any way (``lock``)
-    2  codec/basis.safetensors           before the manifest, which holds its sha256
-    3  plan.parquet                      before the manifest
+    2  codec/basis.safetensors           written before store.json, which contains its sha256
+    3  plan.parquet                      written before store.json
     4  store.json                        the manifest; a folder without it is not yet a store
-    5  parts/kv/zarr.json, ...           Zarr metadata of the arrays, shared by all parts
-    6  commits/store.json                sizes and checksums of the files of steps 3 to 5, written
-                                         after these files were compared with the current inputs
-    7  target/config.json.A.partial      the files of the target bundle, renamed when all are synced
-       commits/target.json               written after these files; deleted before they are replaced
-    8  parts/kv/c.K.0.0.0.0.A.partial    the shards of part K, each synced when it is full
-       parts/kv/c.K.0.0.0.0              the renamed shard, after which the array's folder is synced
+    5  parts/kv/zarr.json, ...           Zarr metadata of the arrays, which all parts share
+    6  commits/store.json                sizes and checksums of the files of steps 3 to 5, after
+                                         these files were compared with the current inputs
+    7  target/config.json.A.partial      the files of the target bundle with temporary names
+       target/config.json                the same files, renamed when all of them are synced
+       commits/target.json               sizes and checksums of the files of the target bundle
+    8  parts/kv/c.K.0.0.0.0.A.partial    the shards of part K with temporary names
+       parts/kv/c.K.0.0.0.0              the same shards, renamed when all of them are synced
        commits/part-K.json               the commit, which makes the part visible to readers
 
 Step 8 is repeated for each part, in any order.
 
-A commit is written after the files that it lists, and deleted before them. Therefore the files that
-a commit lists are always complete. If a process is killed, the next run deletes the files that no
-commit lists, and writes only the parts without a commit.
+A commit is written after the files that it lists, and it is deleted before any of them is replaced
+or deleted. So all files that a commit lists are complete. If a process is killed, the next run
+deletes the files that no commit lists, and writes only the parts without a commit.
 
-Steps 1 to 6 are done under an exclusive lock. Several processes may do steps 7 and 8 at the same
-time. A process holds a lock while it renames the shards of a part and writes the commit. It first
-checks whether another writer has committed the part. In that case, it leaves the part unchanged and
-deletes its own files.
+In a folder, a writer does steps 1 to 6 under an exclusive lock. Several processes may do steps 7
+and 8 at the same time. In step 8, a process takes a lock and checks whether another writer has
+committed the part. If so, the process deletes its own files. If not, it renames its shards and
+writes the commit, and then releases the lock.
 
-In a bucket the order is the same, but without a lock, and files are copied instead of renamed.
-Each file of steps 2 to 6 is created by the first writer, and all other writers compare it with the
-content that they would write (see ``publish``).
+In a bucket, the order is the same, but without locks, and files are copied instead of renamed. The
+first writer creates the files of steps 2 to 6. All other writers compare these files with the
+content that they would write themselves. For step 8 see ``publish``.
 """
 
 import hashlib
@@ -125,25 +128,28 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     ) -> None:
         super().__init__(path, shares)
         self.manifest = manifest
-        self.plan = plan  # All sequences (see ``plan.PLAN_SCHEMA``).
-        # Whether other processes were writing to the store when it was opened. For a store in a
-        # bucket this is unknown, so it is True if the store existed already.
+        # All sequences (see ``plan.PLAN_SCHEMA``).
+        self.plan = plan
+        # Whether other processes were writing to the store when it was opened. This is unknown for
+        # a store in a bucket. There, the value is True if the store existed already.
         self.has_other_writers = self._lock is not None and not self._lock.is_alone
-        # Damage that was found when the store was opened. The commits of the damaged files were
-        # deleted.
+        # Damage that was found when the store was opened. The commits that list the damaged files
+        # were deleted.
         self.damages: tuple[Finding, ...] = ()
-        # Whether this path contained a store from different inputs without any committed part,
-        # which was deleted.
+        # Whether a store from different inputs, without any committed part, was deleted at this
+        # path when the store was opened.
         self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
-        self.n_parts = len(self._counts)  # Number of planned parts.
+        # Number of planned parts.
+        self.n_parts = len(self._counts)
         # Number of tokens in each planned part.
         self.part_tokens = {part: counts["n_tokens"] for part, counts in enumerate(self._counts)}
         self._longest_part = max(counts["allocated_tokens"] for counts in self._counts)
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
         self._open_parts: set[int] = set()
-        # For each part that this process has locked, the lock file. Closing it releases the lock.
+        # Number of a part that this process has locked -> its lock file. Closing the file releases
+        # the lock.
         self._part_locks: dict[int, IO[Any]] = {}
 
     @classmethod
@@ -168,12 +174,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             plan: the plan for the current inputs.
             codec_files: files to write to ``codec/``, the learned state of the codec
                 (``StoreCodec.files``).
-            shares: whether other processes that also set this may write to the store at the same
-                time. To a store in a bucket, several processes can always write.
-            begins_anew: whether an existing store from different inputs may be replaced. It is only
-                replaced if it has no committed part and no other process is writing to it.
-            depth: how thoroughly existing files are checked. They are not checked if another
-                process is writing to the store.
+            shares: whether other processes may write to the store at the same time. They must also
+                set this argument. For a store in a bucket, the argument has no effect, because
+                several processes can always write to it.
+            begins_anew: whether an existing store from different inputs may be replaced. It is
+                replaced only if it has no committed part and no other process is writing to it.
+            depth: how thoroughly the files of existing parts are checked. They are not checked if
+                another process is writing to the store.
             progress: reports the number of bytes that have been checked.
 
         Raises:
@@ -191,8 +198,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend_of(store).make_folder()
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
-            # If other processes share the lock, the first of them has created and cleaned the
-            # store.
+            # If other processes share the lock, the first of them has already created the store and
+            # deleted uncommitted files. Then only check that all processes have the same inputs.
             if writer.has_other_writers:
                 writer._check_other_writers()
                 writer._open_codec()
@@ -217,7 +224,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self.lay_out(self.codec)
 
     def _check_other_writers(self) -> None:
-        """Raise an error if the processes that share the lock write a store of different inputs."""
+        """Raise an error if the other writers of this store have other inputs than this process."""
         try:
             _check_same(self.path, self.manifest, self.plan)
         except StoreMismatch as error:
@@ -231,7 +238,7 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def _open_alone(self, codec_files: Mapping[str, bytes], begins_anew: bool) -> None:
         """Create a store, or check and restore store.json and plan.parquet of an existing store.
 
-        For a store in a folder, the lock must be exclusive.
+        For a store in a folder, this process must hold the lock of the store exclusively.
         """
         refuse_links(self.path)
         manifest_commit = backend_of(manifest_commit_path(self.path))
@@ -254,7 +261,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend_of(self.path / name).make_folder()
         self._open_codec()
         if not manifest_commit.exists() or find_manifest_damage(self.path):
-            # The files that this commit lists were compared with the current inputs above.
+            # The files that this commit lists were compared with the current inputs above, so they
+            # are right.
             self._record_manifest()
 
     def _is_of_these_inputs(self, begins_anew: bool) -> bool:
@@ -281,14 +289,14 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def _delete_all(self) -> None:
         """Delete the files of a store without committed parts, except its lock and its texts.
 
-        The manifest is deleted last. If the process is killed before that, the next run still finds
-        the old store, and deletes the remaining files.
+        The manifest is deleted last. If the process is killed earlier, the next run finds the
+        manifest of the old store, and deletes the remaining files.
         """
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend_of(self.path / name).exists():
                 shutil.rmtree(str(self.path / name))
-        # Keep texts.arrow: it contains a description of its own inputs, and this process may be
-        # reading it.
+        # Keep texts.arrow, because this process may be reading it. A texts.arrow of other inputs
+        # does no harm, because the file contains a description of its inputs.
         folder = backend_of(self.path)
         folder.remove_files([CARD_NAME, PLAN_NAME, MANIFEST_NAME])
         folder.sync_names()
@@ -304,9 +312,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         except StoreDamaged:
             if not backend_of(self.path / MANIFEST_NAME).exists():
                 raise
-            # The restored files would not have the checksums in commits/store.json. Either
-            # commits/store.json is damaged, or this process has other inputs. The caller compares
-            # the inputs next.
+            # Files made from the current inputs do not have the checksums in commits/store.json.
+            # Either commits/store.json is damaged, or the store is from other inputs. The caller
+            # compares the inputs next.
 
     @property
     def has_target(self) -> bool:
@@ -321,8 +329,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         with check_guard(self.path):
             for name in backend_of(self.path / COMMITS_NAME).names_in():
                 if (match := _COMMIT_NAME.fullmatch(name)) and int(match[1]) < self.n_parts:
-                    # Add to the known commits, because the listing of a bucket may lack the latest
-                    # commits of this process.
+                    # Keep the commits that are already known: the listing of a bucket may be out
+                    # of date, so that it lacks the latest commits of this process.
                     self._committed.add(int(match[1]))
         return sorted(self._committed)
 
@@ -336,13 +344,14 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return not backend_of(commit_path(self.path, part)).exists()
 
     def try_lock(self, part: int) -> bool:
-        """Lock a part that this process is about to write, so that other processes choose others.
+        """Lock a part that this process is about to write, so that no other process writes it too.
 
-        The lock is released when the writer of the part, or the store, is closed. It is only a
-        hint, because a process may also write a part without a lock. A bucket has no locks.
+        The lock is released when the ``PartWriter`` or the store is closed. The lock only saves
+        work: if two processes write the same part, the second one to finish deletes its files.
+        Nothing is locked in a bucket, or if no other process can write to the store.
 
         Returns:
-            False if another process holds the lock.
+            False if another process holds the lock. Otherwise True.
         """
         if self._lock is not None and not self._lock.is_alone:
             try:
@@ -389,9 +398,11 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
         Args:
             part: number of the part.
-            codec: codec of the fields. Call :meth:`lay_out` with this codec first.
-            existing: files that the part's commit already lists. The new commit lists them too.
-            on_commit: called with the part's number after the part is committed.
+            codec: codec of the fields. :meth:`lay_out` must have been called with a codec that
+                contains these fields.
+            existing: file name -> size and checksum, for the files that the part's commit already
+                lists. The new commit lists them too.
+            on_commit: function that is called with the part's number after the part is committed.
             pool: thread pool that encodes (see :class:`PartWriter`).
         """
         if part in self._open_parts:
@@ -440,9 +451,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
         All parts must already have the fields of the new manifest.
         """
-        # Delete commits/store.json first, and write it again last. In between, readers do not
-        # verify the files that it lists. If the disk is full, the commit stays missing until the
-        # store is opened for writing again.
+        # commits/store.json contains the checksum of store.json. So delete commits/store.json
+        # first, and write it again last. In between, readers do not verify the files that it lists.
+        # If the disk is full, it stays missing until the store is opened for writing again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
@@ -452,8 +463,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if not backend_of(path).replace(
             self.manifest.to_json().encode(), manifest.to_json().encode()
         ):
-            # commits/store.json is missing now. The process that has changed store.json, or the
-            # next process that opens the store for writing, writes it.
+            # commits/store.json is missing now. It is written by the process that has changed
+            # store.json, or by the next process that opens the store for writing.
             raise changed_meanwhile(path)
         self.manifest = manifest
         self._open_codec()
@@ -477,7 +488,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             path = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json"
             if backend_of(path).put_if_absent(content):
                 return path
-            # A file of another run has the same time in microseconds. Try a later time.
+            # Another run has a file with the same time in microseconds in its name. Try again with
+            # the current time.
 
     def close(self) -> None:
         """Release the locks and delete temporary local files."""
@@ -486,7 +498,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         super().close()
 
     def __exit__(self, _: object, error: object, *__: object) -> None:
-        # After Ctrl-C, the user may leave the store as it is, so leave no files of locks behind.
+        # After Ctrl-C, the user may never run the command again. So delete the lock files and all
+        # uncommitted files now.
         if isinstance(error, KeyboardInterrupt):
             self.sweep()
         self.close()
@@ -527,9 +540,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     def sweep(self, waits_s: float = 0.0) -> bool:
         """Stop sharing the store, and delete files that no commit lists.
 
-        Killed processes leave such files. They can be deleted only by the last of several processes
-        that write to the store: if another process is still writing, nothing is deleted. The caller
-        must not write to the store afterwards.
+        Killed processes leave such files behind. If another process is still writing to the store,
+        nothing is deleted, because the files may belong to that process. The caller must not write
+        to the store afterwards.
 
         Args:
             waits_s: number of seconds to wait for other processes to stop writing.
@@ -568,12 +581,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
 
 
 def _check_unoccupied(store: StorePath) -> None:
-    """Raise OutputOccupied unless a path is missing, an empty folder, or a store.
+    """Raise OutputOccupied if a path contains anything other than a store.
 
-    A store whose creation was interrupted is also allowed.
+    The path may be missing, or it may be an empty folder, a store, or a store whose creation was
+    interrupted.
     """
-    # In a bucket, only a listing of all files would show whether a folder exists, so this check is
-    # skipped.
+    # This check is skipped for a bucket, because only a listing of all files would show whether a
+    # folder exists there.
     if isinstance(store, Path):
         folders = (store, *store.absolute().parents)
         existing = next(path for path in folders if path.exists() or path.is_symlink())
@@ -593,9 +607,10 @@ def _check_unoccupied(store: StorePath) -> None:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
                 raise  # store.json is undamaged, so its schema version really differs.
         except StoreDamaged as error:
-            # store.json is not a valid manifest. If commits/store.json exists, this is a store, so
-            # nothing is raised here: ``StoreWriter._restore`` later repairs store.json or reports
-            # the damage. Without commits/store.json, store.json may be a file of another program.
+            # store.json is not a valid manifest. If commits/store.json exists, the folder is a
+            # store with a damaged store.json, which ``StoreWriter._restore`` later repairs or
+            # reports. If commits/store.json does not exist either, store.json may be a file of
+            # another program.
             if not has_commit:
                 raise OutputOccupied(
                     f"{error} If {store} belongs to another program, choose another output folder."
@@ -607,12 +622,12 @@ def _check_unoccupied(store: StorePath) -> None:
             f"which inputs they were made. Restore {MANIFEST_NAME} from a copy, or choose another "
             "output folder."
         )
-    # A killed speed test leaves its folder behind, which must not hinder the next start.
+    # Ignore the folder that a killed speed test leaves behind.
     all_names = backend_of(store).names_in()
     names = [name for name in all_names if not name.startswith(SPEED_TEST_PREFIX)]
     foreign = sorted(name for name in names if not is_known(name))
-    # A folder with a lock file is a store whose creation was interrupted, so it is accepted. A
-    # bucket has no lock file, so any known name is accepted there.
+    # Accept a store whose creation was interrupted. It has only names that a store may have. In a
+    # folder, it also has the lock file. A bucket has no lock file.
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
@@ -650,7 +665,9 @@ def _check_same(store: StorePath, manifest: StoreManifest | None, plan: pa.Table
 
 
 def _plan_changes(old: pa.Table, new: pa.Table) -> dict[str, tuple[Any, Any]]:
-    """Compare the first row in which two different plans differ, or else their numbers of rows.
+    """Describe the first difference between two plans that are not equal.
+
+    If the shorter plan is the start of the longer one, the difference is the number of rows.
 
     Returns:
         Key -> (old value, new value), for the ``changes`` of a StoreMismatch.
@@ -677,9 +694,9 @@ def _begin(
 ) -> None:
     """Create a store: write the codec's files, then plan.parquet, then store.json.
 
-    A folder is locked, so a file that exists already was written by a killed process. It is
-    replaced. In a bucket, other writers may create the store at the same time, so a file that
-    exists already is kept and compared with the new content.
+    Some of these files may already exist. In a folder, which is locked, they were left by a killed
+    process, and are replaced. In a bucket, another writer may be creating the store at the same
+    time. So existing files stay there and are compared with the new content.
     """
     if isinstance(store, Path):
         (store / PLAN_NAME).unlink(missing_ok=True)
@@ -698,9 +715,10 @@ def _begin(
 
 
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
-    """Give the new basis of an addition of fields its final name.
+    """Rename ``codec/next-basis.safetensors`` to ``codec/basis.safetensors``.
 
-    Nothing is renamed if the addition has no new basis, or if store.json has the hash of another basis.
+    While fields are added, the first file contains the new basis of the codec. It is renamed only
+    if it exists and store.json already contains its hash.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
@@ -709,8 +727,8 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
-    # At any time, the basis file that store.json requires has at least one of its two names, and a
-    # reader tries both names.
+    # Write the file with the new name before deleting the old name. So at any time, the basis that
+    # store.json requires has at least one of the two names. Readers try both names.
     folder = backend_of(path.parent)
     backend_of(path.parent / BASIS_NAME).put(content)
     folder.remove_files([path.name])

@@ -4,6 +4,7 @@ The pieces stand where transformers puts them.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -1305,6 +1306,8 @@ def test_finish_reasons_of_other_libraries_are_read(column: dict[str, Any], is_c
         ({"metadata": [("finish_reason", "length")]}, True),
         ({"response": {"stopped_limit": True}}, True),
         ({"stopped_limit": False, "metadata": {"finish_reason": "length"}}, True),
+        ({"finish_reason": "None", "metadata": {"finish_reason": "length"}}, True),
+        ({"finish_reason": math.nan, "metadata": {"finish_reason": "length"}}, True),
         ({"finish_reason": [None], "metadata": '{"finish_reason": "length"}'}, True),
         ({"metadata": {"finish_reason": "stop"}, "raw": {"finish_reason": "length"}}, True),
         ({"response": '{"finish_reason": "length"}'}, False),
@@ -1322,6 +1325,13 @@ def test_a_finish_reason_may_be_inside_other_keys(extra: dict[str, Any], is_cut:
         earlier = {"messages": [ASKS, ANSWERS | extra, ASKS, ANSWERS]}
         found = tokenize_row(template_of("chatml"), earlier, 100)
         rejected(found, RejectReason.MARKED_UNTRAINED, "an earlier answer was cut off")
+
+
+def test_a_column_of_the_chat_is_not_a_finish_reason() -> None:
+    columns = Columns.parse(["user=q", "assistant=stop_reason"])
+    row = {"q": "Why?", "stop_reason": "length"}
+    found = tokenize_row(template_of("chatml"), row, 100, columns)
+    assert marked_texts(template_of("chatml").tokenizer, found) == ["length<|im_end|>"]
 
 
 @pytest.mark.parametrize("key", ["stop_reason", "finishReason", "stopReason", "done_reason"])

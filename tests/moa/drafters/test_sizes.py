@@ -81,6 +81,13 @@ def test_all_unknown_keys_are_named(usual_facts: TargetFacts) -> None:
         EagleSizes.from_dict(sizes | {"second_new": 1, "first_new": 2})
 
 
+@pytest.mark.parametrize("epsilon", [-1.0, 1e30])
+def test_an_epsilon_that_no_norm_has_is_refused(usual_facts: TargetFacts, epsilon: float) -> None:
+    sizes = EagleSizes.from_target(usual_facts).to_dict()
+    with raises_naming(DrafterError, "norm_eps", epsilon):
+        EagleSizes.from_dict(sizes | {"norm_eps": epsilon})
+
+
 def test_heads_divide_widths() -> None:
     model = build_model(num_attention_heads=6, head_dim=64)
     wide = MoASizes.from_target(TargetFacts.of_model(model))

@@ -478,6 +478,16 @@ def test_speculators_files_must_belong_to_their_rows(
     refused_with(path.with_name("hs_7.safetensors"), "row 7")
     path.with_name("hs_7.safetensors").unlink()  # A peer's folder may hold only a part of the rows.
     assert len(bring_in(folder, "speculators", target, tmp_path / "part")) == 2
+    arrow = next(folder.glob("data-*.arrow"))
+    original = arrow.read_bytes()
+    arrow.unlink()
+    os.mkfifo(arrow)  # Opening it would wait for a writer.
+    refused_with(folder, arrow.name, "FIFO")
+    arrow.unlink()
+    arrow.symlink_to("nowhere")
+    refused_with(folder, arrow.name, "is missing")
+    arrow.unlink()
+    arrow.write_bytes(original)
     (folder / "state.json").write_text(json.dumps({"_data_files": []}))
     refused_with(folder, "input_ids", "loss_mask")
     (folder / "state.json").unlink()
