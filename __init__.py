@@ -1,18 +1,18 @@
-"""Activations of large language models as a dataset, and drafters trained from it.
+"""Activations of large language models as a dataset, and drafters trained from this dataset.
 
 The drafters are for speculative decoding. ``pipeline`` writes the activations of a model to stores,
 in the format that ``storage`` defines. ``trainer`` reads stores and trains drafters, which ``moa``
 defines. ``evaluation`` decodes with drafters and measures the speed. ``serving`` decodes for
 clients over a network.
 
-The names in this module are the public API. The module of a name is imported when the name is first
-used, so that reading a store does not need torch.
+The names in this module are the public API. When a name is first used, the module that defines the
+name is imported. So reading a store does not need torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # For type checkers, ``X as X`` means that the module exports the name X.
+if TYPE_CHECKING:  # ``import X as X`` tells type checkers that this module exports X.
     from .errors import MoaDataError as MoaDataError
     from .evaluation.config import EvalConfig as EvalConfig
     from .evaluation.run import evaluate as evaluate

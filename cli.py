@@ -24,11 +24,12 @@ GROUPS = {
         "conform": "decode", "push": "exchange", "pull": "exchange",
     },
 }  # fmt: skip
-"""Maps each heading of the help page to its commands, and each command to a file of commands/."""
+"""Maps each heading of the help page to its commands. Maps each command to a file in commands/.
+"""
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
 # Maximum number of characters of a command's description on the help page. The description is the
-# first sentence of the command's help. All of these sentences are shorter, so none is cut.
+# first sentence of the command's help. Every description is shorter, so no description is cut.
 _WHOLE_SENTENCE = 200
 _EPILOG = """\b
 A whole job:
@@ -80,7 +81,7 @@ class LazyGroup(StageGroup):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command. If it does not exist, return None."""
+        """Import and return the command with this name. If it does not exist, return None."""
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f".commands.{COMMANDS[cmd_name]}", __package__)

@@ -3,8 +3,8 @@
 Settings can be divided into groups. A group is a model inside the model of a command, and contains
 no further groups. If there are several kinds of something, such as drafters, there is a group for
 each kind. The field is then a union of these groups, and the field ``kind`` of a group names its
-kind. The text below a field is its help text. The type ``Common`` shows the setting on the short
-page of ``--help``::
+kind. The text below a field is the help text of the setting. A setting with the type ``Common`` is
+shown on the short page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
@@ -49,12 +49,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _Value = TypeVar("_Value")
 _COMMON = "common"
-# Type of a setting that most users need. The short help page shows such settings.
+# The type of a setting that most users need. The short help page shows settings of this type.
 Common = Annotated[_Value, _COMMON]
 
 
 def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
-    """Convert mappings, which YAML files contain, to NAME=VALUE texts as on the command line."""
+    """Convert the items of a list to NAME=VALUE texts. In YAML files, an item may be a mapping."""
     texts: list[Any] = []
     for item in items or ():
         if not isinstance(item, Mapping):
@@ -66,17 +66,18 @@ def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
 
 
 TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
-"""Arguments of a chat template as NAME=VALUE texts, or one JSON object.
+"""Arguments of a chat template: NAME=VALUE texts, or the text of one JSON object.
 
-Since flags split lists at commas, the JSON object may arrive as several texts.
+The value of a flag is split at commas, so the JSON object may arrive as several texts.
 """
 Values = Mapping[str, Any]
 """Maps the names or keys of settings to values.
 
-The result of :meth:`Config.grouped` is nested instead: each group is a mapping of its own.
+A mapping that :meth:`Config.grouped` returns is nested: the name of a group is mapped to another
+mapping, with the names and values of the settings in the group.
 """
 Layers = Sequence[tuple[str, Values]]
-"""Sources of settings, as pairs (name of the source for messages, its values).
+"""Sources of settings, as pairs: the name of a source for messages, and the values that it sets.
 
 Each source overrides the sources before it.
 """
@@ -84,8 +85,9 @@ Presets = Mapping[str, Values]
 Earlier = Callable[[Values], tuple[str, dict[str, Any]]]
 """Function that finds the settings of an earlier run.
 
-It takes the values that are given for this run. It returns the name of the earlier run for
-messages, and the values of the earlier run. In both cases, the values are nested by group.
+The function takes the values that are given for this run. It returns the name of the earlier run
+for messages, and the values of the earlier run. Both the given and the returned values are nested
+by group.
 """
 
 
@@ -95,8 +97,8 @@ class Setting(NamedTuple):
     key: str
     name: str
     field: FieldInfo
-    # Kind of the group that has the setting, for example of a drafter. If the group has no kinds,
-    # the value is None.
+    # If the setting is in a group that has several kinds, this is the kind of the group, for
+    # example the kind of a drafter. Otherwise, the value is None.
     kind: str | None
     is_common: bool  # Whether the short help page shows the setting.
 
@@ -115,22 +117,22 @@ class Config(BaseModel):
         except ValidationError as error:
             raise OptionInvalid(_message(type(self), error, [("", values)])) from error
 
-    # With this attribute, pydantic creates the groups inside these settings without calling this
-    # ``__init__`` for each group. Otherwise, an error in a group would not name the group.
+    # This attribute tells pydantic not to call ``Config.__init__`` for the groups inside the
+    # settings. With a call for each group, an error in a group would not name the group.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic reads it
 
     def problems(self) -> list[str]:
-        """Return one line for each problem between settings that do not fit together.
+        """Return one line for each conflict between settings.
 
         The method is called only if each setting has a valid value by itself.
         """
         return []
 
     def refusal_of(self, part: Callable[[], object]) -> list[str]:
-        """Call ``part``. If it raises a DrafterError, return its message as a list of one item.
+        """Call ``part`` to check these settings. Return the message of a DrafterError as a list.
 
-        Otherwise, the result is an empty list. ``part`` builds something from these settings, for
-        example the shape of a draft tree.
+        ``part`` builds something from these settings, for example the shape of a draft tree. If
+        ``part`` does not raise a DrafterError, the list is empty.
         """
         try:
             part()
@@ -147,9 +149,10 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_values(cls, values: Any) -> Any:
-        """Convert values from the form in flags and files to the form in Python.
+        """Convert values of flags and files to values in Python.
 
-        True and False become texts if the setting is a number, so that pydantic refuses them.
+        If the setting is a number, True and False are converted to texts, so that pydantic refuses
+        them instead of accepting True as 1.
         """
         if not isinstance(values, dict):
             return values
@@ -163,7 +166,8 @@ class Config(BaseModel):
     def settings(cls) -> Iterator[Setting]:
         """Yield every setting, in the order of the groups.
 
-        If several kinds have a setting with the same name, it is yielded once for each kind.
+        If several kinds of a group have a setting with the same name, a setting is yielded for each
+        kind.
         """
         for name, field in cls.model_fields.items():
             groups = _groups(field)
@@ -188,7 +192,7 @@ class Config(BaseModel):
 
     @classmethod
     def grouped(cls, values: Values) -> dict[str, Any]:
-        """Return the values by field. Values by name or key are moved into their groups."""
+        """Return field name -> value. The value of a group maps the group's settings to values."""
         keys = {setting.name: setting.key for setting in cls.settings()}
         grouped = {name: value for name, value in values.items() if name in cls.model_fields}
         for name, value in values.items():
@@ -210,15 +214,15 @@ class Config(BaseModel):
 
     @classmethod
     def of(cls, **named: Any) -> Self:
-        """Create the settings from values by name.
+        """Create the settings. An argument sets the setting that has the argument's name.
 
-        Type checkers accept any name here. In a call of the class itself, they would refuse the
-        name of a setting that is in a group.
+        This method also accepts the name of a setting that is inside a group. In a call of the
+        class itself, type checkers would refuse such a name.
         """
         return cls(**named)
 
     def named(self) -> dict[str, Any]:
-        """Return a dict from each setting's name to its value, which :meth:`of` accepts."""
+        """Return a dict that maps names of settings to values. :meth:`of` accepts such values."""
         named: dict[str, Any] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -230,7 +234,7 @@ class Config(BaseModel):
         return named
 
     def replaced(self, **named: Any) -> Self:
-        """Return a copy in which the settings with these names have new values."""
+        """Return a copy in which the settings in ``named`` have the given values."""
         return self.of(**self.named() | named)
 
     def to_yaml(self) -> str:
@@ -279,12 +283,15 @@ class SamplingSettings(Config):
     counted from 0."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``moa.decoding.sampling.SamplingConfig``: all but the seed."""
+        """Return the arguments for ``SamplingConfig``: all settings except the seed."""
         return self.model_dump(exclude={"seed"})
 
 
 def _groups(field: FieldInfo) -> list[type[Config]]:
-    """Return the classes of the groups that a field can hold. For a setting, the list is empty."""
+    """Return the classes of the groups that a field can hold.
+
+    If the field is a single setting instead of a group, the list is empty.
+    """
     members = typing.get_args(field.annotation) or [field.annotation]
     return [member for member in members if isinstance(member, type) and issubclass(member, Config)]
 
@@ -304,9 +311,9 @@ def _read_value(value: Any, field: FieldInfo) -> Any:
 
 
 def _read_items(value: Any) -> tuple[Any, ...]:
-    """Convert the value of a list to a tuple, without its empty items.
+    """Convert the value of a list setting to a tuple. Empty items are left out.
 
-    In a flag, a list is one text with commas between the items.
+    The value may be a list, or one text with commas between the items, as in a flag.
     """
     if isinstance(value, str):
         items: Iterable[Any] = value.split(",")
@@ -327,9 +334,9 @@ def _default_kind(group: type[Config]) -> str:
 
 
 def plain_types(annotation: Any) -> list[Any]:
-    """Return the types and the literal words that an annotation allows for a value.
+    """Return the types and the literal words that a type annotation allows for a value.
 
-    For a list, the result is only ``tuple``, without the types of the items.
+    For a list setting, the result contains only ``tuple``, not the types of the items.
     """
     if (origin := typing.get_origin(annotation)) is tuple:
         return [tuple]
@@ -344,7 +351,7 @@ def plain_types(annotation: Any) -> list[Any]:
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Turn a dotted key into groups: ``a.b`` becomes ``{"a": {"b": value}}``."""
+    """Nest a value by its key: the result for the key ``a.b`` is ``{"a": {"b": value}}``."""
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
@@ -416,7 +423,8 @@ def resolve(
     flags: Values,  # Maps the name or key of each given setting to its value.
     config_path: Path | None = None,
     assignments: Iterable[str] = (),
-    # Maps the name of each preset to its nested values. The key ``preset`` in a source selects one.
+    # Maps the name of each preset to its nested values. If a source contains the key ``preset``,
+    # the value of this key is the name of the preset to use.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
 ) -> Any:
@@ -435,8 +443,8 @@ def resolve(
     ]
     layers = [(source, config_class.grouped(values)) for source, values in sources]
     if presets:
-        # If several sources have the key ``preset``, the last one counts. Its value may be None,
-        # which selects no preset.
+        # If several sources have the key ``preset``, the last of these sources counts. The value of
+        # the key may be None, which means that no preset is used.
         preset: Any = None
         for _, layer in layers:
             preset = layer.pop("preset", preset)
@@ -483,7 +491,7 @@ def _message(config_class: type[Config], error: ValidationError, layers: Layers)
 
 
 def _source_of(layers: Layers, key: str) -> str:
-    """Return the name of the source from which the value of a key comes, or an empty text."""
+    """Return the name of the source that sets a key. If there is none, return an empty text."""
     group, _, name = key.partition(".")
     for source, layer in layers[::-1]:
         values = layer.get(group, {})
@@ -495,9 +503,9 @@ def _source_of(layers: Layers, key: str) -> str:
 def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str, str | None]:
     """Return the key and the kind of the setting that a pydantic error is about.
 
-    If a group has several kinds, such as drafters, the location of the error contains the kind,
-    between the name of the group and the name of the setting. For any other setting, the kind is
-    None.
+    If a group has several kinds, for example kinds of drafters, pydantic's location of the error
+    contains the kind, between the name of the group and the name of the setting. If the setting is
+    not in such a group, the returned kind is None.
     """
     if not loc:
         return "", None
@@ -510,8 +518,8 @@ def _key_of(config_class: type[Config], loc: tuple[int | str, ...]) -> tuple[str
     return name, kind
 
 
-# Maps an error type of pydantic, or its first word, to a text about the expected value. The names
-# in braces are replaced by values from the error.
+# Maps error types of pydantic to texts about the expected value. A key is either an error type or
+# the first word of an error type. The names in braces are replaced by values from the error.
 _WANTED = {
     "greater_than_equal": "at least {ge}", "greater_than": "above {gt}",
     "less_than_equal": "at most {le}", "less_than": "below {lt}",
@@ -523,7 +531,7 @@ _WANTED = {
 
 
 def _problem(name: str, item: ErrorDetails) -> str:
-    """Describe the error of one setting: its value, and what was expected."""
+    """Describe the error of one setting: the given value, and what was expected."""
     context = item.get("ctx", {})
     if item["type"] == "value_error":
         return str(context["error"])

@@ -1,7 +1,8 @@
 """All errors that moa-data raises on purpose.
 
 Each message states what was found, what was expected and what the user can do. Some classes also
-inherit from a builtin exception, so that callers can catch the errors by the builtin class.
+inherit from a builtin exception, so that callers can catch errors of these classes as builtin
+exceptions.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ class MoaDataError(Exception):
 
     Args:
         message: what was found and what was expected.
-        hint: what the user can do. It is empty if ``message`` says this already.
+        hint: what the user can do. The hint is empty if ``message`` already says what the user can
+            do.
     """
 
     exit_code: int = 2  # Exit code of a command that ends with this error.
@@ -29,8 +31,8 @@ class Interrupted(MoaDataError):
 
     def __init__(self, message: str, signum: int | None = None) -> None:
         super().__init__(message)
-        # Number of the signal. If it is None, the KeyboardInterrupt that caused this error has the
-        # number.
+        # Number of the signal. If the value is None, the number is in the KeyboardInterrupt that
+        # caused this error.
         self.signum = None if signum is None else int(signum)
 
 
@@ -43,7 +45,7 @@ class OutputOccupied(MoaDataError, FileExistsError):
 
 
 class StorageUnavailable(MoaDataError, OSError):
-    """A disk or an object store is full, read-only, unreachable, or does not support locks.
+    """A disk or object store is full, read-only or unreachable, or does not support locks.
 
     The files on this disk or in this object store may be intact.
     """
@@ -65,7 +67,7 @@ class StoreNotFound(StoreError, FileNotFoundError):
 
 
 def _shortened(value: Any, max_chars: int = 32) -> str:
-    """Return ``repr(value)``. A text longer than ``max_chars`` is cut and ends with …."""
+    """Return ``repr(value)``. If it is longer than ``max_chars``, it is cut and ends with …."""
     text = repr(value)
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
@@ -75,8 +77,8 @@ class StoreMismatch(StoreError):
 
     Inputs are compared by dotted keys such as ``extraction.max_length``. The message shows at most
     three keys that differ, and 32 characters of each value. If several keys with the same prefix
-    differ, the message shows only the first of them. The exception also has a note for each key
-    that differs, with both values in full. Tracebacks show these notes.
+    differ, the message shows only the first key. The exception also has a note for each key that
+    differs, with both values in full. Tracebacks show these notes.
 
     Args:
         path: path of the store.
@@ -85,10 +87,10 @@ class StoreMismatch(StoreError):
     """
 
     _CAUSES = ("identities.", "extraction.", "codec.", "fields.")
-    """Prefixes of keys, in the order in which the message shows keys that differ.
+    """Prefixes of keys. The message shows keys that differ in the order of this list.
 
-    The message shows other keys last, for example counts and the plan. If they differ, a key with
-    one of these prefixes is usually the cause.
+    Keys without such a prefix, for example counts and the plan, come last in the message. They
+    usually differ only as a result of a difference in the other keys.
     """
     _MAX_SHOWN = 3
 
@@ -119,7 +121,7 @@ class StoreMismatch(StoreError):
         )
 
     def _rank(self, key: str) -> list[bool]:
-        """Return a sort key for ``key``. It gives keys the order of their prefixes in _CAUSES."""
+        """Return a sort key, which sorts keys by the order of their prefixes in _CAUSES."""
         return [not key.startswith(prefix) for prefix in self._CAUSES]
 
 
@@ -132,7 +134,7 @@ class SchemaVersionError(StoreError):
 
 
 class StoreDamaged(StoreError):
-    """A file of a store is missing, truncated or changed, so that it does not match its commit."""
+    """A file of a store is missing, or differs from the size and checksum in its commit."""
 
 
 class CodecUnknown(StoreError):
@@ -152,7 +154,9 @@ class ReportUnwritten(StorageUnavailable):
             f"{path} cannot be written ({reason}), so the report is printed instead. Before the "
             "next run, free some space or give yourself the right to write there."
         )
-        self.markdown = markdown  # Text of the report, which the command prints.
+        # Text of the report. The command prints this text, because the file of the report could not
+        # be written.
+        self.markdown = markdown
 
 
 class DatasetError(MoaDataError, ValueError):
@@ -163,7 +167,7 @@ class DatasetError(MoaDataError, ValueError):
 
 
 class TemplateError(DatasetError):
-    """The tokenizer has no chat template, or its template cannot be used."""
+    """The tokenizer has no chat template, or the chat template cannot be used."""
 
 
 class PromptUnusable(TemplateError):
@@ -206,7 +210,7 @@ class NotAllowed(ServingError, PermissionError):
 
 
 class ProtocolMismatch(ServingError):
-    """Protocol version, target, tokenizer or drafter of client and server differ."""
+    """Client and server have different protocol versions, targets, tokenizers or drafters."""
 
 
 class Disconnected(ServingError, ConnectionError):

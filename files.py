@@ -24,8 +24,8 @@ from .errors import (
 )
 from .text import first_line, format_bytes
 
-# Suffix of the names of files and folders while they are written. Files and folders that still have
-# this suffix after a crash can be deleted.
+# While a file or folder is being written, its name has this suffix. After a crash, files and
+# folders that still have this suffix can be deleted.
 PARTIAL_SUFFIX = ".partial"
 # Permission bits of a new file, before the umask is applied.
 FILE_MODE = 0o666
@@ -35,17 +35,17 @@ MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.
 
-It is so small that computations with several counts do not overflow. Such computations either fit
-into 64 bits, or use Python integers.
+The limit prevents overflow in computations with several counts. The results of most of these
+computations fit into 64 bits. The other computations use Python integers.
 """
 FULL_DISK_ADVICE = (
     "All finished work is saved. Free some space and run the same command again: it continues "
     "with the rest."
 )
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine. A
-# library that reads a truncated file may seek to an offset that does not exist, which raises EINVAL
-# or EOVERFLOW.
+# Numbers of system errors that are caused by a wrong path or a damaged file, not by the machine.
+# EINVAL and EOVERFLOW are raised, for example, if a library reads a truncated file and seeks to an
+# offset that does not exist.
 _ABOUT_THE_PATH = (
     None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW,
 )  # fmt: skip
@@ -84,8 +84,8 @@ _ADVICE = {
         "again."
     ),
 }
-# Numbers of system errors that mean that another process holds a lock. EACCES is among them,
-# because some network file systems report it.
+# Numbers of the system errors that flock raises if another process holds the lock. On some network
+# file systems, this is EACCES.
 _HELD_ERRNOS = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -115,7 +115,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and sync a file. This is not atomic.
+    """Write and sync a file. The write is not atomic.
 
     Raises:
         OSError: the path is a symbolic link, or the file cannot be written.
@@ -158,7 +158,7 @@ def replacing(path: Path, advice: str = FULL_DISK_ADVICE) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to system errors in the ``with`` block that do not contain a path.
+    """If a system error in the ``with`` block does not contain a path, add ``path`` to it.
 
     For example, the error of a write to a file descriptor does not contain the path of the file.
     """
@@ -171,7 +171,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def walk(folder: Path, follows_links: bool = False) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yield (folder, names of its folders, names of its files) for each folder of a tree, top down.
+    """Yield (folder, names of subfolders, names of files) for each folder of a tree, top down.
 
     If a folder cannot be listed, an OSError is raised. ``os.walk`` would skip the folder instead.
 
@@ -188,7 +188,7 @@ def walk(folder: Path, follows_links: bool = False) -> Iterator[tuple[Path, list
 
 @contextmanager
 def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[None]:
-    """Turn errors of a full disk, quota or read-only file system into StorageUnavailable.
+    """Convert errors of a full disk, full quota or read-only file system to StorageUnavailable.
 
     Args:
         path: the path that the ``with`` block writes. It is used in the message.
@@ -198,7 +198,8 @@ def disk_full_guard(path: object, advice: str = FULL_DISK_ADVICE) -> Iterator[No
         yield
     except MoaDataError:
         raise
-    except Exception as error:  # A library may have wrapped the system error in its own exception.
+    # Catch every exception: a library may have wrapped the system error in its own exception.
+    except Exception as error:
         cause = system_error(error)
         if cause is not None and cause.errno == errno.EROFS:
             raise read_only(cause.filename or path, errno.EROFS) from error
@@ -216,7 +217,8 @@ def system_error(error: BaseException | None) -> OSError | None:
     The exception itself is checked first, then its causes one by one, until an OSError is found. An
     OSError for a wrong path or a damaged file does not count. A library may have turned the system
     error into an exception of its own. If the message of this exception contains the number of the
-    system error, or its words, the result is a new OSError with this number.
+    system error or describes the system error in words, the result is a new OSError with this
+    number.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno not in _ABOUT_THE_PATH:
@@ -239,9 +241,10 @@ def _error_number(text: str) -> int | None:
 
 
 def machine_trouble(error: BaseException) -> StorageUnavailable | None:
-    """Return an error with advice if a problem with disk, rights or limits caused an exception.
+    """If the state of the machine caused an exception, return an error with advice.
 
-    For any other exception, return None.
+    For example, the disk is full, rights are missing, or a limit is exceeded. For an exception with
+    any other cause, return None.
     """
     cause = system_error(error)
     if cause is None or cause.errno not in _ADVICE:
@@ -271,10 +274,10 @@ def nearest_folder(path: Path) -> Path:
 
 
 def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE) -> None:
-    """Raise an error if a folder cannot be written, or its disk has less than ``n_bytes`` free.
+    """Raise an error if a folder cannot be written, or the disk has less than ``n_bytes`` free.
 
-    The folder need not exist. If ``folder`` is not a ``Path``, it is in an object store, which has
-    no size limit. Nothing is checked in this case.
+    The folder may be missing. If ``folder`` is not a ``Path``, it is in an object store, which has
+    no size limit, and nothing is checked.
     """
     if not isinstance(folder, Path):
         return
@@ -294,7 +297,7 @@ def check_room(folder: object, n_bytes: int = 0, advice: str = FULL_DISK_ADVICE)
 
 
 def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] = ()) -> None:
-    """Refuse an output folder that holds files which the command can neither continue nor replace.
+    """Refuse an output folder with files that the command can neither continue nor replace.
 
     Args:
         folder: the output folder. It may be missing or empty.
@@ -353,7 +356,7 @@ def refuse_other_inputs(
 
 
 # Locks use flock directly. A store needs shared locks, and error messages that name the process
-# that holds a lock. The filelock package supports neither of them.
+# that holds a lock. The filelock package has no shared locks and does not name that process.
 
 
 class LockHeld(Exception):
@@ -371,8 +374,8 @@ def open_lock(path: Path) -> int:
         StoreDamaged: the path is a symbolic link, which could lead to the file of another user.
     """
     try:
-        # Open the file for writing, too. On NFS, flock takes a byte-range lock, and an exclusive
-        # byte-range lock needs a writable descriptor.
+        # Open the file for reading and writing. On NFS, flock takes a byte-range lock, and an
+        # exclusive byte-range lock needs a writable descriptor.
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     except OSError as error:
         if error.errno != errno.ELOOP or not path.is_symlink():
@@ -387,17 +390,17 @@ def lock(fd: int, path: Path, shared: bool = False, waits: bool = False) -> None
     """Take a lock, or change a lock between shared and exclusive.
 
     Args:
-        fd: result of :func:`open_lock`. Closing it, or the end of the process, releases the lock.
-            The file is not deleted.
+        fd: file descriptor that :func:`open_lock` returned. The lock is released when the
+            descriptor is closed or the process ends. The file is not deleted.
         path: the file of the lock, for messages.
         shared: whether to take a shared lock instead of an exclusive one.
         waits: whether to wait until other processes have released the lock.
 
     Raises:
-        LockHeld: another process or descriptor holds the lock. If ``fd`` held a shared lock that
-            should become exclusive, or the reverse, ``fd`` has lost this lock.
-        StorageUnavailable: the file system does not support locks. Or it is full, so that the name
-            of this process cannot be written to the file.
+        LockHeld: another process or descriptor holds the lock. If a lock that ``fd`` already held
+            was to be changed between shared and exclusive, ``fd`` has lost this lock.
+        StorageUnavailable: the file system does not support locks, or it is full. If it is full,
+            the name of this process cannot be written to the file.
     """
     try:
         fcntl.flock(
@@ -458,7 +461,7 @@ def open_regular(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        # Opening a socket fails with one of these two errors.
+        # If the path is a socket, opening it fails with one of these two errors.
         if error.errno not in (errno.ENXIO, errno.EOPNOTSUPP):
             raise
         raise StoreDamaged(f"{path} is a socket or device, but must be a regular file") from error
@@ -470,7 +473,7 @@ def open_regular(path: Path) -> int:
 
 
 def kind_of(path: Path) -> str:
-    """Return what is at a path, for messages: "a file", "a folder", "a FIFO", "a broken link"."""
+    """Return the kind of file at a path for messages, such as "a file", "a folder" or "a FIFO"."""
     if path.is_symlink() and not path.exists():
         return f"a link to {os.readlink(path)}, which does not exist"
     return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "a device")
@@ -519,7 +522,7 @@ def parse_object(text: bytes | str, allows_infinity: bool = False) -> dict[str, 
 
 
 def whole_number(value: object, name: str, low: int = 0) -> int:
-    """Return a value of a JSON document if it is an integer from ``low`` to MAX_WHOLE_NUMBER.
+    """Check that a value is an integer from ``low`` to MAX_WHOLE_NUMBER, and return the value.
 
     Raises:
         ValueError: the value is anything else. The message contains ``name``.
@@ -532,7 +535,7 @@ def whole_number(value: object, name: str, low: int = 0) -> int:
 
 
 def relative_name(name: object) -> str:
-    """Return a name if it is the relative path of a file below a folder.
+    """Check that a name is a relative path that stays inside its folder, and return the name.
 
     Raises:
         ValueError: the name is absolute, too long or not a string, or one of its components is
@@ -561,11 +564,11 @@ def _shown(value: object) -> str:
 def parsing(
     trouble: str, error_class: type[Exception], advice: str = "Restore the file from a copy."
 ) -> Iterator[None]:
-    """Turn any error of a library that parses a file into ``error_class`` with a one-line message.
+    """Convert any error of a library that parses a file to ``error_class`` with a one-line message.
 
     A system error is raised unchanged, because it does not mean that the file is damaged. If the
-    system error has no file name, it gets ``trouble`` as its file name. A MemoryError is turned
-    into NotEnoughMemory.
+    system error has no file name, ``trouble`` is stored as its file name. For a MemoryError,
+    NotEnoughMemory is raised.
 
     Args:
         trouble: the operation that failed, for the message, such as "cannot read FILE".
@@ -586,8 +589,8 @@ def parsing(
         ) from error
     except Exception as error:
         if (cause := system_error(error)) is not None:
-            # The message of a command begins with the file name of the error. If the error has
-            # none, use ``trouble``, which contains the name.
+            # The message that a command prints begins with the file name in the error. If the error
+            # has no file name, use ``trouble``, which contains the name.
             if cause.filename is None:
                 cause.filename = trouble
             raise cause from error

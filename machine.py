@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, and settings that make its memory faster.
+"""Cores and memory that this process may use, and settings that make memory accesses faster.
 
 This module imports only the standard library, so that every package can import it.
 """
@@ -27,8 +27,8 @@ def usable_cores() -> int:
 def is_first_process() -> bool:
     """Return whether this is the first of the processes that torchrun, SLURM or Lightning started.
 
-    If the process was not started by one of them, the result is true. Only the first process prints
-    messages and writes files.
+    If the process was not started by any of these programs, the result is true. Only the first
+    process prints messages and writes files.
     """
     # torchrun sets RANK to the number of the process, counted over all machines. SLURM may start
     # one torchrun per machine. All processes of a machine then have the same SLURM rank, so the
@@ -41,8 +41,8 @@ def is_first_process() -> bool:
 def free_memory() -> int | None:
     """Return the number of bytes that this process can allocate without swapping.
 
-    The limits of its control groups (cgroups) are respected. The page cache counts as free. The
-    result is None if the system does not report the free memory.
+    The limits of the process's control groups (cgroups) are respected. The page cache counts as
+    free. The result is None if the system does not report the free memory.
     """
     free = [
         _kilobytes(Path("/proc/meminfo"), "MemAvailable"),
@@ -52,17 +52,17 @@ def free_memory() -> int | None:
 
 
 def resident_memory() -> int:
-    """Return the resident memory of this process in bytes, or 0 if it is not reported."""
+    """Return the resident memory of this process in bytes, or 0 if the system does not report it."""
     return _kilobytes(Path("/proc/self/status"), "VmRSS") or 0
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes, or 0 if it is not reported."""
+    """Return the peak resident memory of this process in bytes, or 0 if it is unknown."""
     return _kilobytes(Path("/proc/self/status"), "VmHWM") or 0
 
 
 def _kilobytes(file: Path, name: str) -> int | None:
-    """Return the number of bytes in a line of a kernel file, such as ``MemAvailable:  20 kB``.
+    """Read a size from a line of a kernel file, such as ``MemAvailable:  20 kB``, in bytes.
 
     The result is None if the file or the line does not exist.
     """
@@ -74,10 +74,10 @@ def _kilobytes(file: Path, name: str) -> int | None:
 
 
 def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
-    """Return the bytes that are left within each memory limit of the process's control groups.
+    """Return the number of bytes that are left within each memory limit of this process.
 
-    The limits of a control group also apply to the groups inside it. So the limits of all groups
-    that contain the process's group are included.
+    A process is in a control group (cgroup), which may be inside other control groups. The memory
+    limits of all these groups apply to the process, so all of them are included.
 
     Args:
         membership: the file that lists the control groups of the process.
@@ -109,13 +109,14 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 
 
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
-    """Return the bytes that are left within one memory limit, as a list with one number.
+    """Return the number of bytes that are left within one memory limit, in a list.
 
     The page cache counts as free. If memory is not limited, the list is empty.
     """
     try:
-        # If memory is not limited, the limit file of cgroup version 2 contains "max", which raises
-        # ValueError here. The limit file of version 1 contains a number larger than any memory.
+        # If memory is not limited, the limit file of cgroup version 2 contains "max". Converting
+        # this text to an integer raises ValueError. The limit file of version 1 contains a number
+        # larger than any memory.
         n_limit, n_used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
         return [max(0, n_limit - n_used + int(counts.get(cache, 0)))]

@@ -1,4 +1,4 @@
-"""Format sizes, durations and commands, and make text from other sources safe to print.
+"""Format sizes, durations and commands, and escape untrusted text before it is printed.
 
 This module imports only the standard library, so that every package can import it.
 """
@@ -17,16 +17,16 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 class Progress:
     """Reports the progress of one phase of a long task.
 
-    A task gets an object without a phase. At the start of each phase, it calls :meth:`of`, which
-    returns an object for the phase.
+    A task is given an object without a phase. At the start of each phase, the task calls
+    :meth:`of`, which returns an object for this phase.
     """
 
-    # Function that shows progress to the user. It is called with this object, the number of units
-    # that are done, the total number of units, and a note for the user. If the value is None,
-    # nothing is reported.
+    # Function that shows progress to the user. The function is called with this object, the number
+    # of units that are done, the total number of units, and a note for the user. If the attribute
+    # is None, nothing is reported.
     show: Callable[["Progress", int, int, str], None] | None = None
     phase: str = ""
-    unit: str = ""  # Unit in which the phase counts, such as "token", or "B" for bytes.
+    unit: str = ""  # Unit of the counts of this phase, such as "token", or "B" for bytes.
 
     def of(self, phase: str, unit: str) -> "Progress":
         """Return the object that reports the progress of a phase."""
@@ -56,7 +56,7 @@ def counted(count: int, unit: str) -> str:
 
 
 def format_hours(seconds: float) -> str:
-    """Format a duration in seconds below 2 minutes, in minutes below 2 hours, else in hours."""
+    """Format a duration in seconds, minutes (from 2 minutes on) or hours (from 2 hours on)."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
@@ -65,7 +65,7 @@ def format_hours(seconds: float) -> str:
 def format_range(low: float, high: float, form: Callable[[float], str]) -> str:
     """Format a range: ``2.1 GB to 2.4 GB``, or ``up to 2.4 GB`` if ``low`` is 0.
 
-    If both ends have the same text, the result is this text.
+    If both ends are formatted as the same text, the result is this text alone.
 
     Args:
         low: lower end of the range.
@@ -79,7 +79,7 @@ def activation_name(field: str) -> str:
     """Return the name that the setting ``activations`` uses for a field of a store.
 
     For example, ``hidden/layer_6`` becomes ``hidden:layer:6``. Every field of keys and values
-    becomes ``kv``, also a field for some of the layers, such as ``kv/full_attention``.
+    becomes ``kv``. This includes fields for some of the layers, such as ``kv/full_attention``.
     """
     return (
         "kv"
@@ -119,5 +119,5 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if it has none."""
+    """Return the first line of an error's message, or the class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

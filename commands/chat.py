@@ -193,11 +193,11 @@ class _Conversation:
             self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
 
     def ask(self, text: str, note: "OnEvent") -> "Answer":
-        """Add a prompt and its answer to the conversation. After an error, neither is added.
+        """Add a prompt and its answer to the conversation. If an error occurs, add neither of them.
 
         Args:
             text: the prompt.
-            note: called with the events of the answer.
+            note: function that is called with each event of the answer.
         """
         from ..moa.decoding.sampling import SamplingConfig
 
@@ -231,7 +231,8 @@ def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
         stats = answer_to(view.note).stats
     finally:
         view.end()
-    # TerminalView has already shown the statistics in its status line. Otherwise, print them.
+    # A TerminalView has shown the statistics in its status line. After a PlainView, print them
+    # here.
     if isinstance(view, PlainView):
         tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
 
@@ -277,7 +278,7 @@ class PlainView:
         self._n_verified = 0
 
     def note(self, event: "Event") -> None:
-        """Handle an event of the client. Write text as soon as the server has verified it."""
+        """Handle an event of the chat client. Write text as soon as the server has verified it."""
         from ..serving.client.session import RolledBack, Tokens, Verified
 
         if isinstance(event, Tokens):
@@ -303,27 +304,27 @@ class PlainView:
 class TerminalView:
     """Writes an answer to a terminal, above a status line.
 
-    If tokens change, the text is overwritten from the first changed token on.
+    If tokens change, the first changed token and all text after it are overwritten.
     """
 
     # To overwrite a token, this class must know where the token is on the screen, but a terminal
     # does not report that. So the class breaks the lines itself and computes the row and column of
-    # each token, relative to the start of the answer. It moves the cursor by the difference of two
-    # positions. The difference stays the same if the terminal scrolls.
+    # each token, relative to the start of the answer. The cursor is moved by the difference of two
+    # positions, which stays the same if the terminal scrolls.
 
     def __init__(self) -> None:
         self._write = out.write
         self._size = _terminal_size
         self._texts: list[str] = []
         self._kinds: list[str] = []
-        # Position of each token, and of the end of the text.
+        # The start position of each token. The last entry is the position of the text's end.
         self._starts: list[_Position] = [(0, 0)]
         self._mode = "connecting"
         self._stats: Stats | None = None
         self._status = ""
 
     def note(self, event: "Event") -> None:
-        """Update the shown answer or the status line after an event of the client."""
+        """Update the shown answer or the status line after an event of the chat client."""
         from ..serving.client.session import ModeChanged, RolledBack, Stats, Tokens, Verified
 
         if isinstance(event, Tokens):
@@ -353,8 +354,8 @@ class TerminalView:
     def _rewrite(self, first: int) -> None:
         _, height = self._size()
         end = self._starts[-1]
-        # Start at the first token that is still on the screen, because rows that have scrolled off
-        # the screen cannot be overwritten.
+        # Rows that have scrolled off the screen cannot be overwritten. So overwrite only from the
+        # first token on that is still on the screen.
         top = end[0] - (height - 4)
         while first < len(self._texts) and self._starts[first][0] < top:
             first += 1

@@ -37,10 +37,10 @@ LOG_LINE_EVERY_S = 10.0
 RUNNING = "moa_data.running"
 Report = TypeVar("Report")
 
-# Libraries raise errors of many classes when memory runs out. Their messages contain one of these
-# texts.
+# When memory runs out, libraries raise errors of many classes. The message of each of these errors
+# contains one of these texts.
 _NO_MEMORY = ("can't allocate memory", "annot allocate memory", "bad_alloc", "out of memory")
-# Maps a command to the flag that limits the size of its tensors.
+# Maps a command to the flag that limits the size of the command's tensors.
 _FEWER_TENSORS = {
     "extract": "--batch-tokens", "train": "--micro-batch-size", "eval": "--batch-size",
     "regenerate": "--batch-size", "serve": "--kv-tokens",
@@ -65,44 +65,47 @@ _EXTRAS = {
 
 
 class StageFailure(click.ClickException):
-    """Ends a command with one line on standard error, or silently if the line is empty."""
+    """Ends a command with an exit code and one line on standard error.
+
+    If the line is empty, nothing is printed.
+    """
 
     def __init__(self, line: str, exit_code: int = UNUSABLE) -> None:
         super().__init__(line)
         self.exit_code = exit_code  # type: ignore[misc]  # Click reads this attribute.
 
     def format_message(self) -> str:
-        """Return the line, with control characters escaped. It may quote untrusted text."""
+        """Return the line. Escape control characters, because the line may quote untrusted text."""
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line. If standard error is unusable, the user sees only the exit code."""
+        """Print the line. If standard error cannot be written, ignore the error."""
         if self.message:
             with contextlib.suppress(OSError):
                 super().show(file)
 
 
 class StandardOutput(Console):
-    """Standard output. It escapes control characters, and does not use rich's markup and emoji."""
+    """Standard output. Control characters are escaped. Rich's markup and emoji are turned off."""
 
     def __init__(self) -> None:
-        # The width is enough for any table. By default, rich would cut tables to the terminal's
-        # width, or to 80 columns in a pipe.
+        # Set a width that is enough for any table. By default, rich would cut tables to the
+        # terminal's width, or to 80 columns in a pipe.
         super().__init__(soft_wrap=True, width=10_000, highlight=False, markup=False, emoji=False)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Convert a string to a rich Text. Escape control characters, because rich drops some."""
+        """Convert a string to a rich Text. Escape control characters. Rich would drop some of them."""
         return super().render_str(printable(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Render rich objects such as tables, with control characters escaped."""
+        """Render rich objects such as tables. Escape control characters."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print like rich's ``Console.print``. End the command if standard output fails."""
+        """Print as rich does. If standard output cannot be written, end the command."""
         with _output_failures():
             super().print(*args, **kwargs)
 
@@ -113,16 +116,17 @@ class StandardOutput(Console):
             self.file.flush()
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, so that :func:`failure_of` chooses the exit code.
+        """Raise BrokenPipeError. :func:`failure_of` then chooses the exit code.
 
-        By default, rich would exit with code 1, which is FOUND in this package.
+        Rich calls this method if standard output is a pipe without a reader. By default, rich would
+        exit with code 1. In this package, code 1 (FOUND) means that a check found a problem.
         """
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @contextlib.contextmanager
 def _output_failures() -> Iterator[None]:
-    """Turn an error of writing to standard output into a :class:`StageFailure`."""
+    """If standard output cannot be written, raise a :class:`StageFailure` instead of the OSError."""
     try:
         yield
     except OSError as error:
@@ -145,8 +149,8 @@ class StageGroup(click.Group):
         """Run a command and exit. The arguments are those of ``click.Command.main``."""
         try:
             result = super().main(*args, **(extra | {"standalone_mode": False}))
-            # Flush standard output here, so that an error is reported. If Python's own flush at
-            # exit failed, the user would see only the exit code 120.
+            # Flush standard output here, so that an error of the flush is reported. If Python's own
+            # flush at exit failed, the user would see only the exit code 120.
             with _output_failures():
                 sys.stdout.flush()
             code = result if isinstance(result, int) else 0
@@ -172,8 +176,8 @@ class StageGroup(click.Group):
         except (click.exceptions.Exit, StageFailure):
             raise
         except BaseException as error:
-            # Catch everything. A library's SystemExit, for example, could end a command as if the
-            # command had succeeded.
+            # Catch every exception. For example, a library may raise SystemExit, which could end
+            # the command as if it had succeeded.
             end_command()
             failure = failure_of(error, ctx.invoked_subcommand or "")
             if ctx.params.get("debug") or failure.exit_code == FAULT:
@@ -182,22 +186,22 @@ class StageGroup(click.Group):
 
 
 def failure_of(error: BaseException, command: str = "") -> StageFailure:
-    """Return the failure with which a command ends after an error."""
+    """Convert an error to the :class:`StageFailure` with which the command ends."""
     if (code := interruption_code(error)) is not None:
         hint = _CONTINUE.get(
             command, "Finished work is kept; run the same command again to continue."
         )
         line = _one_line(error) if isinstance(error, Interrupted) else f"interrupted. {hint}"
-        # If the command runs in several processes, the signal stopped all of them. Only the first
-        # process prints a line.
+        # The command may run in several processes. The signal stopped all of them, but only the
+        # first process prints a line.
         return StageFailure(line if is_first_process() else "", code)
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "moa-data"
         return StageFailure(f"{error.format_message()} (`{path} --help` lists the options)")
     if isinstance(error, click.ClickException):
         return StageFailure(error.format_message())
-    # Standard output is a pipe, and the process that reads it has exited, as `head` does. Exit with
-    # the code of a process that SIGPIPE has killed.
+    # Standard output is a pipe whose reader has exited. For example, `head` exits after ten lines.
+    # Exit with the code of a process that was killed by SIGPIPE.
     if isinstance(error, BrokenPipeError):
         return StageFailure("", 128 + signal.SIGPIPE)
     if (message := user_message(error, command)) is not None:
@@ -213,7 +217,7 @@ def failure_of(error: BaseException, command: str = "") -> StageFailure:
 
 
 def user_message(error: BaseException, command: str = "") -> str | None:
-    """Return a line of text for an error that the user can act on, or None for a bug."""
+    """If the user can act on an error, return a line of text about it. For a bug, return None."""
     text = _one_line(error)
     if isinstance(error, MoaDataError):
         return text
@@ -227,8 +231,9 @@ def user_message(error: BaseException, command: str = "") -> str | None:
             f"pip install 'moa-data[{extra}]'."
         )
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):
-        # Errors of torch are about tensors, so name the flag that limits the size of tensors.
-        # Python's MemoryError is about other data, and flags do not limit the size of such data.
+        # If torch runs out of memory, the tensors are too large. So name the flag that limits the
+        # size of tensors. Python's MemoryError is about other data. No flag limits the size of such
+        # data.
         flag = None if isinstance(error, MemoryError) else _FEWER_TENSORS.get(command)
         advice = f"Free some memory, or lower {flag}" if flag else "Free some memory"
         return f"memory ran out ({text.split('. ')[0] or type(error).__name__}). {advice}."
@@ -275,7 +280,7 @@ def as_options(text: str) -> str:
 
 
 def tell(text: str) -> None:
-    """Print a line on standard error. Continue silently if standard error is unusable."""
+    """Print a line on standard error. If standard error cannot be written, ignore the error."""
     with contextlib.suppress(OSError):
         click.echo(printable(text), err=True)
 
@@ -288,9 +293,9 @@ _LOG_FORMAT = (
 class ProgressLine(contextlib.AbstractContextManager[Progress]):
     """Shows progress on standard error: a bar on a terminal, otherwise a line every ten seconds.
 
-    Each phase of the work has a bar of its own. A phase that starts again gets a new bar. It is
-    recognized by a lower count or another total than before. If standard error is unusable, work
-    continues without progress.
+    Each phase of the work has a bar of its own. If the count of a phase decreases or its total
+    changes, the phase has started again, and gets a new bar. If standard error cannot be written,
+    work continues without a display.
     """
 
     def __init__(self) -> None:
@@ -313,7 +318,7 @@ class ProgressLine(contextlib.AbstractContextManager[Progress]):
 
     def _start(self, n_done: int, total: int, text: str) -> Any:
         unit = self._phase.unit
-        is_scaled = unit == "B"  # Counts of bytes are shown with the prefixes k, M and G.
+        is_scaled = unit == "B"  # Show counts of bytes with the prefixes k, M and G.
         if sys.stderr.isatty():
             options: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, "unit": unit}
         # In a log file, a redrawn bar would be one endless line. Write separate lines instead.
@@ -331,7 +336,7 @@ class ProgressLine(contextlib.AbstractContextManager[Progress]):
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the bar. Its last state stays on its line."""
+        """End the bar. The last state of the bar stays visible."""
         bar = self._bar
         self._bar = None
         if bar is not None:
@@ -365,7 +370,7 @@ class _Log:
 
     def write(self, text: str) -> None:
         line = text.strip()
-        # Skip repeated lines, because tqdm draws a bar once more when the bar is closed.
+        # Skip a line that repeats the previous line. When a bar is closed, tqdm draws it once more.
         if line and line != self.last:
             sys.stderr.write(line + "\n")
             self.last = line
@@ -387,8 +392,9 @@ def quiet_libraries() -> None:
         # Silence gRPC. It would print a line for every attempt to connect while the network is
         # down.
         "GRPC_VERBOSITY": "NONE",
-        # Let waiting OpenMP threads sleep. By default, they keep their cores busy while they wait.
-        # With more threads than free cores, this makes a forward of the target ten times slower.
+        # Let waiting OpenMP threads sleep. By default, waiting threads keep their cores busy. If
+        # there are more threads than free cores, a forward of the target then takes ten times as
+        # long.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     # Hide the Hub's progress bars in a log file. On a terminal, they are useful for large files.
@@ -405,9 +411,9 @@ _PACKAGES = (
 
 
 def collect_provenance() -> dict[str, Any]:
-    """Describe this run: command, time, versions and machine.
+    """Return a description of this run: command, time, versions and machine.
 
-    The result differs from run to run, so do not write it to files that must be reproducible.
+    The description differs from run to run, so do not write it to files that must be reproducible.
     """
     versions = {}
     for package in _PACKAGES:
@@ -432,8 +438,8 @@ def _git_state(folder: Path) -> tuple[str | None, bool | None]:
 
     Both are None if ``folder`` is not the root of a checkout.
     """
-    # Do not let git search parent folders. An installed package may be in a folder inside the
-    # checkout of another project. The commit of that project says nothing about this code.
+    # Do not let git search parent folders. This package may be installed in a folder inside the
+    # checkout of another project. Git would then return the commit of that project.
     if not (folder / ".git").exists():
         return None, None
     command = [
@@ -449,7 +455,7 @@ def _git_state(folder: Path) -> tuple[str | None, bool | None]:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None, None
-    # The output starts with "# branch.oid COMMIT". More lines that start with # follow, then one
-    # line per modified file.
+    # The first line of git's output is "# branch.oid COMMIT". More lines that start with # follow,
+    # then one line per modified file.
     header, *changes = done.stdout.splitlines()
     return header.split()[-1], not all(line.startswith("#") for line in changes)

@@ -96,8 +96,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
     sampling = SamplingConfig(**config.sampling.arguments())
     proposer = DrafterProposer(target, drafter, sampling)
     shape = config.tree_shape()
-    # Warm up. The first forwards also initialize kernels and buffers. Without a warm-up, this time
-    # would be counted for the decoding method that runs first.
+    # Warm up. The first forwards also initialize kernels and buffers. Without a warm-up, the time
+    # of the initialization would be counted for the decoding method that runs first.
     generate_batch(
         target,
         rows,
@@ -121,7 +121,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
             on_tokens=print_tokens if len(rows) == 1 else None,
         )  # fmt: skip
     finally:
-        out.print(text.rest)  # This also ends the line of an interrupted answer.
+        # Print the rest of the text, and end the line, also if the answer was interrupted.
+        out.print(text.rest)
     if len(rows) > 1:
         for number, generation in enumerate(drafted, start=1):
             out.print(f"[{number}]", style="bold")

@@ -1,6 +1,6 @@
 """Commands that run the target or write a store.
 
-They are regenerate, plan, extract, add, recode, compare, repair and audit.
+The commands are regenerate, plan, extract, add, recode, compare, repair and audit.
 """
 
 import json

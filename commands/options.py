@@ -1,7 +1,7 @@
 """Generate the options of a command from the settings of its stage.
 
-A stage is the function that does the work of a command. Each of its settings can be given as a flag
-or in a YAML file. ``--help`` shows the common settings, and ``--help-all`` shows all settings.
+A stage is the function that does the work of a command. Each setting of a stage can be given as a
+flag or in a YAML file. ``--help`` shows the common settings, and ``--help-all`` shows all settings.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -85,12 +85,13 @@ def stage_command(
         config_class: class of the settings.
         arguments: names of settings that are given by position.
         presets: named sets of values, offered as ``--preset``.
-        earlier: function that finds the settings of an earlier run. Settings from any other source,
-            such as a flag or a file, take precedence over them.
+        earlier: function that finds the settings of an earlier run. These settings override only
+            defaults: any other source, such as a flag or a file, overrides them.
         name: name of the command. If the argument is None, the command has the function's name.
     """
-    # Several kinds (for example of drafters) may have a setting with the same name. They share one
-    # flag. Its help text is that of the first kind.
+    # Several kinds of a group, for example several kinds of drafters, may have a setting with the
+    # same name. These settings share one flag. The flag has the help text of the first kind's
+    # setting.
     settings: dict[str, Setting] = {}
     for setting in config_class.settings():
         settings.setdefault(setting.name, setting)
@@ -113,8 +114,8 @@ def stage_command(
                 raise click.UsageError(as_options(str(error))) from error
             return command(*args, config=config, **kwargs)
 
-        # Reverse the function's own parameters, because click's decorators append them from the
-        # bottom up.
+        # The decorator next to the function runs first and adds its parameter first. Reverse the
+        # list to get the order in which the decorators are written.
         own_parameters = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
             *(parameter for parameter in own_parameters if not parameter.is_flag),
@@ -137,7 +138,7 @@ def stage_command(
 def _setting_parameters(
     arguments: Sequence[str], settings: Mapping[str, Setting]
 ) -> list[click.Parameter]:
-    """Make the parameters of the settings: arguments, then options.
+    """Make click's parameters for the settings: first arguments, then options.
 
     If at least one setting is common, the short help page shows only common settings.
     """
@@ -148,7 +149,8 @@ def _setting_parameters(
     is_short = any(setting.is_common for setting in flags)
     for setting in flags:
         flag, kind = _flag(setting)
-        # Give click no default, so that a flag that is not given does not override the YAML file.
+        # Do not pass the setting's default to click. Otherwise, a flag that the user omits would
+        # override the YAML file with this default.
         option = click.Option(
             [flag, setting.name],
             metavar=kind,

@@ -48,7 +48,8 @@ class SignalReceived(KeyboardInterrupt):
 
     # Named tuples and dataclasses call `exec` with source text. If a plain KeyboardInterrupt passes
     # through such a call, Python later ends the process with SIGINT, even if the exception was
-    # handled. This does not happen with a subclass, so SIGINT raises this class instead.
+    # handled. This does not happen with a subclass of KeyboardInterrupt, so SIGINT raises this
+    # class instead.
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -58,22 +59,22 @@ class SignalReceived(KeyboardInterrupt):
 class _State:
     """State shared by the main thread and the watching thread."""
 
-    # The phase is "starting" before the command runs, and "running" while signals raise exceptions.
-    # After that, it is "ending".
+    # The phase is "starting" before the command runs, "running" while signals raise exceptions, and
+    # "ending" after that.
     phase = "starting"
     signum: int | None = None  # Number of the first signal that has arrived.
     # Whether SignalReceived was raised in the main thread. Later signals must not raise it again,
     # because they would interrupt the handling of the first one.
     is_raised = False
-    is_lost = False  # Whether Python has discarded the SignalReceived that was raised.
-    code: int | None = None  # Exit code of the process. It is None until it is decided.
+    is_lost = False  # Whether SignalReceived was raised, but Python has discarded it.
+    code: int | None = None  # Exit code of the process, or None if the outcome is not decided yet.
 
 
 def watch_signals() -> None:
     """Install handlers for SIGINT, SIGTERM and SIGHUP, and start the watching thread.
 
-    The signals end the process. After :func:`begin_command`, they raise exceptions instead. A
-    signal that is ignored when the process starts stays ignored, so that ``nohup`` works.
+    A signal ends the process. After :func:`begin_command`, a signal raises an exception instead. If
+    a signal is already ignored when the process starts, it stays ignored, so that ``nohup`` works.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -83,7 +84,9 @@ def watch_signals() -> None:
             signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading,), daemon=True).start()
     sys.unraisablehook = _drop
-    atexit.register(_leave)  # Python calls exit hooks in reverse order, so it calls this one last.
+    # Python calls exit hooks in the reverse order of their registration, so this hook is called
+    # last.
+    atexit.register(_leave)
     os.register_at_fork(after_in_child=_forget_parent)
 
 
@@ -95,7 +98,8 @@ def begin_command() -> None:
 def end_with_input() -> None:
     """Send SIGTERM to this process when its standard input is closed.
 
-    A worker process calls this function. Its input is closed when its parent process ends.
+    Worker processes call this function. When the parent process of a worker ends, the standard
+    input of the worker is closed.
     """
 
     def wait_for_end() -> None:
@@ -106,14 +110,15 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """Stop signals from raising exceptions, so that the outcome can be reported undisturbed."""
+    """From now on, signals do not raise exceptions, so that they cannot interrupt the report."""
     _State.phase = "ending"
 
 
 def decide(code: int) -> int:
     """Decide the final exit code of the process, and return it.
 
-    Without a signal, it is ``code``. If a signal has arrived, it is 128 plus the signal's number.
+    If no signal has arrived, the exit code is ``code``. Otherwise, it is 128 plus the number of the
+    signal.
     """
     end_command()
     if _State.signum is not None and code < 128:
@@ -127,10 +132,10 @@ def decide(code: int) -> int:
 def interruption_code(error: BaseException | None) -> int | None:
     """Return the exit code of an error that was caused by a signal: 128 plus the signal's number.
 
-    The result is None for any other error. An error was caused by a signal if its chain of causes
-    has a ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted`. If a signal has arrived,
-    any error counts as caused by the signal, because a library may have replaced the
-    ``KeyboardInterrupt`` by an exception of its own.
+    The result is None for any other error. An error was caused by a signal if there is a
+    ``KeyboardInterrupt`` or :class:`~moa_data.errors.Interrupted` among the error and its causes.
+    If a signal has arrived, any error counts as caused by the signal, because a library may have
+    replaced the ``KeyboardInterrupt`` by an exception of its own.
     """
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -171,14 +176,14 @@ def _drop(unraisable: "UnraisableHookArgs") -> None:
 
 
 def _watch(pipe: int) -> NoReturn:
-    """Wait for a signal. Then end the process at a second SIGINT, or after its time for cleanup."""
+    """Wait for a signal. End the process at a second SIGINT, or when the time for cleanup is over."""
     while (signum := _next_signal(pipe, None)) is None:
         pass
     _State.signum = _State.signum or signum
     if _State.code is not None:
         os._exit(_State.code)
     # If the command has installed its own signal handler, wait until this handler ends the command.
-    # Do not wait for a handler that is installed only now, because it never learns of the signal.
+    # Look for the handler only once: a handler that is installed later never learns of this signal.
     is_patient = signal.getsignal(signum) is not _raise
     is_hint_shown = False
     began_s = time.monotonic()
@@ -186,8 +191,9 @@ def _watch(pipe: int) -> NoReturn:
         next_signal = _next_signal(pipe, _POLL_S)
         if _State.is_lost:
             _State.is_lost = False
-            # Python has discarded the SignalReceived, so let a signal raise it again. Use SIGTERM,
-            # because SIGINT could count as a second Ctrl-C.
+            # Python has discarded the SignalReceived. Send a signal to this process, so that the
+            # signal handler raises SignalReceived again. Send SIGTERM, because SIGINT could count
+            # as a second Ctrl-C.
             os.kill(os.getpid(), signal.SIGTERM)
         is_later = time.monotonic() > began_s + _REPEAT_S
         if is_patient and is_later and not is_hint_shown:
@@ -225,7 +231,7 @@ def _end(line: str) -> NoReturn:
 
 
 def _tell(line: str) -> None:
-    # Write without the locks of Python's streams, which the main thread may hold.
+    # The main thread may hold the locks of Python's streams, so write to the file descriptor.
     if is_first_process():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
@@ -245,6 +251,6 @@ def _leave() -> None:
 
 
 def _forget_parent() -> None:
-    """Remove the parent's wakeup pipe and exit hook from a forked child process."""
+    """In a forked child process, remove the wakeup pipe and the exit hook of the parent process."""
     signal.set_wakeup_fd(-1)
     atexit.unregister(_leave)

@@ -27,7 +27,7 @@ COMPLETE_IT = "Run the command that created the store again; it writes what is m
 def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
     """Show names and values under a title, one pair per line.
 
-    A value is never broken into several lines, so that a search finds ids in the output.
+    A value is never broken into several lines, so that a search in the output finds long ids.
     """
     width = max(map(len, pairs), default=0)
     lines: list[Text] = []
@@ -93,7 +93,7 @@ def summary_view(summary: "StoreSummary") -> RenderableType:
 
 
 def _lengths_view(edges: Sequence[int], counts: Sequence[int]) -> Group:
-    """Show a histogram of the lengths of sequences, from the first bin that is not empty."""
+    """Show a histogram of the lengths of sequences. Empty bins at the start are left out."""
     first_bin = 0
     for index, count in enumerate(counts):
         if count:
@@ -140,7 +140,7 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """Show missing parts, damage by part, files that could not be checked, and the result."""
+    """Show missing parts, the damage of each part, files that could not be checked, and the result."""
     blocks: list[RenderableType] = [_incomplete(report.missing)] if report.missing else []
     for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)
@@ -256,8 +256,8 @@ def train_view(report: "TrainReport") -> RenderableType:
         "tokens": f"{report.n_tokens:,}{speed}",
         "waiting for data": "-" if share is None else f"{share:.1%}",
     }
-    # Do not show these two metrics. They are about the last steps only, and the speed and waiting
-    # time of the entire run are shown above.
+    # Do not show these two metrics, which are only about the last steps. The speed and the waiting
+    # time of the entire run are already shown above.
     speeds = ("train/tokens_per_s", "train/data_wait_share")
     for name, value in sorted(report.metrics.items()):
         if name not in speeds:
@@ -289,8 +289,8 @@ def decoding_view(
     speeds: list[float] = []
     for name, generations in [(shape, drafted)] + ([("plain", plain)] if plain else []):
         total = sum_stats(generation.stats for generation in generations)
-        # The speed counts the time of prefill, drafting and verification, but not the time to print
-        # the answer.
+        # The speed is computed from the time of prefill, drafting and verification. The time to
+        # print the answer is not included.
         seconds = total.prefill_s + total.draft_s + total.verify_s
         speeds.append(total.n_tokens / max(seconds, 1e-9))
         n_calls = max(1, total.n_target_calls)

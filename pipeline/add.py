@@ -1,8 +1,8 @@
 """Add activations to a store: run its sequences through the target again and store new fields.
 
-A part of a store is a range of sequences that is written and committed as a whole. The bundle of a
-store is its folder ``target/``. It contains the target's config, tokenizer, embeddings, final norm
-and LM head, and optionally the target's last decoder layers.
+A part of a store is a range of sequences that is written and committed as a whole. The folder
+``target/`` of a store contains the target's config, tokenizer, embeddings, final norm and LM head,
+and optionally the target's last decoder layers.
 """
 
 import contextlib
@@ -64,15 +64,15 @@ _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", 
 class AddPlan(WritePlan):
     """The plan of adding fields to a store.
 
-    ``table`` lists the sequences to process. These are the sequences of committed parts that lack a
-    new field.
+    ``table`` lists the sequences to process. They are the sequences of all committed parts in which
+    a new field is missing.
     """
 
     config: AddConfig
     # The store's manifest before the addition.
     stored: StoreManifest
-    # The manifest that the addition will write, except for its entry ``codec``. This entry is
-    # replaced later, since the codec of the new fields may not be fitted to data yet.
+    # The manifest that the addition will write. Its entry ``codec`` is replaced later, because the
+    # codec of the new fields may not be fitted to data yet.
     manifest: StoreManifest
     codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
     n_stored_tokens: int  # number of tokens in committed parts
@@ -159,7 +159,7 @@ def _write_fields(
     timings: Timings,
     progress: Progress,
 ) -> str:
-    """Write the target's bundle, then the new fields of all parts, and the manifest last.
+    """Write the store's folder ``target/``, then new fields of all parts, and the manifest last.
 
     Returns:
         A text about how closely the target reproduces the stored values. The text is empty if no
@@ -184,8 +184,8 @@ def _write_fields(
         first_rows = [rows[key] for key in first["sequence_id"].to_pylist()]
         agreement = _compare(plan, reader, target, first_rows)
         # Use the same batches as the extraction. If the device, the libraries and the number of
-        # threads are also the same, the new fields are bit-identical to those of one extraction of
-        # all fields. Otherwise, the last bits of their values may differ.
+        # threads are also the same, the new fields are bit-identical to the fields that a single
+        # extraction of all fields would write. Otherwise, the last bits of the values may differ.
         forwards = Forwards(
             replace(forward, codec=plan.codec),
             target,
@@ -221,7 +221,7 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
     """Run the target on a batch of sequences, and compare ``hidden/last`` with the stored values.
 
     Args:
-        rows: rows of the sequences in the store.
+        rows: indices of the sequences in the store.
 
     Returns:
         A text about the difference. The text is empty if ``hidden/last`` is not stored.
@@ -350,8 +350,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     """Refuse an extraction to an existing store if the user should run `add` instead.
 
     Raises:
-        OptionInvalid: the store differs from the plan only by fields or decoder layers that it
-            lacks. The command `add` can write them.
+        OptionInvalid: the store equals the plan, except that some fields or decoder layers are
+            missing in the store. The command `add` can write the missing ones.
     """
     # `extract` skips committed parts, so only `add` can write more fields for these parts. If no
     # part is committed, `extract` writes all fields.
@@ -371,8 +371,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     settings = dict(new.extraction)
     for key in ("activations", "target_layers"):
         settings[key] = old.extraction.get(key)
-    # Identities are hashes of the inputs. Compare only those that the plan has: the plan of a dry
-    # run lacks the hash of the target's weights.
+    # Identities are hashes of the inputs. The plan of a dry run does not have the hash of the
+    # target's weights. A hash that the plan does not have is not compared.
     identities = {**old.identities, **new.identities}
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=identities
@@ -387,7 +387,12 @@ def refuse_addition(plan: ExtractPlan) -> None:
 
 
 def _check_settings(path: StorePath, stored: StoreManifest) -> None:
-    """Refuse a store if its manifest does not record how to run the target in the same way again."""
+    """Check whether the target of a store can be run in the same way as in the extraction.
+
+    Raises:
+        OptionInvalid: the manifest lacks a setting of the target's forward, or the activations were
+            imported or computed with another inference engine.
+    """
     extraction: Mapping[str, Any] = stored.extraction
     missing = [name for name in _SETTINGS if name not in extraction]
     if "imported_from" in extraction:

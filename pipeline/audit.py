@@ -33,8 +33,8 @@ from .sequences import content_id, tokenize_row
 # Allowed relative L2 error for each stored dtype, if the target's forward computes in float32.
 _TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 # Relative L2 error that each codec may add: about twice the measured error of the worst layer. The
-# error of a transform codec depends on its bit rate. The bound must hold for low bit rates, so at
-# higher bit rates it detects only gross errors.
+# error of a transform codec depends on its bit rate. Its bound is chosen for low bit rates, so at
+# higher bit rates an audit detects only gross errors.
 _CODEC_TOLERANCES = {"lossless": 0.0, "int8": 0.02, "transform": 0.6}
 # Factor by which the tolerance grows if the stored activations were computed in 16 bits, or by
 # another engine. In both cases, different batches and kernels change the last bits of many values.
@@ -51,8 +51,9 @@ class AuditRow:
     field: str
     # Largest absolute difference; infinite if tokens or response_mask differ.
     max_error: float
-    # `|stored - live| / |live|` in the L2 norm. For kv, it is the error of the worst layer. For
-    # tokens and response_mask, it is 0 if stored and live values are equal, and otherwise infinite.
+    # Relative error `|stored - live| / |live|` in the L2 norm. For kv, it is the error of the worst
+    # layer. For tokens and response_mask, it is 0 if stored and live values are equal, and
+    # otherwise infinite.
     relative_error: float
     tolerance: float  # largest allowed relative error
     detail: str = ""  # text with details of the comparison, such as the worst layer
@@ -67,7 +68,7 @@ class AuditRow:
 class AuditReport:
     """All comparisons of an audit.
 
-    If some comparisons could not be made, ``note`` says why. Otherwise it is empty.
+    If some comparisons could not be made, ``note`` says why. Otherwise, ``note`` is empty.
     """
 
     store: StorePath
@@ -90,7 +91,11 @@ class AuditReport:
         return worst
 
     def describe(self) -> str:
-        """Return the report as text: the worst sequence of each field, then all failures."""
+        """Return the report as text.
+
+        First comes the comparison with the largest error for each field, and then all failed
+        comparisons.
+        """
         lines = [
             f"audit of {counted(self.n_samples, 'sequence')} of {self.store} against {self.model}"
         ]
@@ -124,9 +129,9 @@ def audit(
     """Compare random sequences of a store with the live target.
 
     A sequence's id is the content hash of its tokens and response mask. The hash of the stored
-    tokens and mask must equal the id. If the dataset of the last extraction can be read, the rows
-    of the sequences are tokenised again and compared with the stored tokens and masks. To compare
-    the activations, the target runs on one sequence at a time, without batching.
+    tokens and mask must equal the id. If the dataset of the last extraction can be read, the
+    dataset rows of these sequences are tokenised again and compared with the stored tokens and
+    masks. To compare the activations, the target runs on one sequence at a time, without batching.
 
     Args:
         samples: number of sequences to compare.
@@ -289,8 +294,8 @@ def _compare_logits(
 ) -> tuple[float, float, str]:
     """Compare logits computed from stored states with logits computed from live states.
 
-    The LM head in the store's bundle is applied to the stored states, and the live target's LM head
-    to the live states.
+    Both logits are computed from last hidden states. For the stored states, the LM head is read
+    from the store. For the live states, it is the LM head of the loaded target.
     """
     divergence = Divergence()
     divergence.add_states(

@@ -13,15 +13,16 @@ from ..storage.paths import StorePath
 from ..storage.read.verify import FieldSummary, summarize_store
 from ..storage.schema import CARD_NAME, FieldSpec
 
-# The Hub's size categories of datasets. The first category is open below, and the last is open
-# above. Every other category covers one power of ten.
+# The Hub's size categories of datasets. The first category has no lower bound, and the last
+# category has no upper bound. Every other category covers one power of ten.
 _SIZE_CATEGORIES = (
     "n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B",
     "10B<n<100B", "100B<n<1T", "n>1T",
 )  # fmt: skip
 # Licences of the target and of the dataset, as the Hub names them. An unknown licence is None.
 Licences = tuple[str | None, str | None]
-# Maps a key of the manifest's entry ``target`` to the text in which the card shows its value.
+# Maps a key of the manifest's entry ``target`` to a text for the card. In this text, ``{}`` stands
+# for the value of the key.
 _SIZES = {
     "architecture": "{}",
     "n_layers": "{} layers",
@@ -184,9 +185,9 @@ def card_text(store: StorePath, model: str, dataset: str, licences: Licences, co
 
 
 def public_name(path_or_id: str) -> str:
-    """Return the name of a model or dataset without folders.
+    """Return the name of a model or dataset without the folders of a local path.
 
-    It is the hub id, or the last component of a local path.
+    The result is the hub id, or the last component of the local path.
     """
     is_path = (
         path_or_id.startswith((".", "/", "~"))

@@ -38,7 +38,8 @@ from .differences import Divergence, LayerDifferences
 
 KEYS = "keys"
 VALUES = "values"
-# Number of positions at which the comparison ``teacher`` is made, in all sequences together.
+# Number of positions, over all sequences, at which the comparison ``teacher`` compares
+# distributions.
 _TEACHER_POSITIONS = 2_048
 
 # Maps a layer to its keys and its values. Both have the shape [H, T, d].
@@ -191,7 +192,12 @@ def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
 def _common_sequences(
     exact: ActivationStore, coded: ActivationStore, samples: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Draw sequences that both stores have, as pairs (index in ``exact``, index in ``coded``)."""
+    """Draw sequences that both stores have.
+
+    Returns:
+        For each sequence, its index in the reference store (``exact``), and its index in the other
+        store (``coded``).
+    """
     coded_index = row_numbers(coded.sequences)
     ids = exact.sequences["sequence_id"].to_pylist()
     common: list[tuple[int, int]] = []
@@ -292,8 +298,8 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
 def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarray]) -> LayerCaches:
     """Split the stored fields of a sequence into the KV caches of the layers.
 
-    Each array in ``values`` has the shape [T, *token_shape]. Fields without layers, such as hidden
-    states, are skipped.
+    Each array in ``values`` has the shape [T, *token_shape]. Fields without a layer axis, such as
+    hidden states, are skipped.
     """
     caches = {}
     for name, field_values in values.items():

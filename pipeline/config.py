@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ..moa.decoding.tree import TreeShape
 
 
-TEXT_FIELDS = ("tokens", "response_mask")  # fields of every store that are not activations
+# Every store has these fields, which are not activations.
+TEXT_FIELDS = ("tokens", "response_mask")
 
 DEFAULT_MAX_LENGTH = 2048
 # Maximum number of encoding threads. With more threads, the single writer thread would be the
@@ -179,7 +180,7 @@ class ScaleSettings(Config):
     def n_local_workers(self) -> int:
         """Number of workers that share the cores and the memory of this machine.
 
-        With Ray, the number is 1, because Ray starts the workers.
+        With Ray, the number is assumed to be 1, because Ray chooses the machines of the workers.
         """
         return 1 if self.engine == "ray" else self.workers
 
@@ -390,8 +391,8 @@ class RegenerateConfig(Config):
     def shape(self) -> "TreeShape":
         """Return the shape of the drafts.
 
-        The default is a fixed shape. It is not ``auto``, because ``auto`` chooses the number of
-        drafts by the time that the target and the drafter take on this machine.
+        The default is a fixed shape. With ``auto``, the number of drafts would depend on the speed
+        of this machine, because ``auto`` chooses it from measured times of target and drafter.
         """
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape
@@ -433,8 +434,8 @@ class ActivationSpec:
     kv: bool
     # Whether to capture the hidden state after the final norm.
     last: bool
-    # Decoder layers whose outputs are captured. They are counted from 0, in ascending order and
-    # without duplicates.
+    # Decoder layers whose outputs are captured. Layers are counted from 0. The order is ascending,
+    # and each layer occurs once.
     layers: tuple[int, ...]
     # Names of the store's fields of keys and values. There is one field for each group of layers
     # with the same kind of attention and the same KV shape.

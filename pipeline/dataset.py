@@ -66,8 +66,9 @@ _NO_CHATS = re.compile(
 """Matches names of files without chats: hidden files, metadata, caches of `Dataset.map`."""
 _KEYWORD = re.compile(
     r"(?<![^\W\d_])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation|heldout|holdout)"
-    # The split's name may have one of these endings, as in ``trainset`` or ``tests``. The next
-    # character must not be a lowercase letter, so that words such as ``testimony`` do not match.
+    # The split's name may have one of these endings, as in ``trainset`` or ``tests``. The character
+    # after the ending must not be a lowercase letter, so that words such as ``testimony`` do not
+    # match.
     r"(?:s|sets?|data|split)?(?!(?-i:[^\W\d_A-Z])).*",
     re.IGNORECASE,
 )
@@ -288,7 +289,7 @@ class ChatSource:
                 )
 
     def describe(self) -> str:
-        """Return a text with the dataset's name, its split, and its numbers of files.
+        """Return a text with the dataset's name, its split, and how many of its files are read.
 
         If a numbered series of files has gaps, the text names a missing file.
         """
@@ -577,7 +578,8 @@ def read_jsonl(path: Path) -> Iterator[Any]:
 
 
 _TURN_ROLES = {"user", "assistant"}  # roles that a chat must have
-_SINGLE_COLUMNS = ("messages", "tools", "system")  # keys of a chat that are read from one column
+# Keys of a chat; each of them is read from a single column.
+_SINGLE_COLUMNS = ("messages", "tools", "system")
 FORMATS = {
     "alpaca": ("user=instruction+input", "assistant=output"),
     "prompt-completion": ("user=prompt", "assistant=completion"),
@@ -616,7 +618,8 @@ class Columns:
         """
         turns: list[tuple[str, tuple[str, ...]]] = []
         renamed: dict[str, str] = {}
-        # The texts ``role=column``. The name of a format is replaced by the texts of this format.
+        # Texts of the form ``role=column``. If ``texts`` contains the name of a format, FORMATS
+        # gives the texts that the name stands for.
         assignments: list[str] = []
         for text in texts:
             assignments.extend(FORMATS.get(text, (text,)))

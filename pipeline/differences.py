@@ -1,4 +1,4 @@
-"""Measure how much approximate values differ from exact values, summed over sequences."""
+"""Measure, over several sequences, how much approximate values differ from exact values."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,10 @@ _POSITIONS_AT_ONCE = 64
 
 @dataclass
 class Difference:
-    """Measures the difference between approximate and exact values, which are added piece by piece."""
+    """Measures the difference between approximate and exact values.
+
+    The values are added piece by piece, so they need not be in memory together.
+    """
 
     squared_error: float = 0.0
     squared_norm: float = 0.0  # sum of the squared exact values

@@ -2,8 +2,7 @@
 
 A forward runs the target on one batch of sequences. A store consists of parts and of the folder
 ``target/``. A part is a range of sequences that is written and committed as a whole. The folder
-``target/`` is also called the bundle. It contains the target's config, tokenizer, embeddings, final
-norm and LM head.
+``target/`` contains the target's config, tokenizer, embeddings, final norm and LM head.
 
 To estimate the time, three batches of the plan are run through a test model. This model has random
 weights and the target's widths, so it can be made from the target's config.json alone. The code of
@@ -61,10 +60,10 @@ _N_BATCHES = 3
 # encoded activations. The upper bound includes alignment, indexes and metadata.
 _LEAST_STORED_SHARE = 0.9
 _MOST_STORED_SHARE = 1.06
-# The first number is the bytes per token in texts.arrow. The second number is the bytes per sequence
-# in texts.arrow and plan.parquet together.
+# Sizes in bytes. The first number is the size of a token in texts.arrow. The second number is the
+# size of a sequence's other data, in texts.arrow and plan.parquet together.
 _TEXT_BYTES, _ROW_BYTES = 5, 200
-# Size of manifests, commit files, records of runs and the dataset card.
+# Total size of manifests, commit files, records of runs and the dataset card.
 _RECORD_BYTES = 100_000
 # Memory of the encoding and writing threads, with the libraries that these threads load.
 _THREAD_BYTES = 200 << 20
@@ -188,7 +187,8 @@ class ForwardPlan(CaptureSettings):
         device_bytes = 0
         if self.device_type == "cuda":
             # The weights are loaded to host memory, moved to the device, and freed on the host.
-            # Batches wait in host memory only after that.
+            # Only after that, batches are queued in host memory. So the larger of the two sizes
+            # counts, and not their sum.
             host_bytes = max(self.weight_bytes, waiting_bytes)
             # The activations of the previous batch stay on the device until they have been copied.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
@@ -211,7 +211,7 @@ class ForwardPlan(CaptureSettings):
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
         # A codec is fitted to one piece (keys or values) of one group of layers at a time. During
         # this, three float32 arrays of the same size are in memory: the values of the sample, the
-        # values minus their means, and the components.
+        # values minus their means, and the values transformed to components.
         most_width = 0
         for codec in self.codec.learned.values():
             for group in codec.groups:
@@ -269,7 +269,7 @@ class ForwardPlan(CaptureSettings):
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The sequences whose activations will be written to a store, and the disk space for them."""
+    """The sequences of a plan, and the disk space that their activations need in a store."""
 
     store: StorePath
     forward: ForwardPlan
@@ -336,14 +336,14 @@ class WritePlan:
 
     @property
     def disk(self) -> Path:
-        """An existing folder on the disk that the store is written to."""
+        """Path of an existing folder. It is on the same disk as the store."""
         return backend_of(self.store).local_folder()
 
     def check_disk(self) -> None:
         """Refuse a plan if the disk does not have enough free space for it."""
         needed = max(0, self.stored_bytes - self.present_bytes)
-        # `add` and `repair` also call this method and lack options of `extract`, so the advice must
-        # not name an option.
+        # The commands `add` and `repair` also call this method. They do not have all options of
+        # `extract`, so the advice must not name an option.
         advice = "Free some space."
         # For a remote store, the local disk needs room only for shards that are being uploaded.
         if backend_of(self.store).uploads:
@@ -497,9 +497,9 @@ def _most_basis_bytes(codec: TransformCodec, facts: TargetFacts) -> int:
     """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
     The parameters are the axes of the components, prediction weights and token features, all in
-    float16. If the codec weighs errors with a matrix, it stores each axis twice, once for encoding
-    and once for decoding. The bound assumes this. It also assumes that every component gets bits.
-    The axes of a component without bits are not stored.
+    float16. The bound assumes the largest case, in two respects. First, the codec weighs errors
+    with a matrix, so it stores each axis twice: once for encoding and once for decoding. Second,
+    every component gets bits. The axis of a component without bits would not be stored.
     """
     n_features = KV_FEATURES + MAX_FEATURES + facts.hidden_size
     n_values = facts.vocab_size * min(facts.hidden_size, MAX_FEATURES) * codec.needs_tokens
@@ -526,7 +526,7 @@ def batches_of(table: pa.Table, batch_tokens: int) -> list[pa.Table]:
 
 def _embedding_weights(facts: TargetFacts) -> int:
     """Return the number of weights in the target's token embeddings and LM head together."""
-    # Some configs lack this attribute.
+    # Some configs do not have the attribute ``tie_word_embeddings``.
     is_tied = getattr(facts.config, "tie_word_embeddings", False)
     return (1 if is_tied else 2) * facts.vocab_size * facts.hidden_size
 
@@ -540,7 +540,7 @@ def _layer_weights(facts: TargetFacts) -> int:
 
 
 def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
-    """Make a model with random weights and the target's widths. On a CPU it may have fewer layers.
+    """Make a model with random weights and the target's widths. On a CPU, it may have fewer layers.
 
     Args:
         n_tokens: vocabulary size of the model. It should exceed the number of tokens in a batch, so
@@ -559,13 +559,15 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         )
     n_layers = config.num_hidden_layers
     if n_layers < facts.n_layers and getattr(config, "num_kv_shared_layers", 0):
-        # In some families, the last layers reuse the KV of earlier layers. With a reduced number of
-        # layers, the config's number of such layers may be too large. So switch the reuse off.
+        # In some families, the last layers reuse the KV of earlier layers. The config contains the
+        # number of these last layers, which may be too large for the reduced model. So switch the
+        # reuse off.
         config.num_kv_shared_layers = 0
     kinds = getattr(config, "layer_types", None) or ()
-    # Keep the kinds of the target's first layers. For families with recurrent layers, keep the
-    # kinds of the last layers instead: the last layer of these families always has KV, and the
-    # model needs a layer with KV.
+    # A target may have several kinds of layers, such as layers with a sliding window. The reduced
+    # model gets the kinds of the target's first layers. If the family has recurrent layers, the
+    # reduced model gets the kinds of the last layers instead. It needs a layer with KV, and in
+    # these families only the last layer is sure to have KV.
     if len(kinds) > n_layers:
         config.layer_types = kinds[-n_layers:] if facts.family.carries_state else kinds[:n_layers]
     with torch.device("meta"):
@@ -581,8 +583,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
-    # Initialise the buffers. Unlike weights, buffers must have their right values. Those of the
-    # rotary embedding, for example, are computed from the config.
+    # Initialise the buffers. Unlike weights, buffers must have their right values. For example, the
+    # buffers of the rotary embedding are computed from the config.
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)

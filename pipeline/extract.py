@@ -14,7 +14,7 @@ pending until it has a commit. A chat passes through these steps::
       -> chunks             encoded by threads, written in order       storage: PartWriter.write
       -> commit             makes the part visible                     storage: PartWriter.commit
 
-workers.py schedules the pending parts, in this process or in several.
+workers.py schedules the pending parts, in this process or in several worker processes.
 """
 
 import time
@@ -146,7 +146,8 @@ def _learn_codec(plan: ExtractPlan, progress: Progress) -> tuple[StoreCodec, Tar
     """Fit the codec to activations of a sample of sequences, unless an earlier run has fitted it.
 
     Returns:
-        The fitted codec, and the target if it had to be loaded.
+        The fitted codec, and the loaded target. If fitting did not need the target, the second
+        value is None.
     """
     codec = plan.forward.codec
     forward = plan.forward
@@ -219,7 +220,7 @@ def _open_store(
         replace(plan.manifest, codec=codec.describe()),
         plan.table,
         codec.files(),
-        shares=not repairs,  # A store can only be checked with exclusive access.
+        shares=not repairs,  # While a store is checked, no other process may write to it.
         begins_anew=not repairs,
         depth="values" if repairs else "sizes",
         progress=progress,
@@ -233,7 +234,7 @@ def _work(
     progress: Progress,
     share: tuple[int, int],
 ) -> Total:
-    """Write and commit the target's bundle and all pending parts, in this process or in workers.
+    """Write the store's folder ``target/`` and all pending parts, in this process or in workers.
 
     Args:
         plan: the plan of the extraction.
@@ -254,8 +255,8 @@ def _work(
     write_bundle = partial(
         save_bundle, store, forwards.target, plan.forward.folder, plan.config.target_layers
     )
-    # The first worker writes the bundle before its parts. If the first worker was killed, another
-    # worker writes the bundle after its own parts.
+    # The first worker writes the store's folder target/ before its parts. If the first worker was
+    # killed, another worker writes the folder after its own parts.
     if share[0] == 0 and not store.has_target:
         write_bundle()
     run_parts(forwards, store, pending_in_turn(store, *share), timings, progress)

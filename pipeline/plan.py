@@ -97,7 +97,7 @@ class ExtractPlan(WritePlan):
     """The plan of an extraction: its settings, sequences and manifest, and the needed space."""
 
     config: ExtractConfig
-    manifest: StoreManifest  # Content of store.json. Its codec may not be fitted to data yet.
+    manifest: StoreManifest  # Content of store.json. The codec in it may not be fitted to data yet.
     sequences: Sequences = field(repr=False)
     # All inputs that determine the token ids (see the function ``texts_origin``). The value is None
     # if the dataset can only be identified by reading all rows. It is also None if the output
@@ -168,7 +168,7 @@ class ExtractPlan(WritePlan):
         n_sample = min(self.n_tokens, SAMPLE_TOKENS)
         learned = self.forward.codec.learned.values()
         # While the codec is fitted, the disk holds the values of the sample in float32 (4 bytes
-        # each), and the same number of components in 16 bits (2 bytes each).
+        # each). It also holds the transformed values, called components, in 16 bits (2 bytes each).
         n_values = sum(math.prod(codec.spec.token_shape) for codec in learned)
         return (
             f"learn        before the first part, the target runs over {n_sample:,} tokens to fit "
@@ -279,8 +279,8 @@ def _plan_forwards(
         stored: the entry ``extraction`` of the store's manifest; empty for a new store.
 
     Returns:
-        The settings, in which all choices are made; the plan of the forwards; and a dict with the
-        name and version of vLLM. If transformers runs the target, the dict is None.
+        The settings with all chosen values, the plan of the forwards, and a dict with the name and
+        version of vLLM. If transformers runs the target, the dict is None.
     """
     facts = load_facts(folder, with_weights)
     # Refuse a target if drafters do not support its LM head. Families with a KV cache need no check,
@@ -501,9 +501,11 @@ def sources_record(
 ) -> dict[str, Any]:
     """Return the entry ``sources`` for a manifest's ``extraction``.
 
-    For an existing store, it is the recorded entry. If a commit in this entry is not the current
-    commit, its source is replaced. Other sources are not added: for a model or dataset without a
-    recorded source, the content hashes show whether it has changed.
+    The entry contains the Hub id, revision and commit of the model and of the dataset. For a new
+    store, these are the current values. For an existing store, the recorded values are kept. If the
+    commit of a recorded model or dataset has changed, the current values replace the recorded ones.
+    A model or dataset that the store does not record is not added, because the content hashes show
+    whether it has changed.
 
     Args:
         config: the settings of the extraction.

@@ -30,8 +30,8 @@ from .compare import compare
 from .forwards.calibrate import calibrate, learned_before, learning_on, sample_rows, target_rope
 from .report import Provenance, Timings, WriteReport
 
-# Approximate number of tokens in the sample for ``KVMetrics``, the measurement of how much errors
-# in keys and values affect a drafter.
+# Approximate number of tokens in the sample for ``KVMetrics``, which measures how much errors in
+# keys and values affect a drafter.
 _METRIC_TOKENS = 60_000
 # Minimum number of response tokens of a sequence in the sample for ``KVMetrics``. A shorter response
 # has no room for draft rounds.
@@ -48,7 +48,7 @@ class KVMetrics(Protocol):
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int], /
     ) -> Sequence[Sequence[np.ndarray]]:
-        """Measure on sequences of a store how much errors in keys and values matter to a drafter.
+        """Measure how much errors in the keys and values of a store matter to a drafter.
 
         Returns:
             One entry per layer group of the codec. The entry has two matrices: one for the keys,
@@ -80,7 +80,8 @@ def recode(
             codec, nothing is measured.
 
     Raises:
-        OptionInvalid: the source store is not lossless, or the arguments do not match each other.
+        OptionInvalid: the source store is not lossless, or ``out`` is the source store, or
+            ``kv_metrics`` is given for a codec that does not use it.
     """
     fix_sums()
     start = time.perf_counter()
@@ -94,7 +95,8 @@ def recode(
                 "extract again with `codec=lossless`."
             )
         folders = str(target_store), str(source.path)
-        # The URL of a bucket is not a local path, so URLs are compared as texts.
+        # Compare local paths with ``samefile``. The URL of a bucket is not a local path, so URLs
+        # are compared as strings.
         are_local = all(map(os.path.exists, folders))
         if os.path.samefile(*folders) if are_local else folders[0] == folders[1]:
             raise OptionInvalid(
@@ -183,7 +185,7 @@ def _learned_codec(
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())
     # The measurement with ``kv_metrics`` needs much memory, so load the target's weights only after
-    # it.
+    # the measurement.
     frozen = FrozenTarget.load(source.target_path, 0, sizes=source.manifest.target)
     learning = learning_on("cpu", backend_of(out).local_folder(), progress)
     calibrate(

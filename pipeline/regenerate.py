@@ -63,8 +63,8 @@ _TIMED_TOKENS = 16
 _MOST_DROPPED = 9
 _FEW_DROPPED = 64
 # The first seed for questions is `seed + 1` times this factor. The seeds for answers are `seed`
-# plus the row number. The factor is large, so that seeds for questions differ from seeds for
-# answers, and from seeds for questions in runs with another `seed`.
+# plus the row number. The factor is so large that the seeds for questions differ from all seeds for
+# answers. They also differ from the seeds for questions in runs with another `seed`.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -156,8 +156,8 @@ class Row:
             keep_cut: whether an answer that reached its token limit is kept.
         """
         if is_cut:
-            # The limit may cut the last character in two. The incomplete character is decoded as
-            # replacement characters.
+            # The token limit may cut the last character in two. The incomplete character is decoded
+            # as replacement characters.
             text = text.rstrip("\ufffd")
         if is_cut and not keep_cut:
             self.end(LossReason.NO_END, f"{n_tokens:,} tokens")
@@ -207,11 +207,12 @@ class RowCounts(BaseModel):
     n_tokens: int = 0
     # Number of chats whose last answer reached its token limit.
     n_at_limit: int = 0
-    # For each reason, the number of questions by the target that were unusable.
+    # Maps a reason to the number of questions that were unusable for this reason. The target has
+    # written these questions.
     dropped: Counter[str] = Counter()
-    rejected: Counter[str] = Counter()  # For each reason, the number of rows without a chat.
-    cut: Counter[str] = Counter()  # For each reason, the number of chats that ended too early.
-    examples: dict[str, str] = {}  # For each reason, a text about the first row with this reason.
+    rejected: Counter[str] = Counter()  # Maps a reason to the number of rows without a chat.
+    cut: Counter[str] = Counter()  # Maps a reason to the number of chats that ended early.
+    examples: dict[str, str] = {}  # Maps a reason to a text about the first row with this reason.
 
     @property
     def n_chats(self) -> int:
@@ -291,7 +292,7 @@ def _rows(config: RegenerateConfig, source: ChatSource | None) -> Iterator[Row]:
 
 
 def preview(config: RegenerateConfig, progress: Progress = SILENT) -> str:
-    """Return a text about the questions of a run, and an upper bound of its time."""
+    """Return a text about the questions of a run, and an upper bound of the time of the run."""
     work = count_work(config, progress)
     text = f"{work.text} of at most {config.max_new_tokens:,} tokens, {config.n_together} at a time"
     return text if config.server else f"{text}; {LocalTarget(config).estimate(work.n_answers)}"
@@ -356,7 +357,7 @@ def open_chat_file(
         path: path of the file.
         settings: settings that determine the answers.
         n_rows: number of rows to answer.
-        others: further fields of `ChatFile`.
+        others: values of further fields of `ChatFile`.
 
     Raises:
         OutputOccupied: another process writes the file, or the file was made with other settings.
@@ -446,7 +447,8 @@ class ChatFile:
         # The settings must be the same as those of the earlier run, unless the earlier run has
         # answered nothing.
         if recorded.rows.n_rows:
-            # Settings that this run lacks, such as the drafter, count as None.
+            # Settings that were recorded but are missing in this run, such as the drafter, count as
+            # None.
             current = dict.fromkeys(recorded.settings) | self._record.settings
             refuse_other_inputs(self.path, recorded.settings, current)
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
@@ -535,7 +537,8 @@ class ChatFile:
 class LocalTarget:
     """A target that is loaded in this process, with a drafter if one is given.
 
-    ``facts`` are the entries for the JSON file that identify the target and the drafter.
+    ``facts`` identify the target and the drafter. They are written to the JSON file next to the
+    chats.
     """
 
     def __init__(self, config: RegenerateConfig) -> None:
@@ -614,7 +617,7 @@ class LocalTarget:
         dropped = chat_file.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
-        # Maps a question as one line of text to the turn that asks the question.
+        # Maps each question, as one line of text, to the turn that asks it.
         questions: dict[str, list[Message]] = {}
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:
@@ -695,7 +698,8 @@ class LocalTarget:
 
 
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-_REFUSALS = (400, 408, 413, 422)  # HTTP statuses of a server that refuses a single request.
+# HTTP status codes with which a server refuses one request, but not all requests.
+_REFUSALS = (400, 408, 413, 422)
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 20.0
 _ADVICE = "Check `server`, `model` and OPENAI_API_KEY."

@@ -76,8 +76,8 @@ class Timings:
     def __add__(self, other: "Timings") -> "Timings":
         """Add the timings of two workers.
 
-        ``extract_s`` and ``wall_s`` are not added, because workers run at the same time. Their
-        larger values are kept.
+        ``extract_s`` and ``wall_s`` are not added, because workers run at the same time. For these
+        two, the larger value is kept.
         """
         total = asdict(self)
         for name, value in asdict(other).items():
@@ -130,7 +130,7 @@ class WriteReport:
 
     @classmethod
     def of(cls, writer: StoreWriter, timings: Timings) -> "WriteReport":
-        """Make the report of a store. The commits of its parts contain the counts."""
+        """Make the report of a store. The counts are read from the commits of its parts."""
         commits = [
             read_part_commit(commit_path(writer.path, part)) for part in writer.committed_parts()
         ]
@@ -205,7 +205,7 @@ class PartProgress:
 
     Args:
         progress: reports the phase in which the parts are written.
-        store: the store whose parts are written, or the addition of new fields to its parts.
+        store: writes parts of the store, or (for `add`) new fields of its parts.
     """
 
     def __init__(self, progress: Progress, store: StoreWriter | StoreAddition) -> None:

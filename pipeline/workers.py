@@ -58,7 +58,7 @@ _QUIET = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # This is Ray's default for a cluster that it starts itself. Setting it avoids a warning.
+    # For a cluster that Ray starts itself, ``token`` is the default. Setting it avoids a warning.
     "RAY_AUTH_MODE": "token",
 }
 
@@ -75,23 +75,23 @@ Poll = Callable[[], tuple[int, str] | None]
 class Worker:
     """One of the workers that share an extraction."""
 
-    # The settings of the command, changed to those of a single process on this worker's device.
+    # The settings of the command, changed so that a single process runs on this worker's device.
     config: ExtractConfig
     index: int
     n_workers: int
 
 
 def is_done(store: StoreWriter) -> bool:
-    """Whether all parts and the target bundle are committed."""
+    """Whether all parts and the folder ``target/`` of the store are committed."""
     return store.has_target and not store.pending_parts()
 
 
 def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> Iterator[int | None]:
     """Yield the numbers of parts that a worker should write. Committed parts are skipped.
 
-    Each part is locked before it is yielded. The parts of the worker's own share come first, and
-    then the parts of the other workers. If other workers have locked all remaining parts, None is
-    yielded, and the caller should ask again.
+    Each part is locked before it is yielded. The parts are divided among the workers. The worker's
+    own parts come first, and then the parts of the other workers. If other workers have locked all
+    remaining parts, None is yielded, and the caller should ask again.
 
     Args:
         store: the store.
@@ -153,7 +153,7 @@ def start_command(worker: Worker, folder: Path, n_threads: int) -> "subprocess.P
 
 
 class WorkerProcess:
-    """A worker in a process on this machine, with its share of the cores.
+    """A worker in a process on this machine, with a share of the machine's cores.
 
     Args:
         worker: the worker.
@@ -266,7 +266,7 @@ def direct(
     end_s = math.inf
     running = {worker.index: start(worker) for worker in workers}
     while running and time.monotonic() < end_s:
-        # With Ray, some workers may still be queued.
+        # The text says "up to", because with Ray, some workers may still be queued.
         counter.report(timings, f", up to {counted(len(running), 'worker')}")
         # Sleep in Python rather than wait in Ray. If a signal interrupted a wait in Ray, this
         # process would not learn the number of the signal.

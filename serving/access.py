@@ -1,10 +1,11 @@
 """Access to a server: bearer tokens, rate limits, foreign web pages, open connections.
 
-Everyone who can reach a server without bearer tokens may use it. On a machine with a browser, this
-includes every web page: a browser sends a form or text/plain to any address without asking the
-server first. A page can even read the answers if the host name of the page resolves to 127.0.0.1.
-So a server without tokens accepts only JSON, and refuses web pages of other sites by the ``Origin``
-header. On a loopback address, it also refuses other host names in the ``Host`` header.
+Everyone who can reach a server without bearer tokens may use it. If a browser runs on the server's
+machine, every web page in this browser can reach the server: a browser sends a form or text/plain
+to any address, without asking the server first for permission. If the host name of a page resolves
+to 127.0.0.1, the page can even read the answers. So a server without tokens accepts only JSON, and
+refuses web pages of other sites by the ``Origin`` header. On a loopback address, it also refuses
+other host names in the ``Host`` header.
 
 This module adds deadlines to uvicorn, which has none for a request's head, a TLS handshake or a
 slow reader. It also counts connections per address. A connection is *waiting* until its request has
@@ -16,7 +17,7 @@ and ``write_s`` are the deadlines::
               '------ head_s ----' body_s write_s
 
 If too many connections are open, a new connection replaces the connection that has waited longest.
-So connections that send nothing, or send slowly, cannot block others, whatever their number.
+So any number of connections that send nothing, or send slowly, cannot block other connections.
 """
 
 import asyncio
@@ -53,10 +54,11 @@ _RETRY_S = 0.1
 # connections are not closed to make room for others, because a busy process may not have read their
 # requests yet.
 _YOUNG_S = 1.0
-# If connections are young, their number may exceed a limit by up to this many times the limit.
+# Young connections may exceed a limit on connections. The excess may be at most the limit times
+# this number.
 _BURST = 3
-# If a client reads nothing of its answer for this many seconds, its connection may be dropped to
-# make room for another request.
+# If a client reads nothing of its answer for this many seconds, the server may drop the client's
+# connection to make room for another request.
 _STUCK_S = 1.0
 
 
@@ -103,7 +105,9 @@ class BearerTokens:
         """
         if self.is_open:
             return ""
-        if len(authorization) > 1:  # A proxy may have checked only one of them.
+        # Refuse several ``authorization`` headers, because a proxy may have checked only one of
+        # them.
+        if len(authorization) > 1:
             raise NotAllowed(
                 f"the request has {len(authorization)} authorization headers; send only one."
             )
@@ -129,10 +133,10 @@ def _hash(token: str) -> bytes:
 
 
 class Rate:
-    """Limits a rate of events by a token bucket.
+    """Limits the rate of events, such as requests, with a token bucket.
 
-    In the long run, ``per_second`` events are served per second. After a pause, ``at_once`` events
-    are served immediately.
+    In the long run, at most ``per_second`` events per second are served. After a pause, up to
+    ``at_once`` events are served immediately.
     """
 
     def __init__(self, per_second: float, at_once: float) -> None:
@@ -142,7 +146,7 @@ class Rate:
         self._since = time.monotonic()
 
     def take(self) -> float:
-        """Count one event, and return the seconds to wait before it may be served."""
+        """Count one event. Return how many seconds to wait before this event may be served."""
         now = time.monotonic()
         self._left = min(self._at_once, self._left + (now - self._since) * self._per_second) - 1
         self._since = now
@@ -179,8 +183,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        # If a request has both of these headers, a proxy and this server could disagree about the
-        # end of the request (request smuggling).
+        # If a request has the headers ``content-length`` and ``transfer-encoding``, a proxy and
+        # this server could disagree about the end of the request (request smuggling).
         if "transfer-encoding" in headers and "content-length" in headers:
             message = (
                 "the request has both the header content-length and the header transfer-encoding; "
@@ -259,9 +263,9 @@ class Connection(H11Protocol):
         self._routes, self.app = self.app, self._respond
         # Whether a request has arrived completely and is not answered yet.
         self.is_working = False
-        # Whether this connection exceeds a limit on connections, so that its requests are refused.
-        # This happens only if all other connections are working when it arrives. Otherwise a
-        # waiting connection is closed to make room.
+        # Whether this connection exceeds a limit on connections. If it does, its requests are
+        # refused. A new connection exceeds a limit only if all other connections are working.
+        # Otherwise a waiting connection is closed to make room for the new one.
         self.is_surplus = False
         self.is_cut = False  # Whether the server aborted the connection.
         # Whether the present request was refused because its body is not HTTP.
@@ -269,8 +273,9 @@ class Connection(H11Protocol):
         self.has_asked = False  # Whether the client has ever sent the head of a request.
         self.since = time.monotonic()  # Time at which the connection began to wait for a request.
         # ``ends_s`` is the time at which the present answer must be complete. It is infinity if the
-        # answer has no deadline. ``blocked_s`` is the time since which the client has read nothing
-        # of the answer. It is infinity if nothing waits to be read.
+        # answer has no deadline. ``blocked_s`` is the time at which the server began to wait for
+        # the client to read more of the answer. It is infinity if the server does not wait for
+        # this.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -284,8 +289,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Reject bytes that are not HTTP with the status 400, and close the connection.
 
-        uvicorn calls this method. If the bytes are in the body of a request, the request ends, even
-        if its answer has already been sent in part or completely.
+        uvicorn calls this method. If the invalid bytes are in the body of a request, the server
+        stops processing the request, even if parts of the answer were sent already.
         """
         if self.cycle is None or self.cycle.response_complete:
             _LOG.warning(
@@ -325,7 +330,7 @@ class Connection(H11Protocol):
                 self.wait()
 
     def wait(self) -> None:
-        """Mark the connection as waiting for the head of a request, and set its deadline."""
+        """Mark the connection as waiting, and set the deadline for the head of the next request."""
         self.is_working = False
         self.ends_s = float("inf")
         self.since = time.monotonic()
@@ -357,7 +362,7 @@ class Connection(H11Protocol):
         self.forget()
 
     def forget(self) -> None:
-        """Remove the connection from the pool."""
+        """Remove this connection from the server's open connections."""
         self._set_deadline(None)
         self.pool.open.discard(self)
 
@@ -390,16 +395,16 @@ class Connections:
     def make_room(self, crowd: set[Connection], most: int) -> bool:
         """Abort waiting connections, if necessary, so that one more connection fits into a limit.
 
-        Connections that never sent a request are aborted first. Of the rest, the connection that
-        has waited longest comes first.
+        Connections that never sent a request are aborted first. Then connections are aborted that
+        have waited longest.
 
         Args:
             crowd: the open connections to which the limit applies.
             most: the limit.
 
         Returns:
-            Whether there is room for one more connection. True also if waiting connections could
-            make room, but are too young to be aborted.
+            Whether one more connection may be opened. The result is also True if only young
+            connections wait. These are not aborted, so the new connection exceeds the limit.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
@@ -409,8 +414,8 @@ class Connections:
             key=lambda connection: (connection.has_asked, connection.since),
         )
         # If many connections arrive at once, they wait only because this process has not read their
-        # requests yet. So keep connections that are younger than ``_YOUNG_S``, as long as the
-        # surplus is at most ``_BURST`` times the limit.
+        # requests yet. So keep connections that are younger than ``_YOUNG_S``, unless the number of
+        # connections exceeds the limit by more than ``_BURST`` times the limit.
         late = time.monotonic() - (_YOUNG_S if n_surplus <= _BURST * most else 0.0)
         for connection in waiting[:n_surplus]:
             if connection.since <= late:
@@ -421,7 +426,7 @@ class Connections:
         """Abort the connection whose client has read nothing for the longest time.
 
         Returns:
-            Whether a connection was aborted. False if all clients read their answers.
+            Whether a connection was aborted. The result is False if all clients read their answers.
         """
         stuck = min(self.open, key=lambda connection: connection.blocked_s, default=None)
         if stuck is None or time.monotonic() - stuck.blocked_s < _STUCK_S:
@@ -429,8 +434,9 @@ class Connections:
         stuck.abort()
         return True
 
-    # The next three methods replace the class ``asyncio.Server`` that uvicorn normally uses. That
-    # class would not count a connection before the end of its TLS handshake.
+    # uvicorn normally uses the class ``asyncio.Server``. With it, a connection would not be counted
+    # before the end of its TLS handshake. So the next three methods do the work of
+    # ``asyncio.Server``.
 
     def listen(self, listener: socket.socket, make: Callable[..., Connection], tls: Any) -> None:
         """Start accepting connections on a listening socket."""
@@ -443,7 +449,7 @@ class Connections:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until accepting has stopped."""
+        """Wait until the server has stopped accepting connections."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(
@@ -454,14 +460,16 @@ class Connections:
                 sock, peer = await asyncio.get_running_loop().sock_accept(listener)
             except ConnectionAbortedError:
                 continue
-            except OSError:  # The process has too many open files.
+            except OSError:
+                # The connection was not accepted, because the process has too many open files.
                 self.make_room(self.open, len(self.open))
                 await asyncio.sleep(_RETRY_S)
                 continue
             task = asyncio.create_task(self._connect(make(self, sock, str(peer[0])), sock, tls))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            await asyncio.sleep(0)  # Let other tasks run, however many clients connect.
+            # Let other tasks run, even if new connections arrive all the time.
+            await asyncio.sleep(0)
 
     async def _connect(self, connection: Connection, sock: socket.socket, tls: Any) -> None:
         self.add(connection)

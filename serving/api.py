@@ -56,10 +56,10 @@ class ApiError(Exception):
     """An error that is sent to the client in OpenAI's format."""
 
     status: int  # HTTP status.
-    message: str  # One line: what was wrong and what to do.
+    message: str  # The error message, in one line: what was wrong, and what to do.
     param: str | None = None  # Name of the invalid setting.
     code: str | None = None  # Identifier of the error, for programs.
-    retry_after_s: float | None = None  # Seconds after which a retry makes sense.
+    retry_after_s: float | None = None  # Seconds after which the client should try again.
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
@@ -115,7 +115,8 @@ _MAX_STOPS = 4
 _MAX_STOP_CHARS = 256
 _MAX_CHOICES = 128  # Maximum number of answers of one request.
 _MAX_LOGPROBS = 20
-_MIN_LOGPROB = -9999.0  # Stands for log(0), which JSON cannot represent. vLLM uses this value, too.
+# This number stands for log(0), which JSON cannot represent. vLLM uses this value, too.
+_MIN_LOGPROB = -9999.0
 # Maximum number of lists and objects in the body of a request, counted by opening brackets. Python
 # needs 0.2 s to create this many.
 _MAX_CONTAINERS = 100_000
@@ -134,8 +135,8 @@ _Stops = Annotated[
 _Tokens = Annotated[list[int], _FAILS_FAST]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)]
-# Some settings accept values of several types. This dict maps their names to the error message for
-# any wrong value.
+# Some settings accept values of several types. This dict maps the name of such a setting to one
+# error message, which is used for every wrong value of the setting.
 _HINTS = {
     "prompt": "prompt must be a string, a list of token ids, a list of strings, or a list of lists "
     f"of token ids. The number of prompts, multiplied by n, may be at most {_MAX_CHOICES}.",
@@ -182,7 +183,8 @@ class GenerationRequest(Body):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0 keep all tokens.
+    # If ``top_k`` is -1 or 0, sampling may choose any token.
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Positive | None = None
     presence_penalty: _Penalty | None = None
@@ -203,7 +205,7 @@ class GenerationRequest(Body):
 
     @property
     def n_logprobs(self) -> int | None:
-        """How many top log-probabilities per token are requested.
+        """The number of top log-probabilities that the request asks for, per token.
 
         None if the request asks for no log-probabilities at all.
         """
@@ -213,7 +215,7 @@ class GenerationRequest(Body):
 
     @property
     def form(self) -> tuple[str, Any] | None:
-        """The requested form of the answer: ("json", schema) or ("regex", pattern).
+        """The form that the answer must have: ("json", schema) or ("regex", pattern).
 
         None if the answer may be any text.
         """
@@ -310,7 +312,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts, at least one. All are texts, or all are lists of token ids."""
+        """The prompts of the request: either texts or lists of token ids. There is at least one."""
         prompt: Any = self.prompt
         is_single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
         return [prompt] if is_single else prompt
@@ -322,7 +324,8 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: _Messages | None = None
     tools: _Objects | None = None
-    # Applies only to a prompt. The special tokens of a chat are in the chat template.
+    # This setting is allowed only with a prompt. The chat template adds the special tokens of a
+    # chat.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -383,7 +386,8 @@ class CompletionOutput:
         news: asyncio.Event,
     ) -> None:
         self.index = index
-        self.text = ""  # The text so far. It is not collected for streams.
+        # The text of the answer so far. If the answer is streamed, the text is not collected here.
+        self.text = ""
         self._engine = engine
         loop = asyncio.get_running_loop()
         self._commits: deque[Commit] = deque()
@@ -422,7 +426,10 @@ class CompletionOutput:
         self._engine.remove(self._id)
 
     def _take(self, commit: Commit) -> str:
-        """Take the tokens of one target call up to a stop string, and return their text."""
+        """Take the tokens of one target call, and return their text.
+
+        Drop all tokens after a stop string.
+        """
         if commit.error is not None:
             raise commit.error
         if commit.tokens and self.first_s is None:
@@ -453,7 +460,8 @@ class CompletionOutput:
 class RequestOutput:
     """The answers of one request.
 
-    At the time ``ends_s`` (of ``time.monotonic()``), the answers end even if they are incomplete.
+    ``ends_s`` is a deadline, as a value of ``time.monotonic()``. Answers that are still incomplete
+    at this time are cut off.
     """
 
     def __init__(
@@ -537,8 +545,8 @@ class ResponseFormatter:
         self._n_prompt = n_prompt
         self._decode = tokenizer.decode
         self._has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        # Index of an answer -> number of characters of this answer that were sent. It is counted
-        # only for answers with log-probabilities.
+        # Index of an answer -> number of characters of this answer that were sent. The characters
+        # are counted only if the request asks for log-probabilities.
         self._offsets: Counter[int] = Counter()
         self._facts = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -562,13 +570,19 @@ class ResponseFormatter:
         }
 
     def first(self, request_output: RequestOutput) -> bytes:
-        """Return the events before the text: the role for a chat, nothing for a completion."""
+        """Return the events before the text.
+
+        For a chat, these events contain the role. A completion has no such events.
+        """
         outputs = request_output.outputs if self._is_chat else ()
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._delta(output, delta, None) for output in outputs)
 
     def piece(self, output: CompletionOutput, text: str) -> bytes:
-        """Return the event of a piece of text. After the last piece, add the final event."""
+        """Return the event for a piece of text.
+
+        After the last piece of the answer, add the final event.
+        """
         content = {"content": text} if self._is_chat else text
         events = self._delta(output, content, None) if text else b""
         if reason := output.finish_reason:
@@ -606,7 +620,8 @@ class ResponseFormatter:
     def _chat_logprobs(self, output: CompletionOutput) -> JsonObject:
         def entry(token: int, logprob: float) -> JsonObject:
             text = self._decode([token])
-            # The replacement character shows that the token has only some bytes of a character.
+            # If the text contains the replacement character, the token has only some of the bytes
+            # of a character.
             is_whole = "\ufffd" not in text
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}
@@ -626,9 +641,9 @@ class ResponseFormatter:
         tops = []
         for text, (_, (logprob_of_text, likeliest)) in zip(tokens, output.scored, strict=True):
             values.append(max(logprob_of_text, _MIN_LOGPROB))
-            # Several tokens with incomplete characters can decode to the same text. Of these
-            # tokens, keep the token of the answer if it is among them, otherwise the most likely
-            # token.
+            # Several tokens with incomplete characters can decode to the same text. Keep only one
+            # of these tokens: the token of the answer if it is among them, otherwise the most
+            # likely one.
             top: dict[str, float] = {}
             for token, logprob in reversed(likeliest):
                 top[self._decode([token])] = max(logprob, _MIN_LOGPROB)

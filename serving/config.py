@@ -57,7 +57,7 @@ class EngineOptions(Config):
         Raises:
             DrafterError: ``tree`` is not a shape.
         """
-        from ..moa.decoding.tree import TreeShape  # This import loads torch.
+        from ..moa.decoding.tree import TreeShape  # Import here, because this import loads torch.
 
         return None if self.tree == "auto" else TreeShape.parse(self.tree)
 
@@ -177,7 +177,7 @@ class ServeConfig(TargetSettings):
 
     @property
     def tls(self) -> tuple[Path, Path] | None:
-        """Files of the certificate chain and of its key. None without TLS."""
+        """The paths of the certificate chain and of its key. The result is None without TLS."""
         if not self.tls_cert or not self.tls_key:
             return None
         return Path(self.tls_cert).expanduser(), Path(self.tls_key).expanduser()

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 # If the text ends with an incomplete character, the text of the last tokens is held back until the
-# character is complete. If it is still incomplete after this many tokens, the text is returned
-# anyway. These tokens have more bytes than any character, so their bytes must be invalid.
+# character is complete. If the character is still incomplete after this many tokens, the text is
+# returned anyway. These tokens have more bytes than any character, so their bytes must be invalid.
 _LONGEST = 16
 
 
@@ -55,14 +55,15 @@ class StopStrings:
 
     Args:
         stops: the stop strings.
-        n_before: number of pieces at the start of the text in which no stop string may end.
+        n_before: number of pieces at the start of the text. A stop string that ends in one of these
+            pieces is ignored.
     """
 
     def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self._n_before = n_before
-        # Whether a stop string was found. No text after it is passed on.
+        # Whether a stop string was found. The text after the stop string is not passed on.
         self.is_found = False
 
     def push(self, text: str) -> str:
@@ -74,8 +75,8 @@ class StopStrings:
             return "" if self.is_found else text
         n_held = len(self._held)
         text = self._held + text
-        # For each stop string that occurs in the text: the end and the start of its first
-        # occurrence.
+        # For each stop string that occurs in the text, the list has a pair: the end and the start
+        # of the first occurrence.
         matches: list[tuple[int, int]] = []
         for stop in self._stops:
             start = text.find(stop, max(0, n_held + 1 - len(stop)))
@@ -98,7 +99,10 @@ class StopStrings:
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Return the index at which an incomplete stop string may begin, or the text's length."""
+    """Return the index at which a stop string may begin that is still incomplete.
+
+    If no such index exists, return the length of the text.
+    """
     for start in range(max(0, len(text) - len(stop) + 1), len(text)):
         if stop.startswith(text[start:]):
             return start

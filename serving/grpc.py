@@ -1,7 +1,7 @@
 """The gRPC server of ``moa.v1``, the protocol in docs/protocol.md.
 
 A *stream* is one gRPC call, which carries messages in both directions. A *session* (see
-``sessions``) is one sequence: a prompt and its answer. The engine decodes it for a client that
+``sessions``) is one sequence, a prompt and its answer, which the engine decodes for a client that
 drafts. A session has one stream at a time. If the connection is lost, the session continues on the
 client's next stream. An invalid message can end only the stream on which it arrives. The server
 then sends a ``Failure`` message and the matching gRPC status.
@@ -78,8 +78,8 @@ class Identities:
     def drafter(self, identity: str) -> str:
         """Return the name of the server's drafter that is the same as a client's drafter.
 
-        The server's drafter encodes contexts for the client. These are the data of the target that
-        the client's drafter reads.
+        The server's drafter encodes contexts for the client. A context is the data that the
+        client's drafter reads about one position.
 
         Args:
             identity: the hash of the client's drafter. If it is empty, the first drafter is
@@ -163,7 +163,8 @@ class DraftingServer:
                 ("grpc.max_concurrent_streams", 2 * settings.max_sessions_each),
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms),
-                # Without this setting, a connection that drops pings stays open for a minute.
+                # Without this setting, a connection that does not answer pings stays open for a
+                # minute.
                 ("grpc.http2.ping_timeout_ms", keepalive_ms),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
@@ -171,12 +172,14 @@ class DraftingServer:
                 # Time after which a connection without streams is closed.
                 ("grpc.max_connection_idle_ms", round(min(settings.idle_s, 60) * 1000)),
                 ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
-                # Clients may ping too, at most once per second.
+                # Clients may send pings to the server, too, but at most one per second.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-                ("grpc.so_reuseport", 0),  # A port in use causes an error.
+                # Raise an error if the port is already used. By default, two servers could share
+                # it.
+                ("grpc.so_reuseport", 0),
             ],
-            # Allow twice as many streams as sessions, because a session that is resumed has two
-            # streams for a moment.
+            # Allow twice as many streams as sessions, because a session has two streams for a
+            # moment while it is resumed.
             maximum_concurrent_rpcs=2 * settings.max_sessions,
         )
         # Messages are received as bytes and parsed here. If grpc parsed them, a malformed message
@@ -229,7 +232,7 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            # The client gets this status if it reads again within a second.
+            # Try for one second to send this status. It arrives only if the client reads again.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
@@ -237,7 +240,8 @@ class DraftingServer:
                         "server disconnects it; open the session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
-            raise asyncio.CancelledError from error  # grpc treats this as a cancelled stream.
+            # grpc treats a CancelledError as a cancelled stream.
+            raise asyncio.CancelledError from error
         finally:
             reader.cancel()
             self._streams.discard(stream)
@@ -263,7 +267,7 @@ class DraftingServer:
                 )
                 self._forget(session)
 
-    # Reading
+    # The methods below read messages.
 
     async def _read(self, stream: Stream, requests: AsyncIterator[bytes], context: Any) -> None:
         open_s = self._limits.head_s
@@ -319,7 +323,8 @@ class DraftingServer:
 
     async def _take(self, stream: Stream, message: pb.ClientMessage) -> None:
         if message.sequence <= stream.last_sequence:
-            return  # The client has sent this message before.
+            # This message is a repeat: messages with this number or a higher one have arrived.
+            return
         stream.last_sequence = message.sequence
         kind = message.WhichOneof("body")
         session = stream.session
@@ -355,7 +360,7 @@ class DraftingServer:
         if session is not None:
             session.used_s = time.monotonic()
 
-    # Sessions
+    # The methods below open, resume and remove sessions.
 
     async def _open(self, stream: Stream, body: pb.Open) -> None:
         if self._is_draining:
@@ -437,7 +442,8 @@ class DraftingServer:
             raise Overloaded(
                 "the server removed the session while the client resumed it; open it again."
             )
-        known.check_text(request)  # The engine may have added tokens meanwhile.
+        # Check again, because the engine may have added tokens since the first check.
+        known.check_text(request)
         if not known.must_rebuild(request):
             return False
         self.counts.n_rebuilt += 1
@@ -457,8 +463,9 @@ class DraftingServer:
         try:
             session = ServerSession(stream, self._engine, request, self._forget)
         except Overloaded:
-            # Make room for the client's next attempt to open a session. The present attempt fails
-            # anyway, because the engine removes a sequence only between two target calls.
+            # The present attempt to open a session fails. Remove another session, so that the
+            # client's next attempt can succeed. The engine removes the sequence of this session
+            # only between two target calls.
             self._make_room(self._sessions.values())
             raise
         self._sessions[session.id] = session
@@ -467,10 +474,12 @@ class DraftingServer:
         return session
 
     def _make_room(self, sessions: Collection[ServerSession]) -> None:
-        """Remove the unused session whose client has been silent for the longest time.
+        """Remove one unused session.
 
-        Sessions without a stream are removed first. A session with a stream counts as unused only
-        if its client has been silent for ``_SILENT_S`` seconds.
+        A session is unused if it has no stream. A session with a stream is unused if its client has
+        been silent for ``_SILENT_S`` seconds, and the engine is idle or the client reads slowly. If
+        several sessions are unused, those without a stream come first, and then the session whose
+        client has been silent for the longest time.
 
         Raises:
             Overloaded: all sessions are in use.
@@ -507,7 +516,8 @@ def _end(stream: Stream) -> None:
 
 
 def _code(error: MoaDataError) -> str:
-    if isinstance(error, DrafterError):  # The sampling settings are invalid.
+    # A DrafterError means that the sampling settings are invalid.
+    if isinstance(error, DrafterError):
         return "invalid"
     for code, kind in ERRORS.items():
         if isinstance(error, kind):

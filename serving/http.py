@@ -59,15 +59,17 @@ from .wire import target_identity
 
 _T = TypeVar("_T")
 _B = TypeVar("_B", bound=Body)
-# This value replaces every smaller ``top_p``, such as 0. With it, sampling keeps only the most
-# likely token.
+# A smaller ``top_p`` of a request, such as 0, is replaced by this value. Sampling then keeps only
+# the most likely token.
 _MIN_TOP_P = 1e-9
-# If the engine is full, another connection may be dropped to make room for a request. The request
-# then waits up to this many seconds until the engine has removed the dropped sequence.
+# If the engine is full, the server may drop another connection to make room for a request. The
+# request then waits up to this many seconds until the engine has removed the sequence of the
+# dropped connection.
 _ROOM_S = 5.0
-# Maximum number of clients (token owners or IP addresses) whose request rates are remembered.
+# Maximum number of clients for which the server remembers a request rate. A client is an owner of a
+# bearer token, or an IP address.
 _MAX_OWNERS = 10_000
-# HTTP status in the request log if the client has disconnected. It is never sent.
+# The request log shows this HTTP status if the client has disconnected. The status is never sent.
 _CLIENT_GONE = 499
 # Maximum number of characters of a short prompt. Tokenizing a prompt of this length takes a few
 # hundredths of a second.
@@ -91,9 +93,10 @@ class Service:
         self.model_name = config.name or Path(config.model).name
         self.limits = config.limits
         weights = target_identity(self.target.identity)
-        # Tells clients, in the field ``system_fingerprint``, which weights the target has.
+        # The value of the field ``system_fingerprint``. It tells clients which weights the target
+        # has.
         self._fingerprint = f"fp_{weights[:12]}" if weights else None
-        # ``is_draining`` is true while the server shuts down. It then refuses requests.
+        # ``is_draining`` is true while the server shuts down. The server then refuses requests.
         self.is_draining, self._created = False, int(time.time())
         self.metrics = Metrics(engine.snapshot)
         rate = self.limits.requests_per_s, self.limits.requests_at_once
@@ -139,7 +142,7 @@ class Service:
         app.add_middleware(RequestLog, metrics=self.metrics)
         return app
 
-    # Routes
+    # The methods below answer the requests of the routes.
 
     async def _chat(self, request: HttpRequest) -> Response:
         asked = await self._read(request, ChatRequest)
@@ -211,7 +214,7 @@ class Service:
             "drafters": list(self.engine.drafters),
         }
 
-    # Checks, which raise ApiError or ServingError
+    # The methods below check requests. They raise ApiError or ServingError.
 
     def _admit(self, request: HttpRequest) -> None:
         """Check the bearer token and the rate of a request. The HTTP errors are 401 and 429."""
@@ -315,8 +318,8 @@ class Service:
             n_chars: length of the prompt in characters.
             encode: a function that tokenizes the prompt.
         """
-        # A prompt with more characters has too many tokens, even if every token is as long as the
-        # longest token of the vocabulary.
+        # If a prompt has more than ``_max_chars`` characters, it has too many tokens, even if every
+        # token is as long as the longest token of the vocabulary.
         if n_chars > self._max_chars:
             message = (
                 f"the prompt has {n_chars} characters, far more than the context of the model can "
@@ -331,7 +334,7 @@ class Service:
                 400, f"the prompt cannot be used: {error}", None, "invalid_prompt"
             ) from error
 
-    # Answers
+    # The methods below produce answers.
 
     async def _respond(
         self, request: HttpRequest, asked: GenerationRequest, prompts: list[list[int]]
@@ -364,8 +367,8 @@ class Service:
         If the engine is full, make room by dropping a connection whose client has stopped reading.
         """
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
-        # As in vLLM, the answers of a prompt have consecutive seeds, and every prompt has the same
-        # seeds.
+        # As in vLLM, the answers to one prompt have consecutive seeds. The first answers to all
+        # prompts have the same seed.
         requests: list[Request] = []
         for tokens in prompts:
             for k in range(asked.n or 1):
@@ -387,8 +390,8 @@ class Service:
                 has_room = has_room or connection.pool.drop_stuck()
                 if not has_room or time.monotonic() > now + _ROOM_S:
                     raise
-                # Wait, because the engine removes the dropped sequence only between two target
-                # calls.
+                # Wait, because the engine removes the sequence of the dropped connection only
+                # between two target calls.
                 await asyncio.sleep(0.02)
             else:
                 connection.ends_s = ends_s
@@ -471,7 +474,10 @@ class Service:
 
 
 class _Tokenizer:
-    """A copy of the tokenizer in its own thread, because a tokenizer is not thread-safe."""
+    """A copy of the tokenizer that runs in its own thread.
+
+    A copy is needed because a tokenizer is not thread-safe.
+    """
 
     def __init__(self, template: ChatTemplate, max_waiting: int) -> None:
         self._template = copy.deepcopy(template)
@@ -515,7 +521,8 @@ def _chat_tokens(
 
 
 def _text_tokens(template: ChatTemplate, text: str, adds_special: bool) -> list[int]:
-    text.encode()  # Raises UnicodeError for surrogates, which are not text.
+    # This line raises UnicodeError if the text contains surrogates, which are not characters.
+    text.encode()
     return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
 
@@ -535,7 +542,8 @@ async def _events(
 
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
-    if isinstance(error, HTTPException):  # No route matches the request.
+    # An HTTPException means that the server has no route for the request.
+    if isinstance(error, HTTPException):
         message = (
             f"this server cannot answer {request.method} {request.url.path[:200]}: {error.detail}."
         )
@@ -565,7 +573,7 @@ async def _while_connected(request: HttpRequest, work: Coroutine[Any, Any, _T]) 
 
 
 async def first_of(work: asyncio.Future[Any], event: Coroutine[Any, Any, Any]) -> None:
-    """Wait until the work or the event is done, whichever is first. Raise errors of the work."""
+    """Wait until the work or the event is done. If the work has failed, raise its error."""
     waiting = asyncio.ensure_future(event)
     try:
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -80,7 +80,7 @@ class Metrics:
 
 @dataclass
 class Facts:
-    """What the request log writes about one request."""
+    """The facts about one request that the request log writes."""
 
     id: str = field(default_factory=lambda: f"req-{secrets.token_hex(8)}")
     # The answers of the request. They are closed when the request ends, even if it fails.
@@ -116,7 +116,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
-            # The server is stopping, so this task ends without an error.
+            # The task was cancelled because the server is stopping. Record this, and end the task
+            # without an error.
             facts.error = "the answer was cut off, because the server shut down"
             self._metrics.n_broken_off += 1
         except Exception as error:
@@ -156,16 +157,17 @@ class RequestLog:
 
 
 def bound_repeats(most: int = 20, window_s: float = 60.0) -> Callable[[logging.LogRecord], bool]:
-    """Return a log filter that keeps up to ``most`` records per kind and ``window_s`` seconds.
+    """Return a log filter that drops repeats, so that clients cannot fill a disk with errors.
 
-    Records of successful requests are all kept. Refused requests are of one kind if they have the
-    same HTTP status. Other records are of one kind if the same line of code logs them. So clients
-    cannot fill a disk with errors.
+    The filter keeps up to ``most`` records of each kind per time window of ``window_s`` seconds.
+    Refused requests are of one kind if they have the same HTTP status. Other records are of one
+    kind if the same line of code logs them. The filter keeps all records of successful requests.
 
     The first record of a new time window has the attribute ``left_out``. It is the number of
     records of the same kind that were dropped in the window before.
     """
-    # Kind -> start of its current time window, and number of its records since then.
+    # Kind -> a pair: the start of the current time window of this kind, and the number of its
+    # records in this window.
     windows: dict[Hashable, tuple[float, int]] = {}
 
     def is_kept(record: logging.LogRecord) -> bool:

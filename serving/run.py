@@ -33,8 +33,8 @@ _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_FILES = 1 << 16
-# Size of the kernel's send buffer of each connection. The buffer holds the text of hundreds of
-# tokens.
+# Size in bytes of the kernel's send buffer of each connection. A buffer of this size holds the text
+# of hundreds of tokens.
 _SEND_BUFFER_BYTES = 1 << 16
 
 
@@ -162,7 +162,8 @@ class ServerRun:
             # commands/signals.py reads.
             end = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self.end)
             for number in _SIGNALS:
-                # Some programs, such as nohup, start the server with a signal ignored.
+                # Do not handle a signal that is ignored at the start. For example, nohup starts the
+                # server with SIGHUP ignored.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, lambda signum, _frame: end(signum))
         try:

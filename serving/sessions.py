@@ -45,10 +45,10 @@ _RUNS = {pb.RUN_MODE_PLAIN: Work.PLAIN, pb.RUN_MODE_SPECULATE: Work.SPECULATE}
 # Maximum bytes of contexts (data for the client's drafter) in one message. Other messages wait
 # while such a message is sent, which takes 3 ms at 20 Mbit/s.
 _CHUNK_BYTES = 8192
-# If this many messages are not sent yet, the client counts as a slow reader, and its sequence is
-# paused.
+# If this many messages wait to be sent to a client, the client counts as a slow reader, and its
+# sequence is paused.
 _MAX_MESSAGES = 64
-# If this many bytes of contexts (data for the client's drafter) are not sent yet, the client counts
+# If this many bytes of contexts (data for the client's drafter) wait to be sent, the client counts
 # as a slow reader, too. The number is high, so that the many contexts of a prompt do not pause the
 # decoding of the answer.
 _MAX_UNSENT = 32 << 20
@@ -85,20 +85,22 @@ class ServerSession:
         # sets it.
         self.used_s = 0.0
         self.stream: Stream | None = None
-        # Lock that is held while a stream resumes the session, so that only one stream does so.
+        # A stream holds this lock while it resumes the session, so that no other stream resumes it
+        # at the same time.
         self.resuming = asyncio.Lock()
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        # Three numbers about the Verify message that the engine works on: the number of the
-        # message, the position of its first draft, and the number of its drafts that were already
-        # committed when the message was processed.
+        # Three numbers about the Verify message that the engine works on. The first is the number
+        # of the message. The second is the position of the first draft in the message. The third
+        # counts the drafts that were already committed when the server processed the message.
         self._asked = (0, 0, 0)
         self._state = _State.IDLE
         self._tag = 0
         self._pending: deque[tuple[int, pb.Run | pb.Verify]] = deque()
         self._is_held = self._ends_when_idle = False
-        self.stopped = asyncio.Event()  # Set while the engine has no work for the session.
+        # This event is set while the engine has no work for the session.
+        self.stopped = asyncio.Event()
         self.stopped.set()
         # Number of tokens that the client has, including tokens that are still on their way.
         self._n_sent = 0
@@ -122,7 +124,7 @@ class ServerSession:
         if before is not None:
             self._engine.remove(before)
 
-    # The stream
+    # The methods below concern the stream.
 
     def check_text(self, request: Request) -> None:
         """Raise RequestInvalid if a stream cannot resume this session with its request.
@@ -131,7 +133,7 @@ class ServerSession:
         fewer or more tokens than the session. The shorter of the two must be the beginning of the
         longer one.
         """
-        # This check is impossible if the server has lost the session. In this case the client's
+        # If the server has lost the session, it cannot make this check. In this case the client's
         # tokens become the sequence of a new session.
         known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
@@ -198,7 +200,7 @@ class ServerSession:
             Overloaded, RequestInvalid: the message is refused.
         """
         if self._sequence_id is None and not self.finish:
-            return  # The engine failed, and the client was told.
+            return  # The engine has failed to decode the sequence, and a Failure message was sent.
         if not self.request.n_prompt <= body.start <= len(self.tokens):
             raise RequestInvalid(
                 f"start is position {body.start} of the sequence, expected a position from "
@@ -235,7 +237,7 @@ class ServerSession:
         self._pending.clear()
         self._set_state(_State.IDLE)
 
-    # Processing of messages
+    # The methods below process messages of the client.
 
     def _continue(self) -> None:
         while self._state is _State.IDLE and self._pending:
@@ -280,7 +282,7 @@ class ServerSession:
         self._state = state
         self.stopped.set() if state is _State.IDLE else self.stopped.clear()
 
-    def _hand_commit(self, commit: Commit) -> None:  # Runs in the engine's thread.
+    def _hand_commit(self, commit: Commit) -> None:  # The engine's thread calls this method.
         # Copy the contexts to the host here, so that the event loop never waits for a GPU.
         if commit.context is not None:
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
@@ -288,16 +290,17 @@ class ServerSession:
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
-            return  # The commit is of a sequence that was removed meanwhile.
+            return  # The commit belongs to a sequence that was removed meanwhile.
         if commit.error is not None:
             self._sequence_id = None
-            # The details are in the server's log only; clients must not see them.
+            # Do not send the details of the error to the client. Only the server's log contains
+            # them.
             self.send_failure(
                 "internal",
                 "the server failed while it decoded this session; open the session again.",
                 ends=True,
             )
-            self._on_lost(self)  # The callback closes this session.
+            self._on_lost(self)  # The gRPC server's callback closes this session.
             return
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
@@ -307,8 +310,8 @@ class ServerSession:
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
         # Whether the target has read the whole prompt, so that all contexts of the prompt exist.
-        # Before that, no contexts are sent. On a slow network they would delay the first tokens of
-        # the answer.
+        # Contexts are not sent earlier, because on a slow network they would delay the first tokens
+        # of the answer.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
@@ -326,7 +329,7 @@ class ServerSession:
         self.update_hold()
         self._continue()
 
-    # Messages to the client
+    # The methods below send messages to the client.
 
     def _send_tokens(
         self,
@@ -335,7 +338,7 @@ class ServerSession:
         answers: int = 0,
         commit: Commit | None = None,
     ) -> None:
-        """Send the tokens from ``start`` on. By default, send the tokens that were not sent yet."""
+        """Send the tokens from position ``start`` on. By default, send all unsent tokens."""
         if self.stream is None:
             return
         start = self._n_sent if start is None else start
@@ -370,8 +373,8 @@ class ContextLog:
     """
 
     def __init__(self, start: int) -> None:
-        # ``first`` is the first position in the log. Contexts before position ``released`` may be
-        # sent.
+        # ``first`` is the position of the first context in the log. Only contexts before position
+        # ``released`` may be sent.
         self.first = self.released = start
         # The context of each position from ``first`` on: W numbers in bfloat16, on the host.
         self._rows: list[Tensor] = []
@@ -382,7 +385,7 @@ class ContextLog:
         return self.first + len(self._rows)
 
     def append(self, start: int, context: Tensor) -> None:
-        """Append contexts [n, W] of the positions from ``start`` on.
+        """Append contexts [n, W] of n consecutive positions, beginning with ``start``.
 
         Positions that are in the log already are skipped.
         """
@@ -391,9 +394,9 @@ class ContextLog:
 
     def release(self) -> None:
         """Allow all contexts in the log to be sent."""
-        # Contexts are not sent as soon as they are appended. The contexts of a prompt are computed
-        # before the first token of the answer. On a slow network, sending them would delay this
-        # token.
+        # Contexts are not sent at the time when they are appended. The contexts of a prompt are
+        # computed before the first token of the answer. On a slow network, sending these contexts
+        # would delay this token.
         self.released = self.stop
 
     def n_unsent_bytes(self, sent: int) -> int:
@@ -423,17 +426,17 @@ class ContextLog:
 class Stream:
     """One stream, and the messages that are queued for its client.
 
-    A context is sent only if no other message is queued.
+    Other messages go first: contexts are sent only if no other message is queued.
     """
 
-    # The stream is full if the client reads slowly. Then decoding is paused, and no more messages
-    # are read from the client.
+    # A stream is full if its client reads slowly. While a stream is full, decoding is paused, and
+    # the server reads no more messages of the client.
 
     def __init__(self) -> None:
-        # Identifies the client's bearer token. Empty if the server has no bearer tokens.
+        # An identifier of the client's bearer token. Empty if the server has no bearer tokens.
         self.owner = ""
-        # Identifies the client for the limit on sessions per client: the owner of the bearer token,
-        # or the address of the connection if there are no bearer tokens.
+        # The limit on sessions per client identifies a client by this text. It is the owner of the
+        # bearer token, or the address of the connection if the server has no bearer tokens.
         self.counted_by = ""
         self.session: ServerSession | None = None
         self.last_sequence = 0  # Number of the last message received.
@@ -454,8 +457,8 @@ class Stream:
         Args:
             contexts: the contexts of the sequence.
             codec: the encoding of contexts in messages.
-            n_context: the number of contexts that the client has. It is also the first position to
-                send.
+            n_context: the number of contexts that the client has. This is also the position of the
+                first context to send.
             width: the size of a context, W.
         """
         self._contexts = contexts
@@ -499,7 +502,10 @@ class Stream:
         return len(self._replies) >= _MAX_MESSAGES or unsent >= _MAX_UNSENT
 
     async def next(self) -> pb.ServerMessage | None:
-        """Wait for the next message to send. None if the stream is closed and nothing is left."""
+        """Wait for the next message to send.
+
+        Return None if the stream is closed and nothing is left.
+        """
         while (message := self._take()) is None and not self._is_closed:
             self._changed.clear()
             await self._changed.wait()

@@ -1,4 +1,4 @@
-"""What client and server of ``moa.v1`` share: codecs of contexts, identities, channel options.
+"""Code for client and server of ``moa.v1``: codecs of contexts, identities, channel options.
 
 A *context* is the data that a client's drafter reads about one position that the target has
 processed. It consists of W numbers. A codec defines how the contexts of n positions are encoded in
@@ -45,18 +45,18 @@ STATUSES = {
 """Code of a Failure message that ends a stream -> gRPC status of the stream."""
 
 # gRPC's window limits how many bytes the server may send before the client has read them. By
-# default, gRPC enlarges the window until the network is full. Then tokens that follow the contexts
-# of a prompt wait for seconds on a slow network. So the window has a fixed size. On a network with
-# 20 Mbit/s and a round trip of 42 ms, this reduces the time until an answer arrives from 145 to 60
-# ms. In return, the contexts of a prompt take 1.4 s instead of 0.7 s.
+# default, gRPC enlarges the window until the network is full. On a slow network, tokens that are
+# sent after the contexts of a prompt would then arrive seconds later. So the window has a fixed
+# size. On a network with 20 Mbit/s and a round trip of 42 ms, this reduces the time until an answer
+# arrives from 145 to 60 ms. In return, the contexts of a prompt take 1.4 s instead of 0.7 s.
 CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
 """Options of a client's connection: a fixed window of 64 kB."""
 
-# Number of neighbouring numbers of a context that share a scale. A single scale per context would
-# be too coarse. In a context, some numbers (especially attention keys) are many times larger than
-# the rest, so the rest would be rounded to 0.
+# Each group of this many neighbouring numbers of a context has its own scale. Some numbers of a
+# context (especially attention keys) are many times larger than the rest. With a single scale for
+# the whole context, the rest would be rounded to 0.
 GROUP = 64
-# Largest code of each integer codec. The smallest code is its negative.
+# Largest code of each integer codec. The smallest code is the same number with a minus sign.
 _MAX_CODE = {"int8": 127, "int4": 7}
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -84,14 +84,14 @@ def encode(codec: str, context: Tensor) -> bytes:
     if not context.numel():
         return b""
     values = context.detach().to("cpu", torch.float32)
-    # Infinity and NaN are sent as 0, because either would spoil all later drafts.
+    # Infinity and NaN are sent as 0. Otherwise a single such number would spoil all later drafts.
     values = torch.where(values.isfinite(), values, 0.0).clamp(-_LARGEST, _LARGEST)
     if codec == "bf16":
         return _as_bytes(values.to(torch.bfloat16))
     width = values.shape[1]
     groups = F.pad(values, (0, -width % GROUP)).unflatten(1, (-1, GROUP))
-    # There is one scale per group of 64 values.
-    scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)  # [n, G]
+    # There is one scale per group of 64 values. The shape of ``scales`` is [n, G].
+    scales = (groups.abs().amax(dim=2) / _MAX_CODE[codec]).to(torch.bfloat16)
     steps = scales.float()[..., None]
     codes = (
         torch.where(steps > 0, groups / steps, 0.0)
@@ -109,7 +109,7 @@ def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
     """Decode the contexts of n positions: [n, W] float32. All numbers are finite.
 
     Raises:
-        ServingError: the length is wrong.
+        ServingError: the number of bytes is wrong.
     """
     size = bytes_per_position(codec, width)
     if len(values) != n_positions * size:
@@ -145,12 +145,15 @@ def _finite(values: Tensor) -> Tensor:
     return values.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-# Identities: hashes by which client and server check that they have the same target, tokenizer and
-# drafter. The hashes do not depend on how each side loads its files.
+# An identity is a hash by which client and server check that they have the same target, tokenizer
+# or drafter. The hash does not depend on how each side loads its files.
 
 
 def target_identity(hashes: dict[str, str]) -> str:
-    """Return the hash of a target's weights, from ``Target.identity`` or a drafter's config."""
+    """Return the hash of a target's weights.
+
+    ``hashes`` is ``Target.identity``, or the hashes of the target in a drafter's config.
+    """
     return hashes.get("weights_sha256", "")
 
 

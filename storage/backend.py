@@ -33,7 +33,7 @@ MISSING = (FileNotFoundError, NotADirectoryError)
 MAX_OPEN_FILES = 128
 """Upper bound on the number of files that readers hold open at once.
 
-By default, a process on macOS can open twice this number of files. Other systems allow more.
+By default, macOS allows a process to open twice this number of files. Other systems allow more.
 """
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 
@@ -51,7 +51,7 @@ def open_path(path_or_url: StoreLike) -> StorePath:
         return Path(text).expanduser()
     if text.startswith("file://"):
         return Path(unquote(urlsplit(text).path))
-    # Import this module only for remote stores, because it imports obstore, which takes 0.1 s.
+    # Import ``object_store`` only for remote stores, because importing obstore takes 0.1 s.
     from .object_store import ObjectStore
 
     return RemotePath(ObjectStore(text))
@@ -68,9 +68,13 @@ class LocalBackend:
 
     path: Path
     uploads = False
-    """Whether new files are uploaded to a bucket. The server then copies them to their final names.
+    """Whether the store is in a bucket.
 
-    If false, new files are written in the folder of the store, and renamed while it is locked.
+    In a bucket, a new file is uploaded under a temporary name, and the server copies the upload to
+    the final name.
+
+    In a local folder, a new file is written under a temporary name, and renamed while the store is
+    locked.
     """
 
     def exists(self) -> bool:
@@ -97,7 +101,7 @@ class LocalBackend:
     def start_read(self) -> Callable[[], bytes]:
         """Return a function that returns the content of the file.
 
-        A remote file is fetched in the background from now on.
+        If the file is in a bucket, its download starts now, in the background.
         """
         return self.read
 
@@ -127,7 +131,8 @@ class LocalBackend:
             try:
                 files.write_file(temporary, data)
                 try:
-                    # Unlike a rename, a link never replaces an existing file.
+                    # Create the file as a hard link to the temporary file. Unlike a rename,
+                    # creating a link never replaces an existing file.
                     os.link(temporary, path)
                 except FileExistsError:
                     raise
@@ -222,7 +227,7 @@ class LocalBackend:
         return {}
 
     def local_folder(self) -> Path:
-        """Return an existing local folder. New files are first written to the disk of this folder.
+        """Return an existing local folder on the disk to which new files are first written.
 
         For a local path, it is the path itself or the nearest parent that exists. For a path in a
         bucket, it is the system's folder for temporary files.
@@ -234,7 +239,7 @@ def backend_of(path: StorePath) -> LocalBackend | RemotePath:
     """Return the object that reads and writes a file or folder.
 
     For a local path, it is a new ``LocalBackend``. A ``RemotePath`` is returned unchanged, because
-    it has these methods itself.
+    it has the methods of a backend itself.
     """
     return path if isinstance(path, RemotePath) else LocalBackend(path)
 
@@ -243,7 +248,7 @@ def backend_of(path: StorePath) -> LocalBackend | RemotePath:
 
 
 def reads_of(paths: Iterable[StorePath]) -> list[tuple[StorePath, Callable[[], bytes]]]:
-    """Return each path with a function that returns the content of the file.
+    """Return pairs: a path, and a function that returns the content of the file at this path.
 
     All remote files are fetched in parallel in the background.
     """
@@ -283,12 +288,12 @@ def file_crc32(path: StorePath) -> int:
     return crc
 
 
-# If a file cannot be checked because of an I/O error or a lack of memory, it may be undamaged. So
-# no file may be deleted after such an error.
+# If a file cannot be checked because of an I/O error or a lack of memory, the file may be
+# undamaged. So no file may be deleted after such an error.
 
 
 def reason(error: OSError | MemoryError) -> str:
-    """Return the system's description of an I/O error or of a lack of memory."""
+    """Describe an I/O error or a MemoryError in the words of the operating system."""
     if isinstance(error, MemoryError):
         return os.strerror(errno.ENOMEM)
     return os.strerror(error.errno) if error.errno else str(error)
@@ -313,10 +318,11 @@ def check_incomplete(
 
 @contextmanager
 def check_guard(store: StorePath) -> Iterator[None]:
-    """Convert I/O errors in the ``with`` block to StorageUnavailable. The block checks a store."""
+    """Convert I/O errors in a ``with`` block that checks a store to StorageUnavailable."""
     try:
         yield
-    except MoaDataError:  # Errors of moa_data already say what the user can do.
+    # Do not convert errors of moa_data, because they already say what the user can do.
+    except MoaDataError:
         raise
     except (OSError, MemoryError) as error:
         file_name = None if isinstance(error, MemoryError) else error.filename
@@ -339,7 +345,7 @@ class _Descriptor:
 _opened: "deque[weakref.ref[LocalFile]]" = deque()
 """The open files of this process. The file that was opened first comes first.
 
-If there are more than MAX_OPEN_FILES, the first file is closed. The operations of a deque are
+If more than MAX_OPEN_FILES files are open, the first file is closed. The operations of a deque are
 atomic, so no lock is needed.
 """
 
@@ -349,17 +355,17 @@ class LocalFile:
 
     Threads and forked processes may share a LocalFile, because ``pread`` does not use the file
     position. The file is opened on first use. It is closed when too many files are open, or when
-    this object is garbage collected. After that, the next use opens it again.
+    this object is garbage collected. If a closed file is used again, it is opened again.
     """
 
     max_read_bytes = 512 << 10
     """Largest number of bytes that one read should return.
 
-    The data of a longer read would not fit into the CPU cache, and would be decoded from memory.
+    The data of a longer read would not fit into the CPU cache, and decoding data from memory takes
+    longer.
     """
-    # Largest number of bytes of one read-ahead request. The kernel truncates requests that are
-    # longer than the largest transfer of the disk. So longer ranges are split into several
-    # requests.
+    # Largest number of bytes of one read-ahead request. The kernel truncates a request that exceeds
+    # the largest transfer of the disk. So a longer range is split into several requests.
     _prefetch_bytes = 512 << 10
 
     def __init__(self, path: Path) -> None:
@@ -391,7 +397,7 @@ class LocalFile:
         return n_read
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Ask the kernel to read bytes [start, stop) ahead. Returns immediately."""
+        """Ask the kernel to read bytes [start, stop) ahead, and return immediately."""
         if hasattr(os, "posix_fadvise"):
             file = self._open()
             for first in range(start, stop, self._prefetch_bytes):

@@ -4,9 +4,10 @@ The chain consists of three codecs of the Zarr v3 specification, so that any Zar
 the chunks: ``bytes`` (little endian), ``blosc`` (zstd level 1, byte shuffle, one block of up to
 1 MiB) and ``crc32c``.
 
-Most chunks are not encoded by the blosc library, because it encodes many short matches. Instead,
-this module builds the blosc frames. For activations, its frames are smaller and take less time to
-encode and decode. They have the standard format::
+This module builds the blosc frames of most chunks itself. The blosc library would search for
+repeated bytes and encode many short repetitions. For activations, the frames of this module are
+smaller than the frames of the library, and take less time to encode and decode. They have the
+standard format::
 
     | version 2 | zstd format 1 | flags | typesize | n_bytes u32 | block_bytes u32 |    header
     | frame_bytes u32 |
@@ -15,12 +16,12 @@ encode and decode. They have the standard format::
 
 The byte shuffle splits the values into planes: plane i consists of byte i of every value. The low
 byte of a bfloat16 or float16 activation is noise, so its plane is stored uncompressed. The high
-byte (sign and exponent, or a quantised code) has few distinct values, but its plane has no useful
-matches. So zstd is configured to do only entropy coding.
+byte (sign and exponent, or a quantised code) has few distinct values, but its plane has no long
+repetitions. So zstd is configured to do only entropy coding.
 
-If the blosc library encodes a chunk, it is also configured to write one block. By default, it
-writes many small blocks. With them, chunks take 0.78 of the raw size instead of 0.69, and decoding
-takes three times as long.
+If the blosc library encodes a chunk, the library is also configured to write one block. By default,
+it would write many small blocks. The chunk would then take 0.78 of its raw size instead of 0.69,
+and decoding would take three times as long.
 """
 
 import struct
@@ -39,8 +40,9 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from ..errors import StoreDamaged
 from .backend import crc32c, scratch_bytes
 
-# Turn off the threads of the blosc library. With them, the order of blocks in a frame would depend
-# on timing, and the library would not work after a fork. Callers encode on several threads instead.
+# Turn off the threads of the blosc library. With its threads, the order of blocks in a frame would
+# depend on timing, and the library would not work after a fork. Callers encode on several threads
+# instead.
 numcodecs.blosc.use_threads = False
 
 BLOSC_BLOCK_BYTES = 1 << 20
@@ -143,10 +145,11 @@ _MIN_PLANE_BYTES = 128
 _WORD_BYTES = 8
 _N_SAMPLE_COLUMNS = 4
 _N_SAMPLE_ROWS = 64
-# Some 8-byte words of each chunk are sampled. If more than this share of them are repeated, the
-# blosc library encodes the chunk, because it searches for repetitions. For other chunks, the search
-# would take time and make the chunk larger. The limit is high enough that this module also encodes
-# a chunk of eight layers in which only the values of layer 0 repeat.
+# A sample of the 8-byte words of each chunk is examined. If more than this share of the sampled
+# words are repeated, the blosc library encodes the chunk, because the library searches for
+# repetitions. For any other chunk, the search would take time and make the result larger. The limit
+# is so high that this module also encodes a chunk of eight layers in which only the attention
+# values of layer 0 repeat.
 _REPEATED_SHARE = 1 / 12
 
 _local = threading.local()
@@ -160,11 +163,11 @@ def encode_frame(values: np.ndarray) -> list[bytes | np.ndarray] | None:
             tokens.
 
     Returns:
-        The consecutive pieces of the frame. They are valid until the next call on this thread. The
-        result is None if the caller should use the blosc library instead. The library is better for
-        items of more than two bytes, for tiny or narrow arrays, and for arrays in which many rows
-        are equal. For example, equal tokens have equal attention values in the target's first
-        layer.
+        The consecutive pieces of the frame. The pieces are valid until the next call on this
+        thread. The result is None if the caller should use the blosc library instead. The library
+        is better for items of more than two bytes, for tiny or narrow arrays, and for arrays in
+        which many rows are equal. For example, equal tokens have equal attention values in the
+        target's first layer.
     """
     planes = _planes(values)
     if planes is None:
@@ -199,9 +202,9 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     low = scratch[:n]
     high = scratch[n:]
     np.copyto(low, words, casting="unsafe")
-    # View the memory as 16-bit words, beginning at its second byte. The low byte of such a word is
-    # the high byte of a value. Casting these words to bytes takes half as long as shifting all
-    # values.
+    # The high bytes could be computed by shifting all values. But a cast takes half as long: view
+    # the memory as 16-bit words that start at the second byte. The low byte of such a word is the
+    # high byte of a value.
     shifted = words.view(np.uint8)[1:-1].view("<u2")
     np.copyto(high[:-1], shifted, casting="unsafe")
     high[-1] = words[-1] >> 8
@@ -209,14 +212,15 @@ def _planes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
-    """Look at a sample of a plane, which contains one byte of every value.
+    """Examine a sample of a plane. The plane contains one byte of every value.
 
     Args:
         plane: uint8 [n_rows * width], at least 8 bytes.
         n_rows: number of rows in the plane.
 
     Returns:
-        Whether many 8-byte words of the sample are repeated, and whether its bytes are noise.
+        Whether many 8-byte words of the sample are repeated, and whether the bytes of the sample
+        are noise.
     """
     width = len(plane) // n_rows
     n_words = width // _WORD_BYTES
@@ -225,12 +229,13 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
         rows = np.ascontiguousarray(rows[:, : n_words * _WORD_BYTES])
     step = -(-n_words // _N_SAMPLE_COLUMNS)
     sample = rows.view(np.uint64)[:, step // 2 :: step].tobytes()
-    # Count in plain Python. It takes no longer than a single NumPy call, because the code of NumPy
-    # has been evicted from the CPU caches.
+    # Count in plain Python. This takes no longer than a single NumPy call, because the code of
+    # NumPy is not in the CPU caches at this time.
     words = memoryview(sample).cast("Q").tolist()
     n_zeros = words.count(0)  # Words of zero are padding, and do not count as repeated.
     n_same = len(words) - n_zeros - len(set(words) - {0})
-    # 256 random bytes have about 162 distinct values. More than 128 are taken as a sign of noise.
+    # 256 random bytes have about 162 distinct values. So more than 128 distinct values are taken as
+    # a sign of noise.
     n_values = len(set(sample[:: max(1, len(words) // 32)][:256]))
     is_noise = (
         not n_zeros and n_values > 128 and plane[-_WORD_BYTES:].tobytes() != bytes(_WORD_BYTES)
@@ -239,9 +244,9 @@ def _sample(plane: np.ndarray, n_rows: int) -> tuple[bool, bool]:
 
 
 def _literals(plane: np.ndarray) -> bytes | np.ndarray:
-    """Entropy-code a plane, which contains one byte of every value.
+    """Entropy-code a plane. The plane contains one byte of every value.
 
-    If this does not make the plane smaller, the plane is returned unchanged.
+    If the encoded plane would not be smaller, the plane is returned unchanged.
     """
     compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
     if compressor is None:
@@ -272,8 +277,8 @@ _Result = TypeVar("_Result")
 _AHEAD_PER_THREAD = 4
 """Number of queued tasks per thread.
 
-Tasks take unequal time. With fewer queued tasks, some threads would wait for work. With more, only
-the memory would grow.
+Tasks take unequal time. With fewer queued tasks, some threads would wait for work. More queued
+tasks would only take memory.
 """
 
 
@@ -281,12 +286,13 @@ class EncodePool(AbstractContextManager["EncodePool"]):
     """Encodes chunks on threads.
 
     Args:
-        n_threads: number of encoding threads. With 0, the calling thread encodes immediately.
+        n_threads: number of encoding threads. If it is 0, the calling thread encodes immediately.
     """
 
     def __init__(self, n_threads: int = 0) -> None:
-        # Upper bound on the number of unfinished encoding tasks of one shard. It limits the memory.
-        # When a shard has this many tasks, the writer of the shard waits for the oldest one.
+        # Upper bound on the number of unfinished encoding tasks of one shard. The bound limits the
+        # memory. When a shard has this number of tasks, the writer of the shard waits for the
+        # oldest task.
         self.n_ahead = _AHEAD_PER_THREAD * n_threads
         self.busy_s = 0.0  # CPU time of encoding in seconds, summed over all threads.
         self._counting = threading.Lock()
@@ -295,7 +301,7 @@ class EncodePool(AbstractContextManager["EncodePool"]):
         self._syncer = ThreadPoolExecutor(1, "sync") if n_threads else None
 
     def encode(self, chunks: Sequence[np.ndarray]) -> Future[list[bytes]]:
-        """Start encoding chunks. Their arrays must not change until the returned future is done."""
+        """Start encoding chunks. The arrays must not change until the returned future is done."""
         return _start(self._encoders, lambda: self._encode(chunks))
 
     def sync(self, task: Callable[[], _Result]) -> Future[_Result]:
@@ -309,7 +315,7 @@ class EncodePool(AbstractContextManager["EncodePool"]):
         """
         for executor in (self._encoders, self._syncer):
             if executor is not None:
-                # A sync task closes its file, so it is never cancelled.
+                # Sync tasks are never cancelled, because they close their files.
                 executor.shutdown(wait=True, cancel_futures=executor is self._encoders)
 
     def _encode(self, chunks: Sequence[np.ndarray]) -> list[bytes]:

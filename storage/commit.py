@@ -62,7 +62,7 @@ def record_of(content: bytes) -> FileRecord:
 
 @dataclass(frozen=True)
 class PartCommit:
-    """The content of ``commits/part-<k>.json``, the file that completes part k of a store.
+    """The commit of part k of a store: the content of ``commits/part-<k>.json``.
 
     ``files`` maps the names of the files of the part, relative to ``parts/``, to their sizes and
     checksums. ``allocated_tokens`` is the number of tokens including padding.
@@ -107,7 +107,7 @@ class PartCommit:
 
 
 class _FileList(TypedDict):
-    """The only key that the commits of parts, target bundle and manifest have in common."""
+    """The commits of parts, of the target bundle and of the manifest have only this key in common."""
 
     files: _Files
 
@@ -161,8 +161,8 @@ def committed_bytes(store: StorePath) -> int:
         if name.endswith(".json"):
             commits.append(folder / name)
     for _, read in reads_of(commits):
-        # Skip a damaged commit. The files that it lists will be written again, so their sizes do
-        # not count.
+        # Skip a damaged commit. The files that the commit lists will be written again, so their
+        # sizes do not count.
         with contextlib.suppress(ValueError, OSError):
             records = _FILE_LIST.validate_json(read(), strict=True)["files"].values()
             n_bytes += sum(record.bytes for record in records)
@@ -172,8 +172,8 @@ def committed_bytes(store: StorePath) -> int:
 def has_parts(store: StorePath) -> bool:
     """Whether a store has the commit of at least one part.
 
-    A store without such a commit contains no data yet, so an extraction with any inputs may replace
-    it.
+    A store without the commit of any part contains no data yet, so an extraction with any inputs
+    may replace the store.
     """
     return any(
         name.startswith("part-") and name.endswith(".json")
@@ -182,7 +182,7 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array to which a shard belongs. For other files, return None."""
+    """Return the name of the array to which a shard belongs, or None if the file is not a shard."""
     match = _SHARD_NAME.fullmatch(file)
     return None if match is None else match[1]
 
@@ -216,14 +216,14 @@ def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = N
 
 
 def files_json(files: Mapping[str, FileRecord], **counts: int) -> bytes:
-    """Return the JSON of a commit that lists ``files``. Only commits of parts have ``counts``."""
+    """Return the JSON text of a commit. Only the commit of a part has ``counts``."""
     records = {name: vars(record) for name, record in files.items()}
     document = {**counts, "files": records}
     return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_file_records(path: StorePath) -> dict[str, FileRecord]:
-    """Read the commit of the target bundle or of the manifest, which contains no counts.
+    """Read the commit of the target bundle or of the manifest. These commits contain no counts.
 
     Raises:
         StoreDamaged: the commit is damaged.
@@ -271,8 +271,9 @@ def _find_damage(
 
     Args:
         commit: path of the commit. If it does not exist, nothing is compared.
-        compare: compares the files with the sizes and checksums in the commit, and returns the
-            damage. If it raises StoreDamaged, the commit itself counts as damaged.
+        compare: function that compares the files with the sizes and checksums in the commit, and
+            returns the damaged files. If the function raises StoreDamaged, the commit itself counts
+            as damaged.
 
     Returns:
         (path, error) for each damaged file. If the commit is not valid, the list contains only the
@@ -301,14 +302,14 @@ def metadata_names(arrays: Iterable[str]) -> set[str]:
     names: set[str] = set()
     for array in arrays:
         for folder in PurePosixPath(schema.PARTS_NAME, array, schema.ZARR_NAME).parents:
-            # The store itself is not a Zarr group.
+            # Leave out the store's folder, because it is not a Zarr group.
             if folder != PurePosixPath():
                 names.add((folder / schema.ZARR_NAME).as_posix())
     return names
 
 
 def is_metadata(name: str) -> bool:
-    """Whether a file is a zarr.json file. ``name`` is its name relative to the store."""
+    """Whether a file is a zarr.json file. ``name`` is the file's name relative to the store."""
     return name.startswith(f"{schema.PARTS_NAME}/") and name.endswith(f"/{schema.ZARR_NAME}")
 
 
@@ -379,9 +380,9 @@ def check_manifest(store: StorePath) -> None:
 def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
     """Repair damaged files that ``commits/store.json`` lists.
 
-    The content of these files was computed again from the same inputs. A file is written only if
-    its new content has the size and checksum in ``commits/store.json``. If the file already has
-    this content, it is not written: then ``commits/store.json`` is damaged, and not the file.
+    The content of these files was computed again from the same inputs. A damaged file is replaced
+    only if the new content has the size and checksum in ``commits/store.json``. If the file already
+    has the new content, the damage is in ``commits/store.json``, and nothing is written.
 
     Args:
         store: the store.

@@ -1,16 +1,16 @@
 """Chooses the grid of an array: how the array is divided into inner chunks and shards.
 
-It also makes and reads the Zarr metadata of arrays, which describes the grid.
+The module also makes and reads the Zarr metadata of arrays. The metadata describes the grid.
 
 *Tokens per inner chunk.* Reading a chunk has a fixed cost, so chunks should be long. But a reader
 of a sequence also decodes tokens of other sequences in the first and the last chunk, so chunks
 should be short. ``chunk_tokens`` minimises the sum of the two costs. The result is 64 tokens for
 wide arrays, and more for narrow arrays (256 at 768 bytes per token, 2048 for token ids).
 
-*Layers per inner chunk.* Chunks of 128 KiB to 1 MiB decode fast. For targets of the usual sizes,
-one layer is enough for this size. A drafter that needs one layer then reads the bytes of one layer.
-With several layers per chunk, it would have to decode all of them, because a chunk has one checksum
-and one entropy code.
+*Layers per inner chunk.* Chunks of 128 KiB to 1 MiB decode fast. For targets of the usual sizes, a
+chunk of one layer has this size. A reader of one layer then reads only the bytes of this layer.
+With several layers per chunk, the reader would have to decode all layers of the chunk, because a
+chunk has one checksum and one entropy code.
 
 *Pieces.* A transform codec may cut its codes into pieces (see ``codecs.coding``). In an array of
 pieces, a chunk contains one piece, and the number of tokens depends on the width of a piece.
@@ -24,8 +24,8 @@ part has four shards of 2 GiB::
            +------------------------ part 0 -----------------------+---- part 1 ---...
 
 A shard contains all layers. Shards are large, because each shard takes a file, a sync and, in an
-object store, a request. But a reader of a single chunk must read the whole index of the shard,
-which has 128 KiB for 2 GiB of raw values. So a shard has at most 2 GiB of raw values.
+object store, a request. But a reader of a single chunk must read the whole index of the shard. For
+a shard with 2 GiB of raw values, the index has 128 KiB. So a shard has at most 2 GiB of raw values.
 """
 
 import math
@@ -49,7 +49,7 @@ MIN_CHUNK_TOKENS = 64
 CHUNK_OVERHEAD_BYTES = 64 << 10
 """Fixed cost of reading a chunk (index, checksum, calls), about 25 microseconds.
 
-It is expressed as the number of raw bytes that can be decoded in this time.
+The cost is expressed as the number of raw bytes that can be decoded in this time.
 """
 SEQUENCE_TOKENS = 512
 """Sequence length for which ``chunk_tokens`` is optimal.
@@ -75,12 +75,12 @@ _RESTORE = "Restore the file from a copy."
 class ArrayGrid:
     """The shapes of an array, of its inner chunks and of its shards.
 
-    Only axis 0 (tokens or blocks of tokens) and axis 1 (layers or pieces) are divided.
+    Chunks and shards divide only axis 0 (tokens or blocks of tokens) and axis 1 (layers or pieces).
     """
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    # A multiple of ``chunk_shape`` along every axis.
+    # Shape of a shard. It is a multiple of ``chunk_shape`` along every axis.
     shard_shape: tuple[int, ...]
     # Number of rows of each part of the store, a multiple of the number of rows of a shard.
     part_rows: int
@@ -151,10 +151,10 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
-        # The array is divided into pieces along axis 1. The pieces of the same tokens are adjacent
-        # in the file and are read together. So assume that a piece has half the fixed cost of a
-        # chunk that is read alone. ``chunk_tokens`` has no parameter for the fixed cost. Instead,
-        # pass twice the bytes per token, which gives the same number of tokens.
+        # Axis 1 of this array is the axis of pieces. The pieces of the same tokens are adjacent in
+        # the file and are read together. So assume that reading a piece has half the fixed cost of
+        # reading a single chunk. ``chunk_tokens`` has no parameter for the fixed cost. But if twice
+        # the bytes per token are passed instead, the result is the same.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:
@@ -167,9 +167,9 @@ def chunk_tokens(token_bytes: float) -> int:
     """Choose the number of tokens of an inner chunk, 64 times a power of two.
 
     The choice minimises the cost of reading a sequence of ``SEQUENCE_TOKENS`` tokens. Sequences
-    start at multiples of 64. So on average, the sequence overlaps
-    ``1 + (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens. The cost of a chunk is its number of raw
-    bytes plus ``CHUNK_OVERHEAD_BYTES``.
+    start at multiples of 64. So a sequence of ``SEQUENCE_TOKENS`` tokens overlaps ``1 +
+    (SEQUENCE_TOKENS - 64) / n`` chunks of n tokens on average. The cost of a chunk is its number of
+    raw bytes plus ``CHUNK_OVERHEAD_BYTES``.
 
     Args:
         token_bytes: raw bytes per token.
@@ -187,9 +187,9 @@ def chunk_tokens(token_bytes: float) -> int:
 def _chunk_layers(n_layers: int, row_bytes: int) -> int:
     """Return the number of layers of an inner chunk, a divisor of ``n_layers``.
 
-    It is 1 or a divisor for which a chunk has at most ``MAX_CHUNK_BYTES``. Of these numbers, it is
-    the smallest one for which a chunk has at least ``MIN_CHUNK_BYTES``. If there is none, it is the
-    largest of these numbers.
+    The candidates are 1 and the divisors for which a chunk has at most ``MAX_CHUNK_BYTES``. The
+    result is the smallest candidate for which a chunk has at least ``MIN_CHUNK_BYTES``. If no
+    candidate is large enough, the result is the largest candidate.
     """
     layer_bytes = row_bytes // n_layers
     divisors = [1]
@@ -305,7 +305,7 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
         }
         for name, (got, expected) in comparisons.items():
             if got != expected:
-                # A damaged file may contain a value of any length.
+                # Cut the value, because a damaged file may contain a very long value.
                 raise ValueError(f"{name} is {repr(got)[:300]}, expected {expected!r}")
         if not _is_usable(grid, dtype.itemsize):
             raise ValueError(
@@ -318,9 +318,9 @@ def grid_from_metadata(text: bytes, array: StoredArray, source: str) -> ArrayGri
 def _is_usable(grid: ArrayGrid, itemsize: int) -> bool:
     """Whether readers can use a grid.
 
-    Only axis 0 and axis 1 (layers or pieces) may be divided. A part must consist of whole shards.
-    Chunks and shard indexes must be small enough to be allocated. zarr-python has already checked
-    that a shard consists of whole chunks.
+    Chunks and shards may divide only axis 0 and axis 1 (layers or pieces). A part must consist of
+    whole shards. Chunks and shard indexes must be small enough to be allocated. zarr-python has
+    already checked that a shard consists of whole chunks.
     """
     shape = grid.shape
     chunk = grid.chunk_shape

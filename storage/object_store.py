@@ -6,10 +6,10 @@ All settings are environment variables. Their names are those that each provider
 ``MOA_DATA_REMOTE_TIMEOUT_S`` is the number of seconds for which failed requests are retried.
 
 A server may execute a request although its response is lost. So after an error, the client does not
-know whether the request was executed, and sends the request again. It does no harm if a request is
-executed twice. A repeated upload writes the same bytes again. A repeated conditional write (create
-or replace) fails if the first one was executed. In that case, the client reads the file. If the
-file has the new content, the write was successful.
+know whether the request was executed, and sends the request again. Executing a request twice does
+no harm. A repeated upload writes the same bytes again. A repeated conditional write (create or
+replace) fails if the first one was executed. In that case, the client reads the file. If the file
+has the new content, the write was successful.
 """
 
 import logging
@@ -43,10 +43,11 @@ Reading the bytes between the ranges costs less than a second request.
 # Size of the largest file that S3 copies with one request. To copy a larger file, the client
 # downloads and uploads it.
 COPY_BYTES = 5 << 30
-# Number of blocks of one file that are uploaded in parallel. These blocks are in memory.
+# Number of blocks of one file that are uploaded in parallel. All these blocks are in memory at the
+# same time.
 UPLOADS_AT_ONCE = 8
-# If a request gets no response for this number of seconds, the process logs a message. It does so
-# once for each bucket.
+# If a request gets no response for this number of seconds, the process logs a message, at most once
+# for each bucket.
 NOTICE_S = 5.0
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl"})
 _TIMEOUT_VARIABLE = "MOA_DATA_REMOTE_TIMEOUT_S"
@@ -55,8 +56,8 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 
-# Errors after which a retry would fail, too: the credentials are wrong (refusals), or the request
-# itself is wrong (mistakes).
+# After these errors, a retry would fail, too. Either the credentials are wrong (refusals), or the
+# request itself is wrong (mistakes).
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _MISTAKES = (
     exceptions.InvalidPathError,
@@ -80,8 +81,8 @@ class ObjectStore:
     method raises FileNotFoundError if a file does not exist, and StorageUnavailable if its
     existence cannot be determined.
 
-    Several threads may share an object. Pickling it pickles only the URL, and each process opens a
-    connection of its own.
+    Several threads may share an object of this class. A pickled object contains only the URL, so
+    each process opens its own connection.
     """
 
     def __init__(self, url: str) -> None:
@@ -176,7 +177,7 @@ class ObjectStore:
         return memoryview(obstore.get_range(self.connection, name, start=start, end=n_bytes))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a file that must not exist.
+        """Write a file only if it does not exist yet.
 
         Returns:
             Whether the content of the file is now ``data``. This is also true if another writer has
@@ -226,8 +227,9 @@ class ObjectStore:
                 )
                 if current is not None and (is_conflict or mode == "create"):
                     return False
-                # S3 may respond with 409 to both of two concurrent requests, although neither of
-                # them has written the file. So raise the error, and the caller tries again.
+                # If two writers send a request at the same time, S3 may respond with 409 to both of
+                # them, although neither request has written the file. So raise the error. The
+                # caller then tries again.
                 raise
             return True
 
@@ -253,15 +255,15 @@ class ObjectStore:
             if n_bytes <= COPY_BYTES:
                 obstore.copy(self.connection, source, target)
                 return
-            # obstore takes the blocks of the upload from an iterator. It panics if the iterator
-            # makes an obstore call on the same thread. So read the blocks on another thread.
+            # obstore takes the blocks of the upload from an iterator. If the iterator calls obstore
+            # on the same thread, obstore panics. So read the blocks on another thread.
             with ThreadPoolExecutor(1) as reader:
 
                 def read(start: int) -> memoryview:
                     stop = min(start + REQUEST_BYTES, n_bytes)
                     return reader.submit(self._get_range, source, start, stop).result()
 
-                # Each block is read when obstore asks for it.
+                # A block is read only when obstore asks for it.
                 pieces = (read(start) for start in range(0, n_bytes, REQUEST_BYTES))
                 self._upload(target, pieces)
 
@@ -282,7 +284,7 @@ class ObjectStore:
             self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
-        """Make a short request with retries. If it takes long, a message is logged."""
+        """Make a short request with retries. If it takes a long time, log a message."""
         global _watcher
         if _watcher is None:
             # One thread watches all requests, because a timer per request would nearly double the
@@ -297,7 +299,7 @@ class ObjectStore:
             del _waiting[key]
 
     def _repeated(self, name: str, request: Callable[[], T]) -> T:
-        """Make a request, and retry it for a limited time while the server fails."""
+        """Make a request. If the server fails, retry the request for a limited time."""
         until_s = time.monotonic() + timeout_s()
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -336,7 +338,7 @@ def _connect(url: str) -> Connection:
         return from_url(
             url,
             # The read timeout aborts transfers that have stalled, but not slow transfers. The
-            # timeout of a whole request is long, so that requests succeed on slow links, too.
+            # timeout of a whole request is long, so that requests also succeed on slow links.
             client_options={
                 "timeout": timedelta(minutes=20), "read_timeout": timedelta(seconds=30),
                 "connect_timeout": timedelta(seconds=5),
@@ -400,8 +402,8 @@ _runtime_pid: int | None = None
 def _refuse_fork(url: str) -> None:
     """Raise an error in a forked process if its parent had used obstore before the fork.
 
-    obstore runs requests on threads. They do not exist in the child process, so its requests would
-    hang.
+    obstore runs requests on threads. These threads do not exist in the child process, so requests
+    of the child process would hang.
     """
     global _runtime_pid
     if _runtime_pid is None:
@@ -414,13 +416,13 @@ def _refuse_fork(url: str) -> None:
         )
 
 
-# Request -> its start time in seconds, and the URL of its bucket.
+# Maps each running request to its start time in seconds and the URL of its bucket.
 _waiting: dict[object, tuple[float, str]] = {}
 _watcher: threading.Thread | None = None
 
 
 def _watch() -> None:
-    """Log a message if a bucket does not answer for long, at most once for each bucket."""
+    """If a bucket does not answer for a long time, log a message, at most once for each bucket."""
     reported: set[str] = set()
     while True:
         time.sleep(NOTICE_S / 10)

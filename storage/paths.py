@@ -28,9 +28,10 @@ class Stat(NamedTuple):
 class RemotePath:
     """The path of a file or folder in an object store.
 
-    It has two sets of methods. The first set is the same as that of ``pathlib.Path``. The second
-    set reads and writes the file or folder, as in ``backend.LocalBackend``, which documents these
-    methods. The path of the store itself has an empty key.
+    The class has two sets of methods. The methods of the first set have the names and meanings of
+    methods of ``pathlib.Path``. The methods of the second set read and write the file or folder.
+    ``backend.LocalBackend`` has the same methods and documents them. The path of the store itself
+    has an empty key.
     """
 
     uploads = True
@@ -60,7 +61,7 @@ class RemotePath:
 
     @property
     def parent(self) -> "RemotePath":
-        """The parent folder. The parent of the store itself is the store."""
+        """The parent folder. The parent of the store's own path is this path itself."""
         return RemotePath(self.bucket, self.key.rpartition("/")[0])
 
     def stat(self) -> Stat:

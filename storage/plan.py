@@ -38,8 +38,9 @@ SEQUENCE_SCHEMA = pa.schema(
 )
 """Columns of the table from which a plan is made. The table has one row per sequence.
 
-``sequence_id`` is a hash of the sequence's content, and ``source_row`` is its row in the dataset.
-``n_tokens`` is its number of tokens, and ``n_response_tokens`` is its number of response tokens.
+``sequence_id`` is a hash of the sequence's content. ``source_row`` is the row of the dataset from
+which the sequence comes. ``n_tokens`` is the sequence's number of tokens, and ``n_response_tokens``
+is its number of response tokens.
 """
 
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(
@@ -59,7 +60,7 @@ TEXTS_SHA256 = b"sha256"
 
 MAX_ID_BYTES = 1024  # Largest size of a sequence id in bytes. Readers refuse a longer id.
 
-# Largest size of plan.parquet in bytes. Readers refuse a larger file. This size is enough for ten
+# Largest size of plan.parquet in bytes. Readers refuse a larger file. The limit is enough for ten
 # million sequences with 100 bytes each.
 MAX_PLAN_BYTES = 1 << 30
 
@@ -73,12 +74,12 @@ def numbers(table: pa.Table, name: str) -> np.ndarray:
 
 
 def row_numbers(table: pa.Table) -> dict[str, int]:
-    """Map the id of each sequence to the index of its row in a table of sequences."""
+    """Return a mapping from the id of each sequence to the index of its row in the table."""
     return {key: row for row, key in enumerate(table["sequence_id"].to_pylist())}
 
 
 def rows_where(table: pa.Table, is_wanted: np.ndarray) -> pa.Table:
-    """Return the rows of a table for which ``is_wanted``, bool [n_rows], is true."""
+    """Return the rows i of a table for which ``is_wanted[i]`` is true."""
     return table.take(column(np.flatnonzero(is_wanted)))
 
 
@@ -102,9 +103,9 @@ def plan_parts(table: pa.Table, part_tokens: int, alignment_tokens: int = 64) ->
 
     Args:
         table: sequences with the columns of ``SEQUENCE_SCHEMA``.
-        part_tokens: upper bound on the number of tokens of a part, including padding. A sequence
-            that is longer is the only sequence of its part.
-        alignment_tokens: every sequence starts at a multiple of this number of tokens.
+        part_tokens: upper bound on the number of tokens of a part, including padding. If a sequence
+            is longer than this bound, it is the only sequence of its part.
+        alignment_tokens: the position of every sequence is a multiple of this number.
 
     Returns:
         The table with the columns of ``PLAN_SCHEMA``, ordered by part and position.
@@ -169,9 +170,9 @@ def _check_sequences(table: pa.Table) -> None:
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Return the counts of a plan that the manifest must contain.
+    """Return the counts of a plan. The manifest must contain the same counts.
 
-    These are n_sequences, n_parts and n_tokens (without alignment padding).
+    The counts are n_sequences, n_parts and n_tokens (without alignment padding).
     """
     return {
         "n_sequences": plan.num_rows,
@@ -181,7 +182,7 @@ def plan_counts(plan: pa.Table) -> dict[str, int]:
 
 
 def part_counts(plan: pa.Table, alignment_tokens: int) -> list[dict[str, int]]:
-    """Count the sequences and tokens of each part, as the part's commit must contain them.
+    """Count the sequences and tokens of each part. The part's commit must contain the same counts.
 
     Returns:
         One item for each part, with the keys ``part`` (the number of the part), ``n_sequences``,
@@ -273,7 +274,7 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def _declared_bytes(metadata: pq.FileMetaData) -> int:
-    """Add up the sizes of all columns of a plan, as declared in the metadata of the file."""
+    """Add up the sizes of all columns of a plan. The metadata of the file declares these sizes."""
     n_bytes = 0
     for group in range(metadata.num_row_groups):
         for index in range(6):
@@ -372,8 +373,8 @@ def texts_sha256(texts: pa.Table) -> bytes:
     ):
         raise ValueError(f"expected the columns {TEXTS_COLUMNS}, each in one chunk")
     digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
-    # Each column has one chunk. Use it directly: `combine_chunks` would copy the table, which may
-    # be as large as the memory.
+    # Each column has one chunk. Use this chunk directly. `combine_chunks` would copy the table,
+    # which may be as large as the memory.
     ids, rows, tokens, mask = (column.chunk(0) for column in texts.columns)
     for key in ids.to_pylist():
         digest.update(key.encode())

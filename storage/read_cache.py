@@ -1,24 +1,24 @@
 """Reads byte ranges of remote shards, with an optional cache on a local disk.
 
-If the cache is large enough, the second epoch of a training makes no requests to the server. The
-cache divides each shard into blocks of 1 MiB. Each cached block is a file, which ends with a
+If the cache is large enough, only the first epoch of a training run makes requests to the server.
+The cache divides each shard into blocks of 1 MiB. Each cached block is a file, which ends with a
 checksum of the block::
 
     DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then the CRC-32C of these bytes
 
 *Names.* The name of the file is a hash of three values, followed by the number of the block. The
 values are the path of the shard, and the shard's size and checksum in the commit. So a block is
-never used for a different shard. It is not used either if the store is written again with other
-content.
+never used for a different shard. After the store is written again with other content, the old
+blocks are not used.
 
 *Sharing.* Any number of processes may share a folder. A block is written to a temporary file that
 is then renamed, so readers see only complete blocks. Files are not synced. If a crash damages a
 block, its checksum is wrong, and the block is fetched again.
 
 *Eviction.* Whenever a process has written 1/20 of the size limit, it deletes the least recently
-used blocks until the cache takes at most 19/20 of the limit. In between, a process does not notice
-the blocks that other processes write. So with n processes, the cache may exceed the limit by
-(n - 1)/20.
+used blocks until the cache takes at most 19/20 of the limit. Between two evictions, a process does
+not notice the blocks that other processes write. So with n processes, the cache may exceed the
+limit by (n - 1)/20 of the limit.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ from .requests import REQUEST_BYTES, requests
 FOLDER_VARIABLE = "MOA_DATA_CACHE_DIR"
 SIZE_VARIABLE = "MOA_DATA_CACHE_GB"
 DEFAULT_GB = 100.0
-# Size of a block in bytes. A sequence consists of many blocks of this size. So with smaller blocks,
-# hardly fewer bytes would be read, but there would be more files.
+# Size of a block in bytes. A sequence consists of many blocks of this size. So smaller blocks would
+# hardly reduce the number of bytes that are read, but increase the number of files.
 BLOCK_BYTES = 1 << 20
 _CRC = struct.Struct("<I")
 _FREED_SHARE = 20
@@ -101,7 +101,7 @@ def _request(ranges: Ranges) -> list[memoryview]:
 class ReadCache:
     """A cache of blocks of remote files in a local folder. Several processes may share the folder.
 
-    Pickling this object pickles only the path of the folder and the size limit.
+    A pickled cache contains only the path of the folder and the size limit.
 
     Args:
         folder: folder of the cache. It is created when the first block is written.
@@ -112,7 +112,7 @@ class ReadCache:
         self.folder = Path(folder).expanduser().absolute()
         self.max_bytes = max_bytes
         self._counting = threading.Lock()
-        # Number of bytes written since the last eviction. It starts with this value, so that the
+        # Number of bytes written since the last eviction. The initial value is so large that the
         # first new block causes an eviction.
         self._n_written = max_bytes
 
@@ -120,7 +120,7 @@ class ReadCache:
         return (ReadCache, (self.folder, self.max_bytes))
 
     def read(self, ranges: Ranges) -> list[memoryview]:
-        """Return the bytes of ranges. Missing blocks are fetched and then added to the cache."""
+        """Return the bytes of several ranges. Fetch missing blocks and add them to the cache."""
         # Several ranges may need the same block. Load each block once.
         wanted: dict[_Block, None] = {}
         for file, start, stop in ranges:
@@ -152,18 +152,19 @@ class ReadCache:
             data = content[: -_CRC.size]
             crc = content[-_CRC.size :]
             if len(data) == stop - start and _CRC.pack(crc32c(data)) == crc:
-                # Mark the cached block as recently used, so that it is evicted later.
+                # Mark the cached block as recently used, so that other blocks are evicted first.
                 os.utime(path)
                 return data
         return b""
 
     def _keep(self, block: "_Block", data: bytes) -> None:
-        """Write a block to the cache. An error, for example of a full disk, is ignored."""
+        """Write a block to the cache. Errors are ignored, for example if the disk is full."""
         start, stop = block.span
         n_bytes = len(data) + _CRC.size
         if len(data) != stop - start or n_bytes > self.max_bytes:
             # Do not cache this block. Either the cache is smaller than one block, or the file is
-            # shorter than its commit says. The reader of the file will detect the latter.
+            # shorter than its commit says. In the second case, the reader of the file will raise an
+            # error.
             return
         path = self._path(block)
         partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
@@ -207,7 +208,7 @@ class ReadCache:
 
 
 def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache | None:
-    """Return a read cache. Its settings are the arguments, or else environment variables.
+    """Return a read cache. Environment variables replace arguments that are None.
 
     Args:
         folder: folder of the cache. If the argument is None, the variable ``MOA_DATA_CACHE_DIR``
@@ -238,9 +239,9 @@ def cache_at(folder: str | None = None, n_gb: float | None = None) -> ReadCache 
 
 
 class _Block(NamedTuple):
-    """A range of a remote file that is cached as a whole.
+    """A block: a range of a remote file that is cached as a whole.
 
-    It has BLOCK_BYTES. The last block of a file may be shorter.
+    A block has BLOCK_BYTES bytes. The last block of a file may be shorter.
     """
 
     file: RemoteFile
@@ -248,7 +249,7 @@ class _Block(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first byte of the block, and the end (exclusive)."""
+        """Offsets in the file: the first byte of the block, and its end (exclusive)."""
         start = self.number * BLOCK_BYTES
         return start, min(start + BLOCK_BYTES, self.file.n_bytes)
 

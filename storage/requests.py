@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import NamedTuple
 
-# Largest number of bytes that one request to a server reads. It is also the size of the blocks of
-# an upload.
+# Largest number of bytes that one request to a server reads. The blocks of an upload have the same
+# size.
 REQUEST_BYTES = 8 << 20
 MAX_REQUESTS = 32
 """Upper bound on the number of concurrent requests of one process.
 
-With 8 MiB per request and 20 ms to the first byte, this many requests saturate a link of 100
+With 8 MiB per request and 20 ms to the first byte, this number of requests saturates a link of 100
 Gbit/s.
 """
 
@@ -29,7 +29,7 @@ def requests() -> ThreadPoolExecutor:
 
 
 def threads(name: str, n_threads: int) -> ThreadPoolExecutor:
-    """Return the thread pool of this process with this name.
+    """Return the thread pool that has this name in this process.
 
     The threads of the pool start on first use. After a fork, the child process gets a new pool.
     """

@@ -65,20 +65,20 @@ OPENING_NAME = "opening.lock"
 LOCKS_NAME = "locks"
 # Lock file of earlier releases. Writers delete it.
 PUBLISH_NAME = "publish.lock"
-# Names of the lock files in a store's folder, and of the folder that contains all other lock files.
+# Names in a store's folder: the lock files, and the folder that contains all other lock files.
 LOCK_NAMES = frozenset((LOCK_NAME, OPENING_NAME, LOCKS_NAME, PUBLISH_NAME))
 TARGET_NAME = "target"
 PARTS_NAME = "parts"
 ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
-# Key in the JSON files of ``runs/``. Its value is the weights_sha256 of the model that wrote the
-# answers of the chats, or null.
+# Key in the JSON files of ``runs/``. The value of this key is the weights_sha256 of the model that
+# wrote the answers of the chats, or null.
 ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
 TEXTS_NAME = "texts.arrow"
-# Prefix of the name of a temporary folder to which a speed test writes.
+# A speed test writes to a temporary folder whose name has this prefix.
 SPEED_TEST_PREFIX = ".moa-data-speed-"
 _DOCUMENTS = (MANIFEST_NAME, PLAN_NAME, CARD_NAME, TEXTS_NAME)
 _FOLDERS = (TARGET_NAME, PARTS_NAME, COMMITS_NAME, RUNS_NAME, CODEC_NAME)
@@ -115,9 +115,9 @@ def manifest_commit_path(store: StorePath) -> StorePath:
 def publication_path(commit: StorePath) -> StorePath:
     """Return the path of the publication record of a commit.
 
-    The record is a JSON file in a bucket, which contains a new commit and lists the uploaded files.
-    A writer creates it before it gives the files their final names, and deletes it when the commit
-    exists (see ``write.publish``).
+    The record is a JSON file in a bucket. It contains a new commit and lists the uploaded files. A
+    writer creates the record before the files get their final names, and deletes the record when
+    the commit exists (see ``write.publish``).
     """
     return commit.parent / f"{commit.name}.partial"
 
@@ -144,7 +144,7 @@ CONVENTIONS: dict[str, str] = {
     "response_mask": "1 on tokens written by the assistant, its end-of-turn token included",
     "padding": "zero between the end of a sequence and the next multiple of alignment_tokens",
 }
-"""Meaning of the stored numbers. It has been the same in every schema version so far.
+"""Meaning of the stored numbers. The meaning has been the same in every schema version so far.
 
 Every manifest contains these entries under ``conventions``. A few stores have the values of
 :data:`ROTATED_IN_SOME` or :data:`LATENTS` instead. A reader refuses a store with any other value.
@@ -176,8 +176,8 @@ Array = Any  # Type of a NumPy array or a torch tensor, for functions that accep
 
 # Name of the field of token ids. Some codecs need the token ids to decode another field.
 TOKENS = "tokens"
-# Name of the field with keys and values of all layers. If the layers have different caches, each
-# kind of layer has a field instead, such as ``kv/full_attention``.
+# Name of the field with keys and values of all layers. If the layers have caches of different
+# kinds, there is a field for each kind instead, such as ``kv/full_attention``.
 KV = "kv"
 HIDDEN_LAST = "hidden/last"  # Name of the field with hidden states after the final norm.
 
@@ -186,10 +186,10 @@ LAYER_AXIS = "layer"
 # Name of axis 0 of a stored array that has one row for each block of consecutive tokens.
 BLOCK_AXIS = "block"
 # Name of axis 1 of a stored array of pieces. A piece contains some of the bytes to which a
-# transform codec encodes a token (see ``codecs.coding``). It has separate inner chunks, so it can
-# be read without the other pieces.
+# transform codec encodes a token (see ``codecs.coding``). A piece has separate inner chunks, so it
+# can be read without the other pieces.
 PIECE_AXIS = "piece"
-# Names of the axes of one token's keys and values. On the axis "key_value", index 0 is the key and
+# Names of the axes of one token's keys and values. Index 0 of the axis "key_value" is the key, and
 # index 1 is the value.
 KV_AXES = (LAYER_AXIS, "kv_head", "key_value", "head_dim")
 UNEQUAL_KV_AXES = (LAYER_AXIS, "kv_head", "width")
@@ -221,16 +221,16 @@ class FieldSpec:
     name: str
     # Logical dtype, e.g. ``"bfloat16"`` (see ``STORAGE_DTYPES``).
     dtype: str
-    # Shape of one token's values; ``()`` for one number per token.
+    # Shape of one token's values. It is ``()`` if a token has one number.
     token_shape: Annotated[tuple[_Count, ...], Field(max_length=16)]
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
     description: str
     # For each index of the layer axis, the number of the target's layer. The value is None if the
-    # field has no layer axis, or contains all layers in order. If it is None, the JSON object lacks
-    # this key.
+    # field has no layer axis, or contains all layers in order. In this case, the JSON object lacks
+    # the key.
     layers: Annotated[tuple[Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
     # Width of a key, if the last axis holds a key followed by a value of another width. For all
-    # other fields, it is None, and the JSON object lacks this key.
+    # other fields, the value is None, and the JSON object lacks the key.
     key_width: _Count | None = None
 
     def __post_init__(self) -> None:
@@ -291,7 +291,7 @@ class FieldSpec:
 
 
 class _Sizes(TypedDict, total=False):
-    """The object ``target`` in store.json. Only the sizes that readers need are declared."""
+    """The object ``target`` in store.json. Only the sizes that readers need are declared here."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]  # mypy allows only keys here
 
@@ -305,7 +305,7 @@ class _Sizes(TypedDict, total=False):
 
 
 class _Extraction(TypedDict, total=False):
-    """The object ``extraction`` in store.json. Only the settings that readers need are declared."""
+    """The object ``extraction`` in store.json. Only settings that readers need are declared here."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -318,7 +318,7 @@ class _Extraction(TypedDict, total=False):
 
 
 class _Codec(TypedDict):
-    """The object ``codec`` in store.json. Only the key that all codecs have is declared."""
+    """The object ``codec`` in store.json. Only the key that all codecs have is declared here."""
 
     __pydantic_config__ = _WITH_OTHERS  # type: ignore[misc]
 
@@ -326,7 +326,7 @@ class _Codec(TypedDict):
 
 
 class _ManifestDocument(BaseModel):
-    """The JSON object in store.json, from which a :class:`StoreManifest` is made."""
+    """The JSON object in store.json. A :class:`StoreManifest` is made from this object."""
 
     model_config = _EXACT
 
@@ -355,13 +355,12 @@ class StoredArray:
     row_shape: tuple[int, ...]
     # Names of all axes; the first one is ``"token"`` or ``"block"``.
     axes: tuple[str, ...]
-    # Number of tokens for which there is one row. Every sequence starts at a multiple of this
-    # number.
+    # Number of tokens per row. Every sequence starts at a multiple of this number.
     block_tokens: int = 1
-    # Index of the layer axis in ``axes``: 1, or None if the array does not have a layer axis.
+    # Index of the layer axis in ``axes``. It is 1, or None if the array does not have a layer axis.
     layer_axis: int | None = None
-    # Logical dtype of the values. For example, it is ``"bfloat16"`` if ``dtype`` is ``"uint16"``.
-    # By default it equals ``dtype``.
+    # Logical dtype of the values, by default ``dtype``. For bfloat16 values, it is ``"bfloat16"``,
+    # and ``dtype`` is ``"uint16"``.
     logical_dtype: str = ""
 
     def __post_init__(self) -> None:
@@ -378,7 +377,7 @@ class StoredArray:
         return int(np.prod(self.row_shape, dtype=np.int64)) * self.storage_dtype.itemsize
 
     def n_rows(self, n_tokens: int) -> int:
-        """Return the number of rows for ``n_tokens`` tokens that start at a block boundary."""
+        """Return the number of rows for ``n_tokens`` tokens if the first token starts a new row."""
         return -(-n_tokens // self.block_tokens)
 
 
@@ -563,16 +562,17 @@ class StoreManifest:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return a one-line description of the first problem in a document, with its location."""
+    """Describe the first problem in a document, and the location of the problem, in one line."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     return ": ".join([".".join(map(str, problem["loc"])), message]).removeprefix(": ")
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested JSON object. The result maps dotted keys to values that are not objects.
+    """Flatten a nested JSON object to a mapping from dotted keys to values that are not objects.
 
-    The top-level list ``fields`` is treated as an object: name of an item -> the item.
+    The top-level list ``fields`` is treated as an object that maps the name of each item to the
+    item.
     """
     flat: dict[str, Any] = {}
     for key, value in document.items():
@@ -636,7 +636,7 @@ def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
 
 
 def from_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Round float32 values to a logical float dtype and return them in its storage dtype."""
+    """Round float32 values to a logical float dtype, and return them in the storage dtype."""
     if logical_dtype == "bfloat16":
         return bfloat16_bits(array)
     return array.astype(storage_dtype(logical_dtype), copy=False)

@@ -79,7 +79,7 @@ def test_error_lines_quote_rows_and_names_without_obeying_them(room: Path, tmp_p
     arguments = ("plan", "--model", room / "model", "--out", tmp_path / "store", "--dataset")
     result = run(*arguments, tmp_path / "odd.jsonl")
     assert result.exit_code == 2
-    assert "columns: clear \\x1b[2J" in result.stderr
+    assert "columns are clear \\x1b[2J" in result.stderr
     assert not CONTROLS.search(result.stderr.split("\r")[-1])
     result = run(*arguments, tmp_path / "\x1b[2Jabsent.jsonl")
     assert "/\\x1b[2Jabsent.jsonl does not exist" in result.stderr

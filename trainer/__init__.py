@@ -6,7 +6,7 @@ outermost to the innermost::
 
     fit.train                            a whole run
     step.DrafterModule.training_step     one micro-batch
-    Drafter.objective (in ``moa``)       the loss of the micro-batch, with its masks
+    Drafter.objective (in ``moa``)       the masks and the loss of the micro-batch
 
 The other modules are ``config`` (settings), ``data`` and ``batches`` (choose, order and read the
 sequences), ``callbacks`` and ``checkpoints`` (everything between steps), ``muon`` (an optimizer),

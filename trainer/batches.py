@@ -4,8 +4,8 @@ The functions, in the order in which they are called::
 
     fields_read           lists the fields and layers that the drafter of a run reads
     BatchReader.batch     reads and pads the rows of several sequences, still encoded as in the
-                          store. On a CPU, it also decodes them. For a CUDA device, it starts to
-                          copy them there, on a separate CUDA stream
+                          store. On a CPU, it also decodes the rows. For a CUDA device, it starts
+                          to copy the rows there, on a separate CUDA stream
     await_copy            makes the CUDA stream of the training step wait for the copy
     Batch.decode          decodes the rows into values, on the device
 
@@ -55,8 +55,8 @@ class FieldRead:
     # The layers that are read, as indices along the field's layer axis. The value is None if all
     # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
-    # ``TrainingInputs.kv`` has the layers of all KV fields on one axis. For a KV field, these are
-    # the indices of its layers on that axis. For any other field, the tuple is empty.
+    # Indices of this field's layers on the layer axis of ``TrainingInputs.kv``. That axis has the
+    # layers of all KV fields. If this field is not a KV field, the tuple is empty.
     positions: tuple[int, ...] = ()
 
     @property
@@ -103,8 +103,8 @@ def drafter_sizes(
 
     Args:
         facts: the facts about the drafter's target.
-        settings: settings of the drafter. Only those settings are used that are also fields of
-            the returned sizes.
+        settings: settings of the drafter. Settings that are not fields of the returned sizes are
+            ignored.
         target: hashes that identify the target.
     """
     config_class = drafter_class(settings.kind).config_class
@@ -175,7 +175,9 @@ def _kv_layers_read(
         of a layer on the layer axis of ``TrainingInputs.kv`` to the index of the same layer on the
         layer axis of the field. If the store has no KV, the result is empty.
     """
-    stored: list[tuple[int, str, int]] = []  # (layer, field, index along the field's layer axis)
+    # Tuples of the number of a layer, the name of its field, and its index along the field's layer
+    # axis.
+    stored: list[tuple[int, str, int]] = []
     for name, spec in store.fields.items():
         if name.split("/")[0] == KV:
             for index, layer in enumerate(spec.layer_numbers):
@@ -202,14 +204,14 @@ def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
 
 @dataclass
 class Batch:
-    """One micro-batch of training or validation sequences, with facts about its step."""
+    """One micro-batch of training or validation sequences, and its index and size in the step."""
 
     # The inputs of the drafter. They contain activations only after :meth:`decode` has decoded the
     # fields in ``stored``.
     inputs: TrainingInputs
     draws: Draws  # Random numbers of the sequences, such as the lengths of their draft rounds.
-    # Divisor of the loss, which is a sum over positions. All micro-batches of a step have the same
-    # divisor, so that each position of the step has the same weight.
+    # The loss is a sum over positions, divided by this number. The number is the same for all
+    # micro-batches of a step, so that each position of the step has the same weight.
     denominator: float = 1.0
     n_tokens: int = 0  # Number of tokens without padding.
     # Number of tokens in the micro-batches that all devices process at the same time, this one
@@ -307,7 +309,8 @@ def await_copy(batch: Batch) -> Batch:
 
     def keep(tensor: Tensor) -> None:
         # The tensor was allocated on the copy stream. Without this call, the allocator could reuse
-        # its memory before the work that is queued on the current stream has read it.
+        # the memory of the tensor before the work that is queued on the current stream has read the
+        # tensor.
         tensor.record_stream(stream)
 
     apply_to_collection(batch, Tensor, keep, allow_frozen=True)

@@ -59,8 +59,8 @@ class Throughput(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Remember how long the trainer has waited for data during setup. This time is subtracted
-        # later.
+        # Remember how long the trainer has waited for data during setup. This time does not count
+        # as waiting in training, so it is subtracted later.
         self._wait_before_s = _stream_of(trainer).wait_s
 
     @override
@@ -216,8 +216,8 @@ class MicroBatches(L.Callback):
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
         # If a validation is due at this step, Lightning runs the end of the step again after a
-        # resume, even if the validation has finished. At this end, Lightning increases its count of
-        # steps by one, so the count starts one step lower here.
+        # resume, even if the validation has finished. The end of a step increases Lightning's count
+        # of steps by one, so start the count one step lower here.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -230,9 +230,9 @@ class MicroBatches(L.Callback):
         # file is treated like a missing file.
         with contextlib.suppress(OSError, ValueError, TypeError):
             recorded = dict(json.loads(self.file.read_text()))
-        # A step needs memory for weights and gradients, for two optimizer moments, and with DDP for
-        # a copy of the gradients. Each of them is as large as the weights. This is the number of
-        # moments and copies.
+        # Besides weights and gradients, a step needs memory for two optimizer moments, and with DDP
+        # also for a copy of the gradients. Each of these is as large as the weights, and ``copies``
+        # is their number.
         copies = 3 if n_devices > 1 else 2
         free = free_memory() if device.type == "cpu" else None
         free = None if free is None else free // trainer.num_devices

@@ -117,9 +117,10 @@ def read_step(path: Path) -> int:
 def _to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Convert a value to JSON, and move the tensors in it to ``tensors``.
 
-    JSON has no tensors, no tuples, and no dictionaries with keys that are not strings. Each of them
-    becomes a JSON object with one key (``tensor``, ``tuple`` or ``dict``) and one value, which is
-    its content.
+    JSON has no tensors, no tuples, and no dictionaries with keys that are not strings. Each of
+    these becomes a JSON object with a single key: ``tensor``, ``tuple`` or ``dict``. The value of
+    this key is the name of the tensor, the list of the tuple's items, or the list of the
+    dictionary's (key, value) pairs.
 
     Args:
         value: the value.
@@ -178,8 +179,8 @@ def write_drafter(drafter: Drafter, folder: Path) -> None:
                 os.replace(partial / WEIGHTS_FILE, folder / WEIGHTS_FILE)
                 fsync_directory(folder)
             else:
-                # Either the folder does not exist, or a run with other settings left it and ended
-                # before its first checkpoint.
+                # If the folder exists, an earlier run with other settings has left it. That run
+                # ended before its first checkpoint, so its drafter can be deleted.
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(partial, folder)
         finally:

@@ -1,9 +1,9 @@
 """Settings of training runs and of drafter exports.
 
 The settings of a training run are divided into groups, such as the optimizer and the schedule. For
-the drafter, there is one group per kind, with its own settings and defaults. A run uses one of
-them. Some settings of the drafter are also fields of its sizes, which ``drafter.json`` contains.
-They have the same name there.
+the drafter, there is one group per kind, with its own settings and defaults. A run uses the group
+of its drafter's kind. Some settings of the drafter are also written to ``drafter.json``, under the
+same names, because they are sizes of the drafter.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,18 @@ from ..config import Common, Config, Count, Natural, NonNegative, Positive, Seed
 from ..errors import OptionInvalid
 
 # Names of the files in the folder of a run. The folder also contains tensorboard/.
-RUN_FILE = "run.yaml"  # The settings, in the format of --config.
-STORE_FILE = "store.json"  # The identity of the store, checked by --resume.
-PROVENANCE_FILE = "provenance.json"  # The command, versions and machine.
+RUN_FILE = "run.yaml"  # The settings of the run, in the format of --config.
+STORE_FILE = "store.json"  # The identity of the store. --resume checks it.
+# The command line, the versions of packages, and the machine of the run.
+PROVENANCE_FILE = "provenance.json"
 REPORT_FILE = "report.json"  # The results of the finished run.
-# Training and validation metrics of the latest invocation. The metrics of earlier invocations are
-# in metrics-000.csv and so on.
+# File with the training and validation metrics of the latest invocation. The metrics of earlier
+# invocations are in metrics-000.csv and so on.
 METRICS_FILE = "metrics.csv"
 CURVES_FILE = "curves.png"
-MEMORY_FILE = "memory.json"  # The micro-batch size chosen by trial steps.
+MEMORY_FILE = "memory.json"  # The micro-batch size that trial steps have chosen.
 LOCK_FILE = "run.lock"  # Lock file of the process that trains in this folder.
-DRAFTER = "drafter"  # The drafter with the best validation.
+DRAFTER = "drafter"  # Folder with the drafter that had the best validation.
 CHECKPOINTS = "checkpoints"
 # Checkpoints in the folder of a run. LAST is the current state, from which --resume continues. BEST
 # is the state of the best validation.
@@ -44,9 +45,9 @@ _Value = TypeVar("_Value")
 
 
 def known(value: _Value | None) -> _Value:
-    """Return a value that is not None, for a setting that was given or has been chosen.
+    """Return the value of a setting that was given or has been chosen, so it is not None.
 
-    The function tells type checkers that the value is not None.
+    Without this function, type checkers would expect that the value may be None.
     """
     assert value is not None
     return value
@@ -665,8 +666,8 @@ def earlier_settings(given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     schedule = dict(recorded.get("schedule", {}))
     given_schedule = given.get("schedule", {})
     # Do not reuse the recorded ``stop_after_steps``, so that a resumed run does not stop early
-    # again. Either ``max_steps`` or ``epochs`` sets the length of a run. If one of them is given
-    # now, reuse neither of their recorded values.
+    # again. Either ``max_steps`` or ``epochs`` sets the length of a run. If one of these two
+    # settings is given now, do not reuse the recorded value of either.
     replaced = {"stop_after_steps"} | (
         {"max_steps", "epochs"} if {"max_steps", "epochs"} & set(given_schedule) else set()
     )
@@ -697,8 +698,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Named sets of settings for ``preset``.
 
-``paper`` is Mixture of Attentions as published. ``small`` is for short runs. It uses Muon, and a
-higher learning rate that decays until the end of the run.
+``paper`` is Mixture of Attentions as published. ``small`` is for short runs. With ``small``, the
+optimizer is Muon, and the learning rate is higher and decays until the end of the run.
 """
 
 

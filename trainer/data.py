@@ -45,9 +45,9 @@ from .batches import Batch, BatchReader, await_copy, fields_read
 from .config import AnyDrafter, BlockSettings, MachineSettings, RoundSettings, TrainConfig, known
 from .defaults import CPU_MICRO_BATCH_TOKENS, RunFacts, choose_settings, choose_validation_fraction
 
-# To reduce padding, the sequences of an epoch are divided into groups at random, and each group is
-# sorted by length before it is divided into batches. This is the number of batches in a group.
-# Larger groups give less padding, but the content of the batches is less random.
+# Number of batches in a group. To reduce padding, the sequences of an epoch are divided into groups
+# at random. Each group is sorted by length and then divided into batches. Larger groups give less
+# padding, but the content of the batches is less random.
 _GROUPED_BATCHES = 32
 
 
@@ -122,7 +122,7 @@ def draw(config: TrainConfig, step: int, max_steps: int) -> Draws:
     generator = torch.Generator().manual_seed((config.seed << 32) + step)
     rows = known(config.data.batch_size)
     # Draw the numbers for draft rounds even if the drafter does not train on rounds. The seeds of
-    # the noise are drawn last, so they are the same for all kinds of drafters.
+    # the noise are drawn after these numbers. So all kinds of drafters get the same seeds.
     rounds = config.drafter if isinstance(config.drafter, RoundSettings) else RoundSettings()
     step_bound = torch.randint(
         rounds.step_bound_min, rounds.step_bound_max + 1, (rows,), generator=generator
@@ -154,7 +154,7 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Return the draws of some sequences of a step. ``rows`` are their indices in the step."""
+    """Return the draws of some sequences of a step. ``rows`` are the indices of these sequences."""
     chosen: Draws = apply_to_collection(draws, Tensor, lambda tensor: tensor[rows])
     chosen.seeds = tuple(draws.seeds[row] for row in rows.tolist())
     return chosen
@@ -207,8 +207,8 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     """Return the number of sequences of a step that each device processes.
 
     Raises:
-        TrainingError: the batch size is not a multiple of the number of devices, or the micro-batch
-            size does not divide each device's share.
+        TrainingError: the batch size is not a multiple of the number of devices, or the number of
+            sequences per device is not a multiple of the micro-batch size.
     """
     share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:
@@ -256,7 +256,7 @@ class _Step:
     """The sequences and random numbers of one optimizer step, divided into micro-batches."""
 
     sequences: np.ndarray  # Indices in the store of all sequences of the step, on all devices.
-    draws: Draws  # Random numbers of all these sequences.
+    draws: Draws  # Random numbers of all sequences of the step.
     # The sequences of each micro-batch of this device, as indices into ``sequences``.
     parts: list[np.ndarray]
     # Response masks of all sequences of the step, bool [B, T]. The value is None until the first
@@ -344,9 +344,10 @@ class TrainingStream:
             plan.response = self._reader.response_masks(plan.sequences)
             total = sum_loss_weights(plan.response, plan.draws, self._reader.config)
             # Lightning averages the loss over micro-batches and devices. This average must be the
-            # mean over all loss positions of the step. So the loss of each micro-batch is divided
-            # by the number of loss positions per micro-batch: the loss positions of the step,
-            # divided by the number of its micro-batches on all devices.
+            # mean over all loss positions of the step. So the summed loss of each micro-batch is
+            # divided by the average number of loss positions per micro-batch: the number of loss
+            # positions of the step, divided by the number of micro-batches of the step on all
+            # devices.
             plan.denominator = (total or 1.0) / (len(plan.parts) * self._n_ranks)
         at_once = self._micro * self._n_ranks
         of_all = plan.sequences[index * at_once : (index + 1) * at_once]
@@ -403,8 +404,9 @@ class ValidationBatches:
     def _read(self, number: int) -> Batch:
         rows = self._rows(number)
         n_steps = self._reader.config.validation.draft_length + 1
-        # The draft rounds of a sequence start at the positions ``phase``, ``phase + n_steps`` and
-        # so on. Phases are not random, so that every validation has the same rounds.
+        # A draft round and its bonus token take ``n_steps`` positions. The rounds of a sequence
+        # start at the positions ``phase``, ``phase + n_steps`` and so on. Phases are not random, so
+        # that every validation has the same rounds.
         phase = torch.arange(len(self._sequences))[rows] % n_steps
         draws = Draws(
             torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase

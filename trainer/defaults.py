@@ -30,16 +30,16 @@ _PAPER_BATCH = 32
 # chosen.
 _TRAINED_TOKENS = 1_000_000
 # Batch sizes of runs that do not use the published settings, as pairs (minimum number of sequences
-# in the run, batch size). The first pair is used whose minimum the run reaches. For short runs, a
+# in the run, batch size). The first pair whose minimum the run reaches is used. For short runs, a
 # small batch and about 400 steps are better than a large batch and fewer steps. A batch size of 1
-# works for toy models only.
+# works only for toy models.
 _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
 # Batch size if the number of steps is given and the published settings are not used.
 _BATCH_OF_GIVEN_STEPS = 8
 _WARMUP_STEPS = 50
-# A validation needs 50 sequences or 5,000 response tokens. The validation fraction is computed from
-# these larger numbers. The reason is that a hash selects the validation sequences, so their actual
-# share is sometimes below the fraction.
+# A validation needs 50 sequences or 5,000 response tokens. A hash selects the validation sequences,
+# so their actual share is sometimes below the validation fraction. Therefore, the fraction is
+# computed from the higher numbers below.
 _VALIDATION_SEQUENCES = 70
 _VALIDATION_POSITIONS = 7000
 _FEW_STEPS = 30
@@ -54,7 +54,10 @@ class ChosenSetting(NamedTuple):
 
 
 class RunFacts(NamedTuple):
-    """Facts about a run. With the given settings, they determine the chosen settings."""
+    """Facts about a run.
+
+    These facts and the given settings determine the values of all other settings.
+    """
 
     hidden_size: int
     n_sequences: int  # Number of sequences in the training split.
@@ -79,7 +82,7 @@ def choose_settings(
     chosen: list[ChosenSetting] = []
 
     def choose(name: str, value: Any, why: str) -> Any:
-        """Set a setting and record the reason, unless it was given. Return the setting's value."""
+        """Set a setting and record the reason, unless the setting was given. Return its value."""
         if is_open(values[name]):
             values[name] = value
             chosen.append(ChosenSetting(name, value, why))

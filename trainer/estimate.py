@@ -18,11 +18,11 @@ from .config import known
 from .data import StoreDataModule, TrainingStream, count_devices, device_share
 from .step import DrafterModule, Trial
 
-# Quantiles of the sequence lengths at which micro-batches are timed.
+# The timed micro-batches contain sequences with lengths at these quantiles of all lengths.
 _LENGTH_QUANTILES = (0.25, 0.5, 1.0)
 # Uncertainty of the estimated time, as a factor. The upper estimate is computed from the slowest
 # timed micro-batch, and multiplied by this factor. The lower estimate is computed from the fastest
-# one, and divided by this factor.
+# timed micro-batch, and divided by this factor.
 _TIME_SHARE = 1.25
 # Lower and upper estimate of a run's memory, as multiples of the peak memory of the timed
 # micro-batches. A run may need more memory than these micro-batches, for validations, checkpoints,

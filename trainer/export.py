@@ -61,10 +61,10 @@ class DrafterExportReport:
 
 
 def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
-    """Write a drafter in the layout of another program.
+    """Write a drafter in the file format of another program.
 
-    The written folder gets its final name only after it was loaded again and found to equal the
-    drafter.
+    The drafter in the written folder is loaded again and compared with the given drafter. The
+    folder gets its final name only if both are equal.
     """
     layout = LAYOUTS[config.format]
     source = Path(config.drafter).expanduser()
@@ -105,13 +105,13 @@ def export_drafter(config: DrafterExportConfig) -> DrafterExportReport:
 def find_target(
     model: str | None, drafter: Path, needs: Sequence[str]
 ) -> tuple[dict[str, str], TargetFacts, dict[str, torch.Tensor]]:
-    """Read the identity of a target, facts about the target, and the tensors that a layout needs.
+    """Read a target's hashes, the facts about it, and the tensors that a file format needs.
 
     Args:
-        model: a store, a model folder or a hub id. If the argument is None, the store is used from
-            which the drafter was trained.
+        model: a store, a model folder or a hub id. If the argument is None, it is the store that
+            the drafter was trained from.
         drafter: path of the drafter.
-        needs: names of the tensors that the layout needs.
+        needs: names of the tensors that the file format needs.
 
     Returns:
         The target's hashes, the facts about the target, and the needed tensors by name.
@@ -151,7 +151,7 @@ def find_target(
 
 
 def _facts_of(drafter: Path) -> TargetFacts | None:
-    """Read the facts about the target from the store from which a drafter was trained.
+    """Read the facts about the target from the store that a drafter was trained from.
 
     If the store is not known or cannot be read, the result is None.
     """

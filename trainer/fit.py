@@ -7,8 +7,8 @@ The functions of a run, from the outermost to the innermost::
                              earlier invocation, and records the settings
         build_module         loads the frozen target weights, and builds the initial drafter
         _fit                 runs Lightning's trainer with the callbacks. The trainer calls
-                             DrafterModule.training_step for each micro-batch. Then it writes the
-                             report, the curves and drafter/
+                             DrafterModule.training_step for each micro-batch. Then _fit writes
+                             the report, the curves and drafter/
 
 A run may consist of several invocations of the command, because it can be interrupted and resumed.
 """
@@ -130,12 +130,15 @@ class TrainReport:
     n_steps: int
     n_parameters: int
     n_tokens: int  # Number of tokens trained on in this invocation, without padding.
-    # Training speed. If a resumed run had no step left to train, the value is None.
+    # Training speed in tokens per second. If a resumed run had no step left to train, the value is
+    # None.
     tokens_per_s: float | None
     # Fraction of the training time in which the trainer waited for data. If a resumed run had no
     # step left to train, the value is None.
     data_wait_share: float | None
-    metrics: dict[str, float]  # Last value of each training and validation metric, if it is finite.
+    # Maps each training and validation metric to its last value. A metric is left out if its last
+    # value is not finite.
+    metrics: dict[str, float]
     # Largest expected acceptance length of all validations. If the run has no validation, the value
     # is None.
     best_expected_acceptance_length: float | None
@@ -164,8 +167,8 @@ class RunPlan:
     # Otherwise, the value is None.
     other_drafter: Advice | None
     free_disk_bytes: int
-    # Maps each format of export-drafter to the reasons why it cannot hold this drafter. The list of
-    # reasons is empty if it can.
+    # Maps each format of export-drafter to the reasons why it cannot hold this drafter. If the
+    # format can hold this drafter, the list of reasons is empty.
     export_problems: dict[str, list[str]]
     hidden_size: int  # Hidden size of the target.
     n_validation_sequences: int
@@ -296,8 +299,8 @@ def _fit(
     if progress.show is not None:
         extra.append(callbacks.ShowSteps(progress, data.max_steps))
     _hush_lightning()
-    # ``saves`` must be the last callback. When it saves a checkpoint, the other callbacks have then
-    # updated their state for the same step.
+    # ``saves`` must be the last callback. Then all other callbacks have updated their state for a
+    # step before ``saves`` saves a checkpoint of this step.
     trainer = _build_trainer(data, [*extra, saves])
     try:
         _run_steps(trainer, data, module, guard, saves)
@@ -336,7 +339,10 @@ def _fit(
 
 
 def _finite_metrics(trainer: L.Trainer) -> dict[str, float]:
-    """Return the last value of each training and validation metric, if it is finite."""
+    """Return the last value of each training and validation metric.
+
+    A metric is left out if its last value is not finite.
+    """
     metrics: dict[str, float] = {}
     for name, value in trainer.callback_metrics.items():
         number = float(value)
@@ -365,7 +371,7 @@ def _run_steps(
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
         # The guard checks for signals only at the start of each micro-batch. This signal arrived
-        # after the last one.
+        # after the start of the last micro-batch.
         if guard.signum:
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -515,7 +521,7 @@ def _loggers(config: TrainConfig) -> list[Logger]:
 
 def _check_processes(machine: MachineSettings, n_devices: int) -> None:
     # If the number of launched processes differs from the number of devices, each process would
-    # train alone in the same folder, or wait for ever.
+    # train alone in the same folder, or wait forever for missing processes.
     launched = n_devices
     if TorchElasticEnvironment.detect():
         launched = int(os.environ["WORLD_SIZE"])
@@ -621,7 +627,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
 
 
 def _as_recorded(config: TrainConfig, out: Path) -> TrainConfig:
-    """Set settings that were not given to the values that the resumed run has recorded."""
+    """For settings that were not given, use the values that the resumed run has recorded."""
     if not (out / RUN_FILE).is_file():
         return config
     now = config.named()
@@ -679,8 +685,8 @@ def _check_resumed(data: StoreDataModule, out: Path) -> None:
     """Refuse to resume a run with a different store, or with an incompatible number of steps.
 
     The learning rate may fall until the end of the run. If a new number of steps changes the step
-    at which it stops falling, the learning rates of all steps change. The new number is then
-    incompatible, because the run has already taken steps with the old learning rates.
+    at which the learning rate stops falling, the learning rates of all steps change. The new number
+    is then incompatible, because the run has already taken steps with the old learning rates.
     """
     if (out / STORE_FILE).is_file():
         try:

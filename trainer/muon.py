@@ -2,9 +2,9 @@
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 
-This optimizer updates all matrices of the same shape together, in float32. ``torch.optim.Muon``
-updates one matrix at a time, in bfloat16. For the matrices of a drafter on a CPU, it takes 2 to 3.5
-times as long.
+The class ``Muon`` in this module updates all matrices of the same shape together, in float32.
+``torch.optim.Muon`` updates one matrix at a time, in bfloat16. For the matrices of a drafter on a
+CPU, ``torch.optim.Muon`` takes 2 to 3.5 times as long as ``Muon``.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ _N_ITERATIONS = 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Orthogonalize matrices, [N, rows, columns], approximately.
+    """Orthogonalize N matrices approximately. They are stacked as [N, rows, columns].
 
     Returns:
         Matrices with the same singular vectors, and with singular values of about 0.7 to 1.2.
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step_others(self, group: dict[str, Any]) -> None:
         adamw = torch.optim.AdamW([dict(group)])
-        # This AdamW exists for one step only. Let it use the state of this optimizer, so that its
-        # moments are available in the next step and are saved in checkpoints.
+        # A new AdamW object is made for every step. Its moments must be available in the next step
+        # and in checkpoints, so they are stored in the state of the Muon object.
         adamw.state = self.state
         adamw.step()

@@ -6,7 +6,8 @@ An error ``e`` in a token's keys or values changes the drafter's next-token dist
 positions that attend to the token. The KL divergence caused by the error, summed over these
 positions, is about ``e @ M @ e / 2`` nats. ``M`` is the Gauss-Newton matrix, the sum of ``J^T
 (diag(p) - p p^T) J`` over these positions. In this formula, ``p`` is the drafter's distribution at
-a position, and ``J`` is the derivative of the drafter's logits by the keys or values of the token.
+a position, and ``J`` is the derivative of the drafter's logits with respect to the keys or values
+of the token.
 
 ``M`` is estimated by sampling. At each position, a token is drawn from the drafter's own
 distribution, and the gradient of the token's log-probability is computed. The mean outer product of
@@ -44,7 +45,7 @@ _LOGITS_BYTES = 1 << 26
 
 
 def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
-    """Return what a drafter reads from a store. Refuse a drafter that reads no keys and values.
+    """Return the fields and layers that a drafter reads from a store.
 
     Raises:
         MoaDataError: the drafter does not fit the store, or reads no keys and values.
@@ -194,7 +195,7 @@ def drawn_gradients(
         group_leaves = [part.detach().requires_grad_() for part in group]
         parts.append(group_leaves)
         leaves += group_leaves
-    kv = codec.whole(parts).flatten(2)[None]  # [1, T, L, D]
+    kv = codec.whole(parts).flatten(2)[None]  # shape [1, T, L, D]
     inputs = replace(inputs, kv=kv if kv_layers is None else kv[:, :, list(kv_layers)])
     outputs = drafter.drafted_features(frozen, inputs, draws)
     features = outputs.features[outputs.valid]

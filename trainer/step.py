@@ -55,8 +55,8 @@ _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
-"""Label of the half width of a metric's 95 % interval in progress lines."""
-# Half width of a normal distribution's 95 % interval, in standard errors.
+"""In progress lines, this label precedes the half width of a metric's 95 % confidence interval."""
+# Half width of the 95 % interval of a normal distribution, in standard deviations.
 _NORMAL_95 = 1.96
 WHAT_HELPS = (
     "a lower `micro_batch_size`, `precision=bf16-mixed`, smaller sizes of the drafter (for eagle3 "
@@ -157,8 +157,8 @@ class DrafterModule(L.LightningModule):
         try:
             return super().load_state_dict(*args, **options)
         except RuntimeError as error:
-            # Do not let callers see a RuntimeError, because they could not tell it from an error of
-            # the device.
+            # Replace torch's RuntimeError, because callers could not distinguish it from an error
+            # of the device.
             raise ValueError(first_line(error)) from error
 
     def on_fit_start(self) -> None:
@@ -242,7 +242,8 @@ class DrafterModule(L.LightningModule):
         Activations or gradients with NaN or infinity raise an error instead.
         """
         # Lightning's own clipping is not used, because it refuses fused optimizers with any mixed
-        # precision. They are safe with bf16-mixed, because its gradients are not scaled.
+        # precision. Fused optimizers are safe with bf16-mixed, because this precision does not
+        # scale gradients.
         weights = list(self.drafter.parameters())
         norm = torch.nn.utils.get_total_norm(
             [weight.grad for weight in weights if weight.grad is not None]
@@ -332,13 +333,13 @@ class DrafterModule(L.LightningModule):
             betas=(0.9, 0.95),
             eps=1e-8,
             weight_decay=config.weight_decay,
-            # With 16-mixed, do not use a fused step. It would unscale the gradients itself, so they
-            # would be clipped while they are still scaled.
+            # With 16-mixed, do not use a fused step. A fused step would unscale the gradients
+            # itself, so they would be clipped while they are still scaled.
             fused=precision != "16-mixed",
         )
 
     def configure_optimizers(self) -> Any:
-        """Build the optimizer with the zero-peak-constant schedule."""
+        """Build the optimizer and its learning rate schedule (see :func:`zero_peak_constant`)."""
         schedule = self.config.schedule
         optimizer = self.build_optimizer(self.trainer.precision_plugin.precision)
         warmup = known(schedule.warmup_steps)
@@ -402,8 +403,8 @@ class Trial:
         for recomputes in (False, True):
             module.recomputes = recomputes
             # On a CUDA device, run a step and see whether it raises an out-of-memory error. On a
-            # CPU, compute the memory of a step, because the operating system would kill the
-            # process.
+            # CPU, compute the memory of a step instead, because the operating system would kill a
+            # process that runs out of memory.
             saved_bytes = self.kept_bytes() if on_cpu else 0
             for size in sizes:
                 if on_cpu:
@@ -491,9 +492,9 @@ def validate_batch(
         3. number of tokens that greedy decoding would commit
         4. expected number of tokens that sampling at temperature 1 would commit
         5. number of rounds
-        6. sum of ``c * c`` over sequences, with the tokens ``c`` that greedy decoding would commit
-           in a sequence
-        7. sum of ``c * r`` over sequences, with the rounds ``r`` of a sequence
+        6. sum of ``c * c`` over sequences. ``c`` is the number of tokens that greedy decoding would
+           commit in a sequence
+        7. sum of ``c * r`` over sequences. ``r`` is the number of rounds of a sequence
         8. sum of ``r * r`` over sequences
         9. number of sequences with at least one round
 
@@ -515,7 +516,8 @@ def validate_batch(
         target = frozen.logits(goal).float()
         log_target = target.log_softmax(dim=-1)
         log_draft = draft.log_softmax(dim=-1)
-        # A target logit of -inf gives probability 0. Its term 0 * inf is NaN, but must count as 0.
+        # A target logit of -inf gives probability 0. In the KL divergence, its term 0 * inf is NaN,
+        # but must count as 0.
         kl.append(
             (log_target.exp() * (log_target - log_draft)).nan_to_num(0.0, 0.0, 0.0).sum(dim=-1)
         )
@@ -554,8 +556,8 @@ def validate_batch(
 def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tensor:
     """Compute the expected number of leading accepted drafts in each complete round.
 
-    A complete round is one position that is not drafted and the next ``draft_length`` positions, if
-    all of them are drafted.
+    A complete round is one position that is not drafted, followed by ``draft_length`` positions
+    that are all drafted.
 
     Args:
         accepted: probability [B, T] that the draft at a position is accepted, given that all

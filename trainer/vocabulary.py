@@ -21,9 +21,12 @@ _MOST_COUNTED = 1 << 16
 
 
 def count_response_tokens(store: ActivationStore, sequences: np.ndarray) -> torch.Tensor:
-    """Count how often each token id occurs in the responses of sequences, int64 [vocabulary size].
+    """Count how often each token id occurs in the responses of some sequences.
 
     If there are more than ``_MOST_COUNTED`` sequences, only a sample of them is counted.
+
+    Returns:
+        The count of each token id, int64 [vocabulary size].
     """
     counts = np.zeros(int(store.manifest.target["vocab_size"]), np.int64)
     sequences = sequences[:: 1 + len(sequences) // _MOST_COUNTED]

@@ -57,9 +57,9 @@ class ChainGraphs:
     """
 
     def __init__(self) -> None:
-        # Buffers at fixed addresses. The drafter's caches are moved to them, because the graphs
-        # read and write these addresses. The axes of a buffer are: keys or values, layer, row, KV
-        # head, slot, head dim.
+        # Cache buffers whose addresses do not change. The graphs read and write these addresses, so
+        # the drafter's caches are moved to these buffers. The axes of a buffer are: keys or values,
+        # layer, row, KV head, slot, head dim.
         self._homes: list[Tensor] = []
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
 
@@ -84,9 +84,10 @@ class ChainGraphs:
             Drafts [B, depth] int64. None if no graph can draft this round. For example, the first
             round of a generation feeds the whole prompt, which has too many tokens.
         """
-        # N, the number of tokens to feed. The previous round committed at most all drafts of its
-        # chain and one bonus token. The caches of some drafters end one token before the root, so
-        # these drafters feed one more token.
+        # N, the number of tokens to feed. The previous round committed at most ``depth + 1``
+        # tokens: all drafts of its chain and one bonus token. The caches of some drafters end one
+        # token before the root of the previous round. These drafters feed one more token, so N is
+        # ``depth + 2``.
         n_new = shape.depth + 2
         n_slots = cache.capacity
         buffers = _buffers(state)
@@ -145,7 +146,7 @@ class ChainGraphs:
                 for source, shape in zip(buffers, shapes, strict=True)
             ]
         for buffer, home in zip(buffers, self._homes, strict=True):
-            # If the batch has fewer rows than the fixed buffers, use their first rows.
+            # If the batch has fewer rows than the fixed buffers, use the first rows of the buffers.
             home_rows = home[:, :, : len(buffer.lengths)]
             if buffer.buffer.data_ptr() != home_rows.data_ptr():
                 buffer.resize(n_slots, home_rows[0, 0], home_rows.zero_())
@@ -168,7 +169,8 @@ def _recorded(
         record: the function that drafts the chains. Its kernels are recorded as the graph.
     """
     device = numbers.device
-    counts, before, *lengths = numbers[:, n_new:].unbind(1)  # Each of these tensors is [B].
+    # ``counts``, ``before`` and each of the ``lengths`` are [B].
+    counts, before, *lengths = numbers[:, n_new:].unbind(1)
 
     def begun() -> LayerState:
         state_of_graph = copy.copy(state)
@@ -195,8 +197,8 @@ def _recorded(
 def _buffers(state: LayerState) -> list[KVBuffer]:
     """List the cache buffers of a state.
 
-    First come the buffers in ``state.slots``, then all other buffers of the state. Between rounds,
-    a buffer in ``state.slots`` contains the committed tokens up to and including the root. The
-    other buffers end one token before the root.
+    The list starts with the buffers in ``state.slots``. All other buffers of the state follow.
+    Between rounds, a buffer in ``state.slots`` contains the committed tokens up to and including
+    the root. The other buffers end one token before the root.
     """
     return [*state.slots, *(value for value in vars(state).values() if isinstance(value, KVBuffer))]

@@ -214,8 +214,8 @@ def _decode(
         drafts = _propose(target, proposer, shape, active, sampling)
         drafted_at = mark_moment(target.device)
         hidden, accepted = _verify(target, cache, active, drafts, sampling)
-        # Computing the times below does not make the host wait, because the verification has just
-        # synchronized with the device.
+        # The times below can be computed without waiting for the device, because the verification
+        # has just synchronized with the device.
         verified_at = mark_moment(target.device)
         draft_s = seconds_between(began, drafted_at)
         verify_s = seconds_between(drafted_at, verified_at)
@@ -223,8 +223,8 @@ def _decode(
         committed = [[0, *(node + 1 for node in nodes)] for nodes in accepted]
         cache.commit(committed)
         proposer.observe(hidden, committed)
-        # Report only rounds that recorded no CUDA graph to the policy. A round that records a graph
-        # takes far longer than the later rounds that replay the graph.
+        # A round that records a CUDA graph takes far longer than the later rounds that replay the
+        # graph. So do not report such a round to the policy.
         if n_recorded() == n_before:
             policy.observe(
                 drafts.n_nodes, 1 + sum(map(len, accepted)) / len(accepted), draft_s + verify_s
@@ -292,12 +292,12 @@ def _propose(
 ) -> DraftTree:
     """Propose drafts.
 
-    The number of levels of greedy drafts is limited by two numbers: the positions that the target
-    has left, and the largest number of tokens that an answer can still get.
+    Greedy drafts never have more levels than the target has positions left, or more levels than an
+    answer of the batch can still use.
     """
-    # Do not limit sampled drafts in this way. The limit depends on all rows of the batch, and each
-    # level draws random numbers. So the answer of a row would depend on the other rows. Tokens
-    # beyond the last position are dropped when they are committed.
+    # Do not limit the levels of sampled drafts. The limit depends on all rows of the batch, and
+    # each level draws random numbers. So with a limit, the answer of a row would depend on the
+    # other rows. Tokens beyond the last position are dropped when they are committed.
     if shape is not None and sampling.is_argmax:
         wanted = max(row.n_remaining for row in rows) - 1
         depth = min(wanted, target.max_positions - max(len(row.committed) for row in rows))
@@ -326,7 +326,7 @@ def _verify(
     # Feed token 0 in place of padding, because the padding value -1 is not a valid token id.
     tokens = torch.cat((roots, drafts.tokens.clamp(min=0)), dim=1) if drafts.n_nodes else roots
     hidden = target.forward(tokens, cache, None if drafts.is_chain else ancestors(drafts.parents))
-    logits = target.logits(hidden)  # [B, 1 + N, V]
+    logits = target.logits(hidden)  # [B, 1 + N, V], logits after the root and after each draft.
     predicted = drafts.on_host_with(logits.argmax(dim=-1)) if sampling.is_argmax else None
     drafted, parents = drafts.on_host
     nodes: list[list[int]] = []

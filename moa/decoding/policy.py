@@ -13,7 +13,7 @@ If the whole machine becomes slower, rounds and plain steps take longer by the s
 gain does not change. The policy keeps two sums of gains:
 
 - ``lost`` says how far the total gain of the current generation is below its highest value so far.
-  While ``lost`` is at or above ``PATIENCE``, the generation is decoded plainly.
+  While ``lost`` is at or above ``PATIENCE`` (12 plain steps), the generation is decoded plainly.
 - ``savings`` is the total gain over all generations, limited to four times ``PATIENCE``. A new
   policy starts with ``PATIENCE``. Drafts are used only while ``savings`` is above 0.
 
@@ -29,7 +29,7 @@ Example of a generation, with ``savings`` of 20 from earlier generations:
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
 Each plain step lowers ``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that
-always fail can lose only the initial ``savings``, plus what the plain steps have added.
+always fail can lose only the initial ``savings``, plus the savings that the plain steps have added.
 """
 
 from collections import deque
@@ -49,9 +49,9 @@ AUTO_SHAPE = TreeShape(10, stop_below=0.2)
 # on average, and gains vary by 2 plain steps. With a smaller limit, good drafters would be stopped
 # after a few unlucky rounds. With a larger limit, drafts that fail would lose more time.
 PATIENCE = 12.0
-# This number has two uses. After this number of rounds with drafts, a plain step is run to measure
-# its time. After this number of plain steps, drafts may lose the time of one more plain step. Each
-# of the two uses costs about 1 % of the time. With the value 64, drafts that fail would cost 2 %.
+# After this number of rounds with drafts, the policy runs a plain step to measure the time of plain
+# steps. After this number of plain steps, drafts may lose the time of one more plain step. Each of
+# these two rules costs about 1 % of the time. With the value 64, drafts that fail would cost 2 %.
 # With the value 256, the policy would notice too late that the machine has become slower.
 MEASURE_EVERY = 128
 
@@ -93,8 +93,8 @@ class AutoPolicy(ShapePolicy):
     Args:
         is_drawn: True if tokens are sampled. Chains of sampled tokens cannot end early at a low
             probability, so their length is halved.
-        max_depth: maximum number of levels that the drafter can draft; None if it can draft any
-            number.
+        max_depth: maximum number of levels that the drafter can draft. None if the drafter can
+            draft any number.
     """
 
     def __init__(self, is_drawn: bool = False, max_depth: int | None = None) -> None:
@@ -139,16 +139,17 @@ class AutoPolicy(ShapePolicy):
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # Set ``is_off`` back to false only if the savings exceed half of ``PATIENCE``. With lower
-        # savings, the policy uses drafts only from time to time.
+        # With low savings, the policy decodes plainly and tries drafts only now and then. So set
+        # ``is_off`` back to false only if the savings exceed half of ``PATIENCE``.
         elif self._savings > PATIENCE / 2:
             self.is_off = False
 
     def describe(self, runs: Sequence[Any]) -> str:
-        """Describe in one sentence how many target calls verified drafts of this policy.
+        """Describe in one sentence how many of the target calls verified drafts.
 
         Args:
-            runs: statistics of generations. They have the counters of ``DecodeStats``.
+            runs: statistics of the generations that used this policy. Each item has the counters of
+                ``DecodeStats``.
         """
         n_drafted = sum(run.n_drafted_calls for run in runs)
         n_calls = sum(run.n_target_calls for run in runs)

@@ -22,8 +22,9 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# Device type -> n; other types have n = 1. A chain can end early if its drafts become unlikely.
-# Each check for this synchronizes with the device, so it is done only after every n-th draft.
+# Type of the device -> n. For types that are not listed, n is 1. A chain can end early if its
+# drafts become unlikely. This is checked only after every n-th draft, because each check
+# synchronizes with the device.
 _ASKS_AFTER = {"cuda": 4}
 
 # A function that takes the drafter's logits [B, V] and returns the drafts of one level, [B] int64,
@@ -38,7 +39,8 @@ class Proposer:
     it can update its caches. This base class has no caches.
     """
 
-    max_depth: int | None = None  # Maximum number of draft levels. If None, any number.
+    # Maximum number of draft levels. None if the number is not limited.
+    max_depth: int | None = None
 
     def begin(self, cache: TargetCache, generators: Sequence[torch.Generator] = ()) -> None:
         """Start a generation, before the target reads the prompts.
@@ -180,8 +182,8 @@ class DrafterProposer(Proposer):
         self.cache: KVSource = cache
         self._live = cache
         self._generators = list(generators)
-        # Target calls store the outputs of these layers in the cache. `observe` passes them to the
-        # drafter.
+        # Target calls store the outputs of the watched layers in the cache. ``observe`` passes
+        # these outputs to the drafter.
         cache.watched_layers = self.drafter.observed_layers
         self.state = self.drafter.new_state(len(cache.lengths))
         self._choose = None
@@ -194,8 +196,8 @@ class DrafterProposer(Proposer):
         """Continue a generation with a state and a cache that the caller keeps up to date.
 
         Args:
-            cache: the target's KV. If the target is remote, the contexts that it has sent in place
-                of its KV (see ``drafters.base``).
+            cache: the target's KV. If the target is remote, the cache contains the contexts that
+                the target has sent in place of its KV (see ``drafters.base``).
             state: the drafter's state.
             choose: chooses the tokens of chains. If None, the tokens are sampled according to the
                 sampling settings.
@@ -273,14 +275,14 @@ class DrafterProposer(Proposer):
                 # same random numbers whether it is decoded in a batch or alone.
                 if not is_drawn and level % asks_after == asks_after - 1 and not is_kept[-1].any():
                     break
-            logits = chain.logits  # [B, V]
+            logits = chain.logits  # [B, V], logits of the next draft.
             if self._choose is None and is_drawn:
                 drawn = [
                     distribution(row, path, self._sampling)
                     for row, path in zip(logits, paths, strict=True)
                 ]
                 probabilities.append(torch.stack(drawn))
-                picked = draw_rows(probabilities[-1], self._generators)  # [B]
+                picked = draw_rows(probabilities[-1], self._generators)  # [B], one token per row.
                 # The tokens in ``paths`` affect a distribution only if there are penalties.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
@@ -320,9 +322,11 @@ class DrafterProposer(Proposer):
             logits = self.drafter.draft_logits(self.frozen, features)
             # Clamp log-probabilities to at most 0. Rounding can make them larger, and a child would
             # then have a higher score than its parent.
-            log_p = logits.float().log_softmax(dim=-1).clamp(max=0)  # [B, b, V]
+            # [B, b, V], one distribution for each of the b nodes.
+            log_p = logits.float().log_softmax(dim=-1).clamp(max=0)
             best_score, best_token = most_likely(log_p, b)
-            score = (beam_score[..., None] + best_score).flatten(1)  # [B, b * b]
+            # [B, b * b], the scores of b children for each of b nodes.
+            score = (beam_score[..., None] + best_score).flatten(1)
             tokens.append(best_token.flatten(1))
             parents.append(beam_at.repeat_interleave(b, dim=1))
             scores.append(score)
@@ -332,7 +336,7 @@ class DrafterProposer(Proposer):
             beam_score, in_beam = most_likely(score, b)
             beam_at = n_candidates + in_beam
             n_candidates += score.shape[1]
-            fed = tokens[-1].gather(1, in_beam)  # [B, b]
+            fed = tokens[-1].gather(1, in_beam)  # [B, b], the tokens of the new beam.
             came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam.
             itself = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
@@ -351,14 +355,16 @@ class DrafterProposer(Proposer):
 def _cut_chain(
     tokens: Sequence[Tensor], probabilities: Sequence[Tensor], kept: Tensor
 ) -> DraftTree:
-    """Cut the chain of each row, and pad the rows that have fewer drafts than another row.
+    """Shorten the chain of each row to the drafts in ``kept``.
+
+    Rows that then have fewer drafts than another row are padded.
 
     Args:
         tokens: one tensor [B, 1] per draft.
         probabilities: one tensor [B, V] per draft: the distribution from which the draft was
-            sampled. Empty if drafts were not sampled.
-        kept: [B, N] bool, true for the drafts of the chains after the cut. In each row, true values
-            come before false values.
+            sampled. The sequence is empty if drafts were not sampled.
+        kept: [B, N] bool, true for the drafts that remain. In each row, true values come before
+            false values.
     """
     n_drafts = int(kept.sum(dim=1).max())
     if not n_drafts:
@@ -371,7 +377,7 @@ def _cut_chain(
 class PromptLookupProposer(Proposer):
     """Proposes drafts by searching the sequence for an earlier occurrence of its last n tokens.
 
-    The drafts are the tokens that followed the latest of these occurrences. First n is
+    The drafts are the tokens that followed the latest of these occurrences. At first, n is
     ``max_ngram``. If the last n tokens have not occurred before, n is reduced by 1. Source: Saxena,
     "Prompt Lookup Decoding" (2023). In transformers the same method is
     ``prompt_lookup_num_tokens``.

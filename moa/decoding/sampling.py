@@ -42,8 +42,9 @@ from .tree import NO_DRAFT, DraftTree, TreeShape
 _N_LIKELY = 1024
 _UINT64 = (1 << 64) - 1
 # The noise of token i is computed from the random number with index i. The generator can skip
-# numbers, but one skip takes as long as drawing about this many numbers. So if the needed numbers
-# are closer together on average, all numbers up to the last needed one are drawn.
+# numbers that are not needed, but one skip takes as long as drawing about this many numbers. So if
+# the gaps between needed numbers are smaller on average, all numbers up to the last needed one are
+# drawn.
 _N_PER_MOVE = 700
 # If at most this many tokens have a probability above 0, the noise of all these tokens is computed.
 # Otherwise, a faster computation first excludes the tokens that cannot have the largest value of
@@ -97,7 +98,7 @@ class SamplingConfig:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the plain argmax of the logits."""
+        """Whether the next token is the argmax of the unchanged logits."""
         return self.temperature == 0 and not self.logit_bias and not self.reads_text
 
     @property
@@ -212,8 +213,8 @@ def _likeliest(probability: Tensor, top_p: float) -> Tensor:
     Tokens are kept until their cumulative probability reaches ``top_p``. At least one token
     remains.
     """
-    # On CUDA, always sort all tokens. The code below sorts only the most likely tokens first. To
-    # check whether they are enough, the host would have to synchronize with the device.
+    # The code below sorts only the most likely tokens, and then checks whether they are enough. On
+    # CUDA, this check would synchronize with the device. So always sort all tokens there.
     if probability.device.type == "cuda":
         ordered, order = probability.sort(descending=True)
         remaining = torch.where(ordered.cumsum(0) - ordered < top_p, ordered, 0.0)
@@ -278,8 +279,8 @@ def noise(seed: int, position: int, tokens: np.ndarray) -> Tensor:
                 numbers = generator.random_raw(4)
                 n_drawn = block + 1
             bits[index] = numbers[index_in_block]
-    # Turn 52 random bits into a uniform number between 0 and 1. One half is added to the integer,
-    # so the number is never exactly 0 or 1, for which the noise would be infinite.
+    # Turn 52 random bits into a uniform number between 0 and 1. One half is added to the integer of
+    # 52 bits, so the number is never exactly 0 or 1, for which the noise would be infinite.
     uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(-np.log(-np.log(uniform)))
 
@@ -313,7 +314,7 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     # Exclude each token whose lower bound is above the value of the token with the smallest bound.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
     # Turn the 52 random bits into a float64 between 1 and 2, by adding the exponent bits of 1.0.
-    # The value of this float64 is ``1 + u``, minus half of the last bit.
+    # This float64 is ``1 + u - 2**-53``.
     bits |= np.uint64(0x3FF << 52)
     # 1 - u for each token. u is below 1, so 1 - u is never 0.
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)
@@ -374,7 +375,7 @@ class SamplingState:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the plain argmax of the logits."""
+        """Whether the next token is the argmax of the unchanged logits."""
         return self.allowed is None and self.sampling.is_argmax and not self._is_short
 
     @property
@@ -410,7 +411,7 @@ class SamplingState:
 def choose_rows(logits: Sequence[Tensor], states: Sequence[SamplingState]) -> list[int]:
     """Choose each sequence's next token as :func:`choose` does.
 
-    This synchronizes with the device only once for all sequences.
+    The function synchronizes with the device only once for all sequences.
 
     Args:
         logits: one tensor [V] per sequence.
@@ -443,7 +444,8 @@ class ChainChoice:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of each row, [B] int64, from the drafter's logits [B, V]."""
-        # Compute a plain argmax on the device, so that no logits are copied to the host.
+        # If only an argmax is needed, compute it on the device, so that no logits are copied to the
+        # host.
         if self._is_argmax:
             return logits.argmax(dim=-1)
         chosen = choose_rows(logits.unbind(), self._states)
@@ -480,15 +482,16 @@ def accept_argmax(
 
 
 class Verified(NamedTuple):
-    """A sequence whose drafts are verified: its tokens and settings, its drafts, and logits.
+    """A sequence, its drafts, and the target's logits that verify these drafts.
 
-    The last token of the state is the root. The logits are the target's.
+    ``state`` contains the tokens and the settings of the sequence. The last of these tokens is the
+    root.
     """
 
     state: SamplingState
     tokens: Sequence[int]  # Token ids of the N drafts.
     parents: Sequence[int]
-    logits: Tensor  # [N + 1, V], for the tokens after the root and after each draft.
+    logits: Tensor  # [N + 1, V], the target's logits after the root and after each draft.
 
 
 def accept_chosen(rounds: Sequence[Verified]) -> list[tuple[list[int], int]]:
@@ -593,8 +596,8 @@ class _Judge:
         )
         self._after: dict[int, Tensor] = {}
         self._chances: list[list[float]] | None = None
-        # Copy the probabilities of all drafts at once, because each copy from the device
-        # synchronizes.
+        # Copy the probabilities of all drafts at once, because each copy makes the host wait for
+        # the device.
         if logits.device.type == "cuda" and self.tokens:
             everything = torch.stack([self._chance(node) for node in range(len(self.tokens))])
             self._chances = everything.tolist()
@@ -660,7 +663,7 @@ def _try(
         rest = probability.index_fill(0, tried, 0.0)
     else:
         rest = (probability - judge.proposals[drafts[0]]).clamp(min=0)
-    # If rounding leaves a total of 0, use the target's distribution.
+    # Rounding can make all remaining probabilities 0. Then use the target's distribution.
     total = rest.sum()
     return None, torch.where(total > 0, rest / total, probability)
 

@@ -158,12 +158,13 @@ class DraftTree:
         return tokens, parents
 
     def on_host_with(self, numbers: Tensor) -> list[list[int]]:
-        """Copy tokens, parents and other numbers from the device in one transfer.
+        """Copy tokens, parents and the given ``numbers`` from the device in one transfer.
 
-        This saves a second synchronization. Tokens and parents are stored in :attr:`on_host`.
+        One transfer synchronizes with the device only once. Tokens and parents are stored in
+        :attr:`on_host`.
 
         Args:
-            numbers: [B, M] int64, the other numbers.
+            numbers: [B, M] int64.
 
         Returns:
             For each row, its M numbers.
@@ -199,7 +200,7 @@ def ancestors(parents: Tensor) -> Tensor:
     """
     n_rows, n_nodes = parents.shape
     itself = torch.eye(1 + n_nodes, dtype=torch.bool, device=parents.device).expand(n_rows, -1, -1)
-    # [B, 1 + N]. The root counts as its own parent.
+    # [B, 1 + N], the index of each token's parent. The root counts as its own parent.
     up = torch.cat((parents.new_zeros(n_rows, 1), parents + 1), dim=1)
     seen = itself
     reach = 1

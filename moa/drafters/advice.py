@@ -1,8 +1,9 @@
-"""Recommend a drafter, activations and settings for a target, with measurements as reasons.
+"""Recommend a drafter for a target, the activations to store, and settings.
 
-The numbers in the reasons come from these files:
+Each recommendation has measurements as reasons. They come from these files:
 
-- ``benchmarks/results/step-cost.json``: processor time, and acceptance length by training tokens
+- ``benchmarks/results/step-cost.json``: processor time of drafters, and their acceptance length
+  after different numbers of training tokens
 - ``benchmarks/results/training-gpu.json``: tokens/s on an H100
 - ``benchmarks/results/curve.json``: acceptance length in validation
 - ``docs/choosing.md``: measurements of SmolLM2-135M
@@ -29,7 +30,7 @@ class Advice:
 def advise(
     n_tokens: int, is_on_cpu: bool, has_kv: bool = True, kv_growth: float = 1.0
 ) -> list[Advice]:
-    """Recommend a drafter, activations, settings and a number of chats.
+    """Recommend a drafter, the activations to store, settings and a number of chats.
 
     Args:
         n_tokens: number of tokens of the chats.
@@ -65,7 +66,7 @@ def advise(
 
 
 def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
-    """Recommend another drafter in place of ``moa``, the default, if it suits the data better.
+    """If another drafter suits the data better than the default ``moa``, recommend that drafter.
 
     Returns None if ``moa`` suits best, or if ``kind`` is not ``moa``.
     """

@@ -78,7 +78,7 @@ class Drafter(nn.Module, ABC):
     """A drafter: its trained weights, their training objective, and how it drafts."""
 
     config_class: ClassVar[type[DrafterSizes]]
-    # The sizes, an instance of ``config_class``.
+    # The drafter's sizes, an instance of ``config_class``.
     config: Any
     # [V_d] int64, ascending ids of the tokens in the draft vocabulary. Other tokens cannot be
     # drafted. Empty if all tokens can be drafted.
@@ -91,10 +91,10 @@ class Drafter(nn.Module, ABC):
     observed_layers: tuple[int, ...]
     # True if the drafter can run on another machine than its target.
     drafts_remotely = False
-    # W, the number of values in the context of each position, which a remote target sends. 0 if the
-    # drafter needs no contexts. None if the drafter must run on the target's machine.
+    # W, the number of values in a context. A remote target sends one context for each position. 0
+    # if the drafter needs no contexts. None if the drafter must run on the target's machine.
     context_width: int | None = None
-    # Target layers whose unchanged KV is part of each context, at its end.
+    # Target layers whose KV is sent unchanged. Each context ends with the KV of these layers.
     context_layers: tuple[int, ...] = ()
     # True if :meth:`encode_context` reads the target's KV.
     context_needs_kv = False
@@ -105,11 +105,11 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.observed_layers = config.reads.outputs
-        # Copies of those rows of an LM head that belong to the draft vocabulary. ``_target_rows``
-        # contains rows of the target's head, and its key is the head's address and version. So if
-        # the head changes, the rows are copied again. ``_own_rows`` contains rows of the drafter's
-        # own head. PyTorch must not register these layers as submodules of the drafter, so they are
-        # in a plain dict and a plain list.
+        # Copies of the LM head rows for the tokens of the draft vocabulary. ``_target_rows``
+        # contains rows of the target's head. The key of this dict is the address and the version of
+        # the head, so the rows are copied again if the head changes. ``_own_rows`` contains rows of
+        # the drafter's own head. PyTorch must not register these layers as submodules of the
+        # drafter, so they are in a plain dict and a plain list.
         self._target_rows: dict[tuple[int, int], nn.Linear] = {}
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
@@ -128,7 +128,10 @@ class Drafter(nn.Module, ABC):
 
     @property
     def draft_tokens(self) -> Tensor | None:
-        """[V_d] int64, the ascending ids of the tokens that can be drafted. None means all."""
+        """[V_d] int64, ascending ids of the tokens that can be drafted.
+
+        None if all tokens can be drafted.
+        """
         return self.draft_ids if self.config.draft_tokens else None
 
     @property
@@ -155,12 +158,13 @@ class Drafter(nn.Module, ABC):
     def adopt(self, frozen: FrozenTarget, count_tokens: Callable[[], Tensor]) -> None:
         """Set the initial weights that depend on the target and the data.
 
-        This is called after :meth:`initialize`. By default it chooses the draft vocabulary.
+        This method is called after :meth:`initialize`. By default, the method chooses the draft
+        vocabulary.
 
         Args:
             frozen: the target.
             count_tokens: a function that counts how often each token occurs in the training
-                responses. It returns [V] int64. Each call reads all sequences.
+                responses. It returns [V] int64. Each call of the function reads all sequences.
         """
         if 0 < self.config.draft_vocabulary < self.config.vocab_size:
             tokens = most_frequent(count_tokens(), self.config.draft_vocabulary)
@@ -192,17 +196,17 @@ class Drafter(nn.Module, ABC):
     ) -> DraftedFeatures:
         """Compute the features that decoding would compute for all drafted positions.
 
-        ``masks.drafted_positions`` chooses the drafted positions. The drafts of a round see the
-        target's activations only of positions before the root of the round. The tokens of the batch
-        are used as the drafted tokens.
+        ``masks.drafted_positions`` chooses the drafted positions. The drafts of a round see target
+        activations only of positions before the root of the round. The tokens of the batch count as
+        the drafted tokens.
         """
 
     # Decoding on the target's machine
 
     def prepare(self) -> None:
-        """Pack the final weights for fast drafting on a CPU.
+        """Pack the trained weights into a layout with which drafting on a CPU is fast.
 
-        This may change the drafts slightly.
+        Packing may round the weights, so a few drafts may change.
         """
         pack(self, is_exact=False)
         for block in self.blocks:
@@ -222,8 +226,8 @@ class Drafter(nn.Module, ABC):
     def own_head(self) -> Tensor | None:
         """A trained matrix [V or V_d, n] that computes logits; None by default.
 
-        It is multiplied by vectors of n numbers. Depending on the drafter, the products are the
-        drafter's logits, or corrections that are added to the logits of the target's LM head.
+        The matrix is multiplied by vectors of n numbers. Depending on the drafter, the products are
+        the drafter's logits, or corrections that are added to the logits of the target's LM head.
         """
         return None
 
@@ -231,8 +235,8 @@ class Drafter(nn.Module, ABC):
         """Count the weights that must be read from memory to compute one draft.
 
         Returns:
-            Two counts: the weights of the LM head per token of the vocabulary, and all other
-            weights.
+            Two counts. The first is the number of LM head weights for each token of the vocabulary.
+            The second is the number of all other weights.
         """
         own_head = self.own_head
         width = self.config.hidden_size if self.uses_target_head else 0
@@ -311,7 +315,8 @@ class Drafter(nn.Module, ABC):
             frozen: the target.
             committed: the committed tokens of each row. ``cache`` must have the target's KV or
                 contexts of all these tokens except the root.
-            cache: the target's KV, or the contexts that replace it if the target is remote.
+            cache: the target's KV. If the target is remote, the cache contains contexts instead of
+                KV.
 
         Returns:
             Features of the root [B, 1, E].
@@ -385,15 +390,15 @@ class Drafter(nn.Module, ABC):
         """
 
     def _make_context(self, hidden: Tensor, kv: Tensor | None, positions: Tensor) -> Tensor:
-        """Compute contexts without their last part, which is the KV of :attr:`context_layers`.
+        """Compute the part of contexts that precedes the KV of :attr:`context_layers`.
 
-        By default the result is empty.
+        By default this part is empty.
         """
         return hidden[:, :0]
 
     def _take_context(self, state: Any, context: Tensor) -> Tensor:
-        """Store the part of the contexts that :meth:`_make_context` computed in the state.
+        """Store the first part of contexts, which :meth:`_make_context` computed, in the state.
 
-        Returns the rest [n, N * D], which is the KV of the N :attr:`context_layers`.
+        Returns the other part [n, N * D], which is the KV of the N :attr:`context_layers`.
         """
         return context

@@ -30,9 +30,10 @@ With ``hidden`` and ``memory``, each draft layer computes keys and values from t
 own projections. The input norm of the layer is not applied to the context. Training runs many
 blocks of a sequence at once (:mod:`.training`). A round of decoding runs one block per sequence.
 
-The features of a draft are the hidden state of its slot, followed by the memory of the Markov head,
-which is computed from the tokens before the draft. Hidden states do not depend on drafted tokens.
-So one forward pass is enough for all drafts of a round, in chains and in trees.
+The features of a draft are the hidden state of its slot, followed by the memory of the Markov head.
+This memory is a vector that the head computes from the tokens before the draft. Hidden states do
+not depend on drafted tokens. So one forward pass is enough for all drafts of a round, in chains and
+in trees.
 
 The reference implementation of DSpark is deepseek-ai/DeepSpec. For slots that predict the token at
 their own position, the reference implementation is z-lab/dflash. The weights have the names of the
@@ -85,7 +86,8 @@ N_READ_LAYERS = 5
 class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     """The sizes of block-parallel drafters.
 
-    The sizes of layer self-attention are 0 if the context is not ``memory``.
+    Layer self-attention exists only with the context ``memory``. With other contexts, its sizes are
+    0.
     """
 
     # The token whose embedding is the input of masked slots.
@@ -98,14 +100,14 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     # Kind of context that the layers see: hidden, kv or memory. See the docstring of the module.
     context: str = "hidden"
     fused_layers: Indices = ()
-    """The target layers that are read. With the context ``hidden``, their outputs are the input of
-    ``fc``. With the context ``kv``, they are divided evenly among the draft layers, in ascending
-    order: the first draft layer sees the KV of the lowest target layers. With the context
-    ``memory``, this field is empty."""
+    """The target layers that are read. With the context ``hidden``, the outputs of these layers are
+    the input of ``fc``. With the context ``kv``, these layers are divided evenly among the draft
+    layers, in ascending order: the first draft layer sees the KV of the lowest target layers. With
+    the context ``memory``, this field is empty."""
     # Number of decoder layers.
     block_layers: Size = 5
-    # True if only the tokens that the tensor ``t2d`` marks can be drafted. This is the case in some
-    # checkpoints of the project speculators.
+    # True if only the tokens that the tensor ``t2d`` marks can be drafted. Some checkpoints of the
+    # speculators library have such a tensor.
     reduced_vocabulary: Flag = False
 
     @override
@@ -167,7 +169,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
 
     @property
     def n_seen_layers(self) -> int:
-        """Number of target layers whose keys and values each layer sees with the context ``kv``."""
+        """With the context ``kv``, the number of target layers that one draft layer sees."""
         return len(self.fused_layers) // self.block_layers
 
     def seen_layers(self, index: int) -> tuple[int, ...]:
@@ -305,13 +307,13 @@ class BlockDrafter(KVEncoder, Drafter):
         super().adopt(frozen, count_tokens)
         self.norm.weight.copy_(frozen.norm.weight)
 
-    # The block, in training and in decoding
+    # Running a block, in training and in decoding
 
     def context(self, frozen: FrozenTarget, tokens: Tensor, projected: Tensor) -> Tensor:
         """Compute the context [..., E] of verified tokens [...].
 
         ``projected`` [..., E] is the output of :meth:`project` for these tokens. With the context
-        ``memory``, it is their encoded KV.
+        ``memory``, ``projected`` is the encoded KV of these tokens.
         """
         if self.config.context == "hidden" and self.config.fused_layers[0] == -1:
             embedding_weight = self.fc.weight[:, : self.config.hidden_size]
@@ -442,8 +444,8 @@ class BlockDrafter(KVEncoder, Drafter):
             n_heads = self.config.self_attention_kv_heads
             seen_by_layer: list[KeysValues] = []
             for seen in inputs.required_kv().to(dtype).tensor_split(len(self.layers), dim=2):
-                # [B, T, H_kv * n * 2 * d]. The heads of the n layers are in the order that
-                # _side_by_side describes.
+                # [B, T, H_kv * n * 2 * d], where n is the number of target layers that this draft
+                # layer sees. The heads are in the same order as in the result of _side_by_side.
                 heads = seen.unflatten(-1, (n_heads, -1)).transpose(2, 3).flatten(2)
                 seen_by_layer.append(unpack_kv(heads, n_heads * seen.shape[2]))
             return seen_by_layer
@@ -454,7 +456,7 @@ class BlockDrafter(KVEncoder, Drafter):
         return [block.self_attn.keys_values(context, rotation) for block in self.blocks]
 
     def tokens_before(self, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """Return the token before each draft of blocks that start at ``anchors``: [B, N, K].
+        """For blocks that start at ``anchors``, return the token before each draft: [B, N, K].
 
         ``anchors`` [B, N] are positions, and ``tokens`` [B, T] are the training sequences.
         Positions after the end of a sequence get its last token.
@@ -510,7 +512,7 @@ class BlockDrafter(KVEncoder, Drafter):
             divergence=weights.divergence,
             cap=frozen.logit_cap,
         )
-        terms = terms[:, 0]  # [P, 3]: divergence, L1 distance, cross-entropy
+        terms = terms[:, 0]  # [P, 3]: divergence, L1 distance and cross-entropy of each draft
         sums = (terms * share[:, None]).sum(dim=0) * scale
         named = {"forward_kl": sums[0], "cross_entropy_loss": sums[2], "l1_loss": sums[1]}
         if (guess := self.confidence_logits(features)) is not None:
@@ -615,7 +617,7 @@ class BlockDrafter(KVEncoder, Drafter):
             made = self.encode_cached(cache, state.n_true, counts)
         else:
             made = state.take_fresh(counts)
-        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # [B, n]
+        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # New tokens, [B, n].
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:
@@ -703,7 +705,7 @@ class DFlashSizes(BlockDrafterSizes):
 
 
 class DFlashDrafter(BlockDrafter):
-    """A block-parallel drafter without a Markov head and a confidence head."""
+    """A block-parallel drafter that has neither a Markov head nor a confidence head."""
 
     config_class = DFlashSizes
     config: DFlashSizes

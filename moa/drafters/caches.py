@@ -60,8 +60,8 @@ class RowState:
         The other state must not be used afterwards.
         """
         self.forget_drafts()
-        # End the other state's round too. The two rounds may have fed different numbers of drafts,
-        # so their rows could not be appended otherwise.
+        # End the other state's round too. The rounds of the two states may have fed different
+        # numbers of drafts. The rows could then not be appended.
         other.forget_drafts()
         for name, value in vars(self).items():
             setattr(self, name, _concatenated(value, getattr(other, name)))
@@ -108,7 +108,8 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     width = max(counts)
     last = sum(counts) - 1
     starts = list(itertools.accumulate(counts[:-1], initial=0))
-    indices = np.minimum(np.add.outer(starts, np.arange(width)), last)  # [B, n]
+    # [B, n], the indices of the items of each row in ``rows_in_order``.
+    indices = np.minimum(np.add.outer(starts, np.arange(width)), last)
     chosen = rows_in_order.index_select(0, to_device(indices.ravel(), rows_in_order.device))
     return chosen.view(*indices.shape, *rows_in_order.shape[1:])
 
@@ -125,10 +126,10 @@ def lengths_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def concatenated(first: KeysValues, keys: Tensor, values: Tensor) -> KeysValues:
-    """Append new keys and values to ``first``. All tensors are [B, heads, S, d].
+    """Append new keys and values to those in ``first``. All tensors are [B, heads, S, d].
 
-    ``first`` is converted to the dtype of the new keys and values. If ``first`` has more heads, the
-    heads of the new keys and values are repeated until the numbers are equal.
+    ``first`` is converted to the dtype of the new keys and values. If ``first`` has more heads than
+    the new keys and values, the new heads are repeated until both numbers of heads are equal.
     """
     if keys.shape[1] < (n_heads := first[0].shape[1]):
         keys = expand_heads(keys, n_heads)
@@ -195,11 +196,12 @@ class Fed(NamedTuple):
     positions: Tensor
     rotation: Rotation  # The drafter's rotary embedding at these positions.
     before: list[int]  # Number of verified tokens of each row.
-    # [B, b, n] bool, true if one of the b tokens of the call sees one of the n tokens that were fed
-    # in this round.
+    # [B, b, n] bool, true if a token of the call sees a token of the round. The call processes b
+    # tokens. The round has fed n tokens, including these b tokens.
     seen: Tensor
-    # [B, b, S] bool, the mask over the whole cache: first the verified tokens, then ``seen``. None
-    # if all tokens see the whole cache.
+    # [B, b, S] bool, true if a token of the call sees a slot of the cache. The slots of verified
+    # tokens come first, followed by the slots of the n tokens in ``seen``. None if all tokens see
+    # the whole cache.
     mask: Tensor | None
 
 
@@ -216,8 +218,8 @@ class LayerState(RowState):
         # For each row, tensors [n, ...] with the target's states of committed positions that have
         # not been fed to the layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
-        # While a CUDA graph is recorded, the tensors from which replays read the tokens and states
-        # of a round. Otherwise None.
+        # The tensors from which replays of a CUDA graph read the tokens and states of a round. None
+        # while no graph is being recorded.
         self.given: Fresh | None = None
 
     @override
@@ -253,14 +255,14 @@ class LayerState(RowState):
             self.fresh[row] = (*self.fresh[row], new)
 
     def fresh_rows(self, committed: CommittedTokens) -> tuple[list[list[int]], Tensor | None]:
-        """Return the committed tokens that have no slot yet, and the target's states of them.
+        """Return the committed tokens without a slot, and the target's states for these tokens.
 
         The states are [B, n, ...], or None if the layers read only tokens.
         """
         starts: list[int] = []
         fresh_tokens: list[list[int]] = []
         for tokens, n_slots in zip(committed, self.n_true, strict=True):
-            # Always feed the root, even if this token was fed before: its slot may contain a
+            # Always feed the root, even if it was fed before: the slot of the root may contain a
             # rejected draft.
             start = min(n_slots, len(tokens) - 1)
             starts.append(start)
@@ -282,7 +284,7 @@ class LayerState(RowState):
         self,
         blocks: Sequence[DecoderBlock],
         rotary: Rotary,
-        x: Tensor,  # [B, n, E], right padded.
+        x: Tensor,  # The input of the layers, [B, n, E], right padded.
         # Number of real tokens of each row, at least 1.
         counts: Sequence[int],
         # A function that computes the last layer. If it is None, the layer's ``forward`` is called.
@@ -308,7 +310,8 @@ class LayerState(RowState):
             has_one_token = len(counts) == 1 and x.shape[1] == 1
             mask = None if has_one_token else masks.causal_mask(positions, keys.shape[2])
             x = block(x, rotation, keys, values, mask)
-        # Only the features of the root are needed, so the last layer computes only these.
+        # Only the features of the root are needed, so the last layer computes only the features of
+        # the root.
         seen = torch.ones(len(counts), 1, 1, dtype=torch.bool, device=x.device)
         root = self._fed(rotary, x.dtype, 0, seen)
         if last is None and len(counts) == 1 and are_alike(counts):

@@ -132,7 +132,8 @@ class FeatureDrafter(Drafter):
         # Run all rounds of all sequences together, one level after another, because each level
         # reads the features that the previous level has computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. For each slot, the last slot made from target states that the slot's round sees.
+        # [B, S]. Each slot belongs to a draft round. The round sees the slots made from target
+        # states up to this index.
         context = context[:, 1:]
         slots = masks.positions_of(context)
         # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
@@ -154,7 +155,8 @@ class FeatureDrafter(Drafter):
         for index in range(1, int(step.max()) + 1):
             queries, valid = training.loss_queries(step == index)
             limit = context.gather(1, queries)[..., None]
-            # Mask [B, Q, 2S]: slots made from target states, then slots of the drafter.
+            # [B, Q, 2S], true if a query sees a slot. The S slots made from target states come
+            # first, followed by the S slots made from features of the drafter.
             seen = torch.cat(
                 (slots <= limit, (slots > limit) & (slots <= queries[..., None])), dim=-1
             )
@@ -193,7 +195,7 @@ class FeatureDrafter(Drafter):
         # Compute the slots up to the root from target states. This includes the slots of accepted
         # drafts, which the last round computed from the drafter's own features.
         tokens, hidden, counts = state.take_round(committed, frozen.lm_head_weight.device)
-        assert hidden is not None  # [B, n, E or K * E]
+        assert hidden is not None  # Target states, [B, n, E or K * E].
         x = self.combine(frozen.embed(tokens), self.true_features(hidden.to(self.dtype)))
         return self.fed_back(state.feed_committed(self.blocks, self.rotary, x, counts)[0])
 
@@ -269,8 +271,8 @@ class EagleDrafter(FeatureDrafter):
         if (scale := self.config.eagle_embedding_scale) != 1:
             embeddings = embeddings * scale
         combined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        # Under autocast, the result has lower precision. Convert it back, so that the residual
-        # stream keeps its dtype.
+        # Under autocast, the result has lower precision. Convert the result back, so that the
+        # residual stream keeps its dtype.
         return combined.to(embeddings.dtype)
 
     @override
@@ -304,7 +306,8 @@ class EagleDrafter(FeatureDrafter):
         seen = hidden if noise is None else hidden + noise
         queries, valid = training.loss_queries(inputs.response_mask[:, 1:].bool())
         indices = training.true_indices(valid)
-        features = self(self.combine(embeddings, seen[:, :-1]), queries)[indices]  # [P, E]
+        # The features of the P loss positions, [P, E].
+        features = self(self.combine(embeddings, seen[:, :-1]), queries)[indices]
         goal = training.at_queries(hidden[:, 1:], queries)[indices]
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), weights.divergence

@@ -12,9 +12,10 @@ heads, d head dim.
     feature -> norm -> own LM head over the draft vocabulary
 
 Slots, positions and decoding are as in EAGLE (:mod:`.eagle`): slot t is computed from the feature
-of t and the token at t+1. From the second draft step on, the output of the decoder layer takes the
-place of the feature that is fused from target layers, without a norm. The loss compares only
-distributions of the next token, so this output need not resemble any hidden state of the target.
+of t and the token at t+1. In the first draft step, this feature is fused from the outputs of target
+layers. From the second draft step on, it is the output of the decoder layer, to which no norm is
+applied. The loss compares only distributions of the next token, so this output need not resemble
+any hidden state of the target.
 
 The drafter is trained on its own outputs, which the paper calls *training-time test*. Training
 simulates J draft steps of decoding. Each position starts a draft round. The inputs of step 1 are
@@ -28,8 +29,9 @@ in later steps. Example for a round that starts at slot 4 (``LlamaAttention.forw
        2          5   step 1                      0 1 2 3 4               5
        3          6   step 2                      0 1 2 3 4               5 6
 
-A round of decoding never leaves a response. So in training, a round contributes to the loss only
-until the response that contains its root ends. The EAGLE authors' code differs in three points:
+In decoding, all drafts of a round belong to one response. So in training, a round contributes to
+the loss only until the response that contains its root ends. The EAGLE authors' code differs in
+three points:
 
 - It also starts rounds in the prompt.
 - It normalises the teacher's distribution over the draft vocabulary. Here the distribution is
@@ -66,7 +68,7 @@ from .training import (
 )
 from .vocabulary import most_frequent
 
-# The loss weight of each draft step is the weight of the previous step times this factor
+# Each draft step has the loss weight of the previous step, multiplied by this factor
 # (``traineagle3/main.py`` of the EAGLE authors).
 STEP_DECAY = 0.8
 
@@ -98,7 +100,7 @@ class Eagle3Sizes(LayerSizes):
     # reads them, as in EAGLE-3.1.
     norm_output: Flag = False
     # True if the outputs of the target layers have one common norm before they are fused, as in the
-    # project speculators. The norm is applied to the concatenated outputs.
+    # speculators library. The norm is applied to the concatenated outputs.
     norm_before_fc: Flag = False
     # True if the residual stream starts after the norm of the features, as in speculators.
     norm_before_residual: Flag = False
@@ -149,8 +151,8 @@ class Eagle3Block(DecoderBlock):
     """A decoder layer whose input is the concatenation of embeddings and features, [..., 2E].
 
     Before attention, one norm is applied to the embeddings and another norm to the features. The
-    output of attention is added to the features. With ``norm_before_residual``, it is added to the
-    normed features (vLLM ``llama_eagle3.py``).
+    output of attention is added to the features. With ``norm_before_residual``, the output of
+    attention is added to the normed features (vLLM ``llama_eagle3.py``).
     """
 
     def __init__(self, sizes: DecoderBlockSizes, norm_before_residual: bool = False) -> None:
@@ -178,7 +180,8 @@ class Eagle3Drafter(FeatureDrafter):
     config_class = Eagle3Sizes
     config: Eagle3Sizes
     uses_target_head = False
-    d2t: Tensor  # [V_d] int64. d2t[i] + i is the token with index i in the draft vocabulary.
+    # [V_d] int64. d2t[i] + i is the id of the token with index i in the draft vocabulary.
+    d2t: Tensor
     t2d: Tensor  # [V] bool, whether a token can be drafted.
 
     def __init__(self, config: Eagle3Sizes) -> None:
@@ -253,7 +256,7 @@ class Eagle3Drafter(FeatureDrafter):
 
     @override
     def target_states(self, inputs: TrainingInputs) -> Tensor:
-        return torch.cat(inputs.layer_outputs, dim=-1)  # [B, T, K * E]
+        return torch.cat(inputs.layer_outputs, dim=-1)  # K layer outputs, [B, T, K * E].
 
     @override
     def true_features(self, states: Tensor) -> Tensor:
@@ -290,8 +293,10 @@ class Eagle3Drafter(FeatureDrafter):
         queries, valid = loss_queries(self.loss_positions(inputs.response_mask, step.draws))
         features, reached = self.test_time_features(frozen, inputs, queries, valid)
         indices = true_indices(valid)
-        outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])  # [P, J, E]
-        reached = reached.permute(1, 2, 0)[indices]  # [P, J]
+        # The normed features, [P, J, E].
+        outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])
+        # [P, J], true if the round reaches the position.
+        reached = reached.permute(1, 2, 0)[indices]
         if step.weights.d_pace is None:
             weights = reached * STEP_DECAY ** torch.arange(outputs.shape[1], device=outputs.device)
         else:
@@ -300,7 +305,7 @@ class Eagle3Drafter(FeatureDrafter):
             )
         total, by_step = losses.chunked_losses(
             outputs,
-            at_queries(inputs.hidden, queries)[indices],  # [P, E]
+            at_queries(inputs.hidden, queries)[indices],  # The target's hidden states, [P, E].
             frozen.lm_head_weight,
             weights[..., None],
             own_head=self.lm_head.weight,
@@ -309,8 +314,8 @@ class Eagle3Drafter(FeatureDrafter):
             cap=frozen.logit_cap,
         )
         scale = step.scale(len(outputs))
-        # As ``forward_kl``, report the unweighted loss of the first draft step only. This makes it
-        # comparable with other drafters, which report a single step.
+        # The reported ``forward_kl`` is the unweighted loss of only the first draft step. So it is
+        # comparable with the ``forward_kl`` of other drafters, which report a single step.
         return {
             "loss": step.weights.forward_kl * scale * total,
             "forward_kl": scale * by_step[:, 0].sum(),
@@ -330,7 +335,7 @@ class Eagle3Drafter(FeatureDrafter):
         Args:
             tokens: [B, T], token ids.
             queries: [B, Q], positions.
-            at: indices [P] of the rows and of the queries that are loss positions.
+            at: for each of the P loss positions, the index of its row [P] and of its query [P].
             own: [P, J, E], normed features of the drafter.
             reached: [P, J] bool, the second result of :meth:`test_time_features`.
             smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
@@ -365,14 +370,16 @@ class Eagle3Drafter(FeatureDrafter):
 
         Returns:
             The features [J, B, Q, E] of each query in each draft step, and a bool tensor [J, B, Q].
-            The tensor is true if the query's round reaches the query without leaving the response.
+            An entry is true if the round of the query reaches the query without leaving the
+            response.
         """
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
         slots = masks.positions_of(embeddings)
         first = (queries - 1).clamp(min=0)  # The slot at which each round starts.
         keys, values = block.keys_values(combined, self.rotary(slots[None, :]))
-        seen, x = slots <= first[..., None], at_queries(combined, first)  # [B, Q, S], [B, Q, 2E]
+        # ``seen`` is [B, Q, S], and ``x`` is [B, Q, 2E].
+        seen, x = slots <= first[..., None], at_queries(combined, first)
         own_kv: list[KeysValues] = []
         features: list[Tensor] = []
         reached: list[Tensor] = []
@@ -414,7 +421,7 @@ def attend_with_own_steps(
     query_bytes = 4 * q.shape[1] * (keys.shape[2] + len(own))
     n_queries = max(1, _SCORE_BYTES // query_bytes)
     n_rows = max(1, n_queries // max(1, q.shape[2]))
-    # The inputs that have an axis of queries. It is the third axis in all of them.
+    # The inputs that have an axis of queries. In each of these inputs, it is the third axis.
     of_queries = (q, seen[:, None], *chain.from_iterable(own))
     if q.shape[0] * q.shape[2] <= n_queries:
         return _attend(keys, values, *of_queries)
@@ -435,12 +442,13 @@ def attend_with_own_steps(
 def _attend(keys: Tensor, values: Tensor, q: Tensor, seen: Tensor, *own: Tensor) -> Tensor:
     n_kv_heads = keys.shape[1]
     n_slots = keys.shape[2]
-    rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5  # [B, H_kv, group, Q, d]
-    shared = rows @ keys[:, :, None].transpose(-1, -2)  # [B, H_kv, group, Q, S]
+    # The scaled queries, [B, H_kv, H / H_kv, Q, d].
+    rows = q.unflatten(1, (n_kv_heads, -1)) * q.shape[-1] ** -0.5
+    shared = rows @ keys[:, :, None].transpose(-1, -2)  # Scores, [B, H_kv, H / H_kv, Q, S].
     scores = [shared.masked_fill(~seen[:, :, None], -torch.inf)]
     for own_keys in own[::2]:
         scores.append((rows * own_keys[:, :, None]).sum(dim=-1, keepdim=True))
-    # [B, H_kv, query heads per KV head, Q, S + number of earlier steps]
+    # Attention weights, [B, H_kv, H / H_kv, Q, S + number of earlier steps].
     share = torch.cat(scores, dim=-1).softmax(dim=-1).to(values.dtype)
     attended = share[..., :n_slots] @ values[:, :, None]
     for index, own_values in enumerate(own[1::2]):

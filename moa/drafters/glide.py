@@ -14,8 +14,8 @@ in the MoA authors' code (``train/glide.py``), neither the cross-attention nor t
 norm before it.
 
 Training cuts sequences into blocks of consecutive positions. Each block is trained as a draft
-round, so the positions of a block see only the target's KV of earlier blocks. Example for blocks of
-3 positions and offset 1::
+round, so the positions of a block see only the target's KV of earlier blocks. In the example,
+blocks have 3 positions. The offset is 1, so a block starts at position 1::
 
     position                   0 1 2 3 4 5 6 7 8
     last visible target KV     . 0 0 0 3 3 3 6 6
@@ -27,9 +27,9 @@ multi-head latent attention, it caches latents. The drafter then attends to a si
 key is the concatenation of the latent and the rotated key, and its value is the latent. This is
 multi-head latent attention with the projections absorbed into the queries and the output.
 
-The MoA authors' code uses offset 0, and rotates the target's keys a second time. In their code, the
-first block attends to all keys, because no block precedes it. Here the first block is a round that
-starts after position 0, and position 0 itself has no loss.
+The MoA authors' code uses offset 0, so a block starts at position 0. It also rotates the target's
+keys a second time. In their code, the first block attends to all keys, because no block precedes
+it. Here the first block is a round that starts after position 0, and position 0 itself has no loss.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +149,7 @@ class GlideDrafter(Drafter):
         queries, valid = training.loss_queries(self.loss_positions(inputs.response_mask, draws))
         last_seen = block_context(queries, self.config.block_size, draws.offset).clamp(min=0)
         indices = training.true_indices(valid)
-        features = self._features(frozen, inputs, last_seen, queries)[indices]  # [P, E]
+        features = self._features(frozen, inputs, last_seen, queries)[indices]  # Features, [P, E].
         goal = training.at_queries(inputs.hidden, queries)[indices]
         kl, feature = training.distillation(
             frozen, features, goal, step.scale(len(features)), step.weights.divergence
@@ -160,9 +160,9 @@ class GlideDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        # A draft step reads the tokens of earlier drafts, but not their features. The tokens are
-        # known here, so one forward pass computes all drafts. Training does the same, but with
-        # blocks in place of draft rounds.
+        # A draft step reads the tokens of earlier drafts, but not their features. The tokens of the
+        # batch count as the drafted tokens, so one forward pass computes all drafts. Training does
+        # the same, but with blocks in place of draft rounds.
         queries, valid, context = training.round_queries(inputs.response_mask, draws)
         return DraftedFeatures(queries, valid, self._features(frozen, inputs, context, queries))
 
@@ -190,11 +190,11 @@ class GlideDrafter(Drafter):
             tokens: [B, T], token ids.
             kv: [B, T, n, D], packed target KV of n >= 1 layers. The drafter attends to the last of
                 these layers.
-            seen: the positions whose target KV each query sees. If it is a tensor, its shape is
+            seen: the mask that says which positions' target KV each query sees. A tensor mask is
                 [B, Q, T]. Its values are bool, or floats that are added to the attention scores.
             queries: [B, Q], positions.
         """
-        positions = masks.positions_of(tokens)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T], the same positions for all rows.
         embeddings = frozen.embed(tokens)
         own_kv = self.self_attention.keys_values(embeddings, self.rotary(positions))
         causal = masks.Mask.up_to(queries, tokens.shape[1])
@@ -265,8 +265,8 @@ class GlideDrafter(Drafter):
     def _decoding_layer(self, before: Sequence[int], cache: KVSource) -> Callable[..., Tensor]:
         layer, n_heads, key_width, value_width = self.config.attended
         keys, values = cache.layer_view(layer, max(before))
-        # The cache has the width of the target's widest layer. So cut off the padding if this layer
-        # is narrower.
+        # The cache has the width of the target's widest layer. If the layer to which the drafter
+        # attends is narrower, cut off the padding.
         keys = keys[:, :n_heads, :, :key_width]
         values = values[:, :n_heads, :, :value_width]
         target = self._keys_values(keys, values)
@@ -274,11 +274,11 @@ class GlideDrafter(Drafter):
 
 
 def block_context(queries: Tensor, block_size: int, offset: Tensor | None = None) -> Tensor:
-    """Find the last position before the block that contains each query: [B, Q] int64.
+    """For each query, find the last position before the query's block: [B, Q] int64.
 
-    Queries [B, Q] are positions. For queries in the first block, the result is below 0. In each
-    row, a block starts at the row's ``offset`` [B]; without offsets, a block starts at position 0
-    (lines 145-147 of ``train/glide.py`` in the MoA authors' code).
+    Queries [B, Q] are positions. For queries in the block that contains position 0, the result is
+    below 0. In each row, a block starts at the row's ``offset`` [B]. Without offsets, a block
+    starts at position 0 (lines 145-147 of ``train/glide.py`` in the MoA authors' code).
     """
     shift = 0 if offset is None else (offset % block_size)[:, None]
     return shift + (queries - shift) // block_size * block_size - 1

@@ -123,8 +123,8 @@ class IndependentDrafter(Drafter):
         inputs = step.inputs
         queries, valid = loss_queries(inputs.response_mask.bool())
         indices = true_indices(valid)
-        features = self(inputs.tokens, queries)[indices]  # [P, W]
-        goal = at_queries(inputs.hidden, queries)[indices]  # [P, E]
+        features = self(inputs.tokens, queries)[indices]  # Features, [P, W].
+        goal = at_queries(inputs.hidden, queries)[indices]  # Target states, [P, E].
         total, _ = losses.chunked_losses(
             features[:, None], goal, frozen.lm_head_weight, features.new_ones(len(features), 1, 1),
             own_head=self.embed_tokens.weight, divergence=step.weights.divergence,

@@ -57,9 +57,10 @@ class KVEncoderSizes(DrafterSizes):
     # The index of the KV group of each layer with KV. The layers of a KV group have the same KV
     # shape. Empty if all layers have the same KV shape.
     kv_groups: Indices = ()
-    # The KV width of the layers of each KV group, in place of D.
+    # For each KV group, the KV width of its layers. This width replaces D.
     kv_group_widths: Indices = ()
-    layer_attention_heads: SizeOrZero = 0  # Number of query heads; it must divide kv_width.
+    # Number of query heads of layer self-attention. This number must divide ``kv_width``.
+    layer_attention_heads: SizeOrZero = 0
     layer_attention_head_dim: SizeOrZero = 0  # Head dim of layer self-attention.
     layer_attention_kv_heads: SizeOrZero = 0  # Number of KV heads of layer self-attention.
     # MLP width of layer self-attention.
@@ -98,7 +99,7 @@ class KVEncoderSizes(DrafterSizes):
         return None if self.layer_stride == 1 else self.encoded_layers
 
     def encoder_problems(self) -> Iterator[str]:
-        """Yield descriptions of sizes of the KV encoder that do not fit together."""
+        """Yield one message for each contradiction between the sizes of the KV encoder."""
         heads = self.layer_attention_heads
         kv_heads = self.layer_attention_kv_heads
         head_dim = self.layer_attention_head_dim
@@ -154,8 +155,9 @@ class KVEncoderSizes(DrafterSizes):
         n_heads = min(facts.n_heads, max(1, kv_width // 64)) if grouped else facts.n_heads
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The MoA authors' code gives layer self-attention the target's number of heads. If this
-        # number does not divide the KV width, their code rounds the head dim down. So accept this
-        # number if the head dim is even, and refuse others that do not divide the KV width.
+        # number does not divide the KV width, their code rounds the head dim down. So accept the
+        # target's number of heads if the head dim is even. Any other number of heads must divide
+        # the KV width.
         if kv_width % heads and (heads != facts.n_heads or kv_width // heads % 2):
             raise DrafterError(
                 f"`layer_attention_heads` is {heads}, which does not divide {kv_width}, the KV "
@@ -188,8 +190,8 @@ def _layer_attention_heads(kv_width: int, n_heads: int) -> int:
 class KVEncoder(nn.Module):
     """The part of a drafter that encodes KV.
 
-    Drafters inherit from this class. If it were a submodule of a drafter, the names of its weights
-    would get a prefix that the published names do not have.
+    Drafters inherit from this class. If the encoder were a submodule of a drafter, the names of its
+    weights would get a prefix that the published names do not have.
     """
 
     config: KVEncoderSizes

@@ -143,11 +143,11 @@ class MedusaDrafter(Drafter):
         counts = every.sum(dim=(1, 2)).tolist()
         total_share = sum(HEAD_DECAY**k for k in range(1, len(self.heads) + 1))
         shares = [HEAD_DECAY**k / total_share for k in range(1, len(self.heads) + 1)]
-        # Each tensor is [P] int64: the index k - 1 of the head, the row and the position of each
-        # loss position of all heads.
+        # Three tensors [P] int64. For each loss position of each head, they contain the index k - 1
+        # of the head, the row, and the position.
         indices, rows, positions = true_indices(every)
-        # Head k reads the hidden state k positions earlier, so it is not trained at positions below
-        # k.
+        # Head k reads the hidden state that is k positions before the loss position. So head k is
+        # not trained at positions below k.
         read = hidden[rows, positions - (indices + 1)].split(counts)
         features = [head(states) for head, states in zip(self.heads, read, strict=True)]
         kl, _ = losses.chunked_losses(
@@ -165,7 +165,7 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the features of drafts. The input is the last hidden state that a round sees."""
+        """Compute the features of drafts from the last hidden state that each round sees."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
         # The number k of the head that drafts each position; 0 for padding.
         step = torch.where(valid, queries - context, 0)
@@ -178,8 +178,8 @@ class MedusaDrafter(Drafter):
 
     @override
     def draft_logits(self, frozen: FrozenTarget, features: Tensor) -> Tensor:
-        # All drafts of a level have the same features, which are an expanded tensor with stride 0.
-        # So compute the logits only once.
+        # All drafts of a level have the same features, in an expanded tensor with stride 0. So
+        # compute the logits of a level only once.
         if features.ndim == 3 and features.stride(1) == 0:
             return super().draft_logits(frozen, features[:, :1]).expand(-1, features.shape[1], -1)
         return super().draft_logits(frozen, features)

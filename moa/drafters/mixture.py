@@ -27,9 +27,10 @@ not drafted. Tokens 5, 6 and 7 are one round. For this round, tokens 0 to 4 are 
 Some rows of a batch are *staircase rows* (see ``masks``). In a staircase row, self-attention sees
 only the tokens of the round.
 
-In the paper, a draft sees the earlier drafts of its round only as embeddings in self-attention, and
-the last drafts of a round agree less often with the target. With ``cross_attention_drafts``, which
-is not in the paper, cross-attention also sees the drafts of the round.
+In the paper, cross-attention does not see the drafts of a round. A draft sees the earlier drafts of
+its round only as embeddings in self-attention, and the last drafts of a round agree less often with
+the target. With ``cross_attention_drafts``, which is not in the paper, cross-attention also sees
+the drafts of the round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +100,8 @@ class MoASizes(KVEncoderSizes):
         n_last = self.target_layer_inference
         layers = self.read_kv_layers
         # The last N target layers attend to their own KV, so the KV of all N layers must be read.
-        # The layers that the KV encoder reads include the last target layer, but not always all N.
+        # The KV encoder always reads the last target layer, but not always all of the last N
+        # layers.
         if n_last > 1 and layers is not None:
             layers = None if self.layer_attention else tuple(range(-n_last, 0))
         return Reads(True, layers, self.n_layers - n_last - 1 if n_last else None)
@@ -121,8 +123,8 @@ class MoASizes(KVEncoderSizes):
 class MoADraftState(LayerState):
     """The caches of the self-attention and of the cross-attention.
 
-    The cache of the cross-attention is ``encoded``. It has one slot for each verified position. If
-    ``has_drafts`` is true, the slots of the current round's tokens follow.
+    ``encoded`` is the cache of the cross-attention. This cache has one slot for each verified
+    position. If ``has_drafts`` is true, the slots of the current round's tokens follow.
     """
 
     def __init__(self, n_rows: int, has_drafts: bool) -> None:
@@ -196,11 +198,11 @@ class MoADrafter(KVEncoder, Drafter):
             final norm compute from it, [B, Q, E] each. If N is 0, both are the same tensor.
         """
         n_tokens = tokens.shape[1]
-        positions = masks.positions_of(tokens)[None, :]  # [1, T]
+        positions = masks.positions_of(tokens)[None, :]  # [1, T], the same positions for all rows.
         queries = rounds.queries
         context = rounds.context
 
-        encoded = self.encode_kv(kv, positions)  # [B, T, E]
+        encoded = self.encode_kv(kv, positions)  # The encoded KV, [B, T, E].
 
         # Self-attention
         rotation = self.rotary(positions)
@@ -239,10 +241,10 @@ class MoADrafter(KVEncoder, Drafter):
         """Compute the losses of the two outputs of :meth:`forward`."""
         inputs = step.inputs
         indices = true_indices(rounds.weights > 0)
-        weights = rounds.weights[indices]  # [P]
+        weights = rounds.weights[indices]  # Loss weights, [P].
         scale = step.scale(weights.sum())
-        features = features[indices]  # [P, E]
-        hidden = at_queries(inputs.hidden, rounds.queries)[indices]  # [P, E]
+        features = features[indices]  # Features, [P, E].
+        hidden = at_queries(inputs.hidden, rounds.queries)[indices]  # Target states, [P, E].
         if step.weights.d_pace is not None:
             labels = inputs.tokens[
                 indices[0], (rounds.queries[indices] + 1).clamp(max=inputs.tokens.shape[1] - 1)
@@ -262,7 +264,8 @@ class MoADrafter(KVEncoder, Drafter):
         terms = {"forward_kl": kl, "feature_loss": feature}
         feature_term = feature
         if self.config.target_layer_inference:
-            # If N is above 0, ``MoASizes.reads`` requests these states, so the batch has them.
+            # If N is above 0, ``MoASizes.reads`` requests the input of the last N layers, so the
+            # batch contains it.
             assert inputs.entering_hidden is not None
             goal = at_queries(inputs.entering_hidden, rounds.queries)[indices]
             terms["entering_feature_loss"] = (
@@ -357,8 +360,8 @@ def run_target_layers(frozen: FrozenTarget, x: Tensor, kv: Tensor, rounds: Round
     """Run the features x [B, Q, E] of many rounds through the target's last N decoder layers.
 
     As in decoding, a query sees the target's own KV up to the last verified position of its round,
-    and after it the KV of the drafted features of its round. ``kv`` [B, T, n, D] has the KV of at
-    least the last N layers.
+    and after it the KV of the drafted features of its round. ``kv`` [B, T, n, D] contains the KV of
+    n layers, which include the last N layers.
     """
     queries = rounds.queries
     context = rounds.context

@@ -34,8 +34,8 @@ class DrafterSizes:
 
     # Kind of drafter with these sizes, a key of ``registry.DRAFTERS``.
     kind: ClassVar[str]
-    # Prefixes of field names. If the name of a field starts with one of them, and its value is
-    # empty or 0, the JSON form omits the field.
+    # Prefixes of field names. The JSON form omits a field if its name starts with one of these
+    # prefixes, and its value is empty or 0.
     left_out: ClassVar[tuple[str, ...]] = ("draft_",)
     # Names of fields on which the drafter's weights do not depend.
     without_weights: ClassVar[tuple[str, ...]] = ("draft_vocabulary",)
@@ -54,7 +54,8 @@ class DrafterSizes:
     max_position_embeddings: Size  # Maximum number of positions of the target.
     # Epsilon of all RMSNorms, the same as in the target.
     norm_eps: Epsilon
-    # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All blocks use them.
+    # RoPE parameters of the target (``rope_theta``, ``rope_type``, ...). All decoder blocks of the
+    # drafter use these parameters.
     rope_parameters: dict[str, Any]
     # True if the q, k and v projections of self-attention have biases, as for Qwen2 targets.
     qkv_bias: Flag = False
@@ -92,9 +93,9 @@ class DrafterSizes:
             )
 
     def problems(self) -> Iterator[str]:
-        """Yield descriptions of sizes that do not fit together.
+        """Yield one message for each contradiction between the sizes.
 
-        The single values have already been checked.
+        Each single value has already been checked.
         """
         yield from ()
 
@@ -114,7 +115,7 @@ class DrafterSizes:
 
     @property
     def max_depth(self) -> int | None:
-        """The maximum number of draft levels, or None for any number."""
+        """The maximum number of draft levels. None if the number is not limited."""
         return None
 
     def check_depth(self, depth: int) -> None:
@@ -127,9 +128,10 @@ class DrafterSizes:
             )
 
     def kv_head_problems(self, *names: str) -> Iterator[str]:
-        """Yield a problem for each field whose value does not divide the number of query heads.
+        """Check numbers of KV heads: they must divide the number of query heads.
 
-        ``names`` are the names of these fields, which have numbers of KV heads.
+        ``names`` are the names of the fields that contain numbers of KV heads. The result has one
+        message for each field with a wrong number.
         """
         for name in names:
             if self.n_heads % (count := getattr(self, name)):
@@ -261,7 +263,7 @@ def multiple_of_32(width: float) -> int:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of a number that is at most ``limit``."""
+    """Among the divisors of ``number`` that are at most ``limit``, return the largest."""
     return next(divisor for divisor in range(limit, 0, -1) if number % divisor == 0)
 
 
@@ -282,9 +284,9 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
 
 
 def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
-    """Raise DrafterError if the target has too few layers for the default layers.
+    """Raise DrafterError if the target has too few layers for a drafter's default layers.
 
-    The default layers then do not ascend.
+    If the target has too few layers, the indices of the default layers do not ascend.
     """
     if list(layers) != sorted(set(layers)):
         n_read = min(len(layers), n_layers)
@@ -309,7 +311,7 @@ def check_target_fits(
     sizes = {"kv_width": 2 * sizes["n_kv_heads"] * sizes["head_dim"], **sizes}
     wrong: list[str] = []
     for name in ("n_layers", "hidden_size", "vocab_size", "n_heads", "head_dim", "kv_width"):
-        # A size is 0 if it is not stated in the drafter's checkpoint, which another project wrote.
+        # Ignore sizes that are 0. A checkpoint of another project may not state these sizes.
         size = getattr(config, name, 0)
         if size not in (0, sizes[name]):
             wrong.append(f"the drafter's {name} is {size}, but the target's is {sizes[name]}")

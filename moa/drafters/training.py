@@ -114,15 +114,15 @@ class TrainingInputs:
 
 @dataclass
 class BlockDraws:
-    """The blocks of a response that are trained, and the loss weights of their drafts."""
+    """Settings that choose the draft blocks to train, and the loss weights of their drafts."""
 
     # K, number of drafts of a block.
     n_drafts: int = 1
     # Maximum number of blocks per sequence. If a sequence has more possible blocks, this number of
     # blocks is sampled. If None, all possible blocks are trained.
     max_anchors: int | None = None
-    # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. If 0, all drafts
-    # have the weight 1.
+    # Draft k, counted from 0, has the loss weight ``exp(-k / position_decay)``. If
+    # ``position_decay`` is 0, all drafts have the weight 1.
     position_decay: float = 0.0
     # [B, N] int64, fixed positions of anchors; -1 is padding. If None, :func:`draw_anchors` chooses
     # the anchors.
@@ -184,13 +184,14 @@ class Draws:
 class Rounds:
     """The draft rounds of a training step.
 
-    The drafted positions are called queries. The fields say what each query sees, and its weight.
+    The drafted positions are called queries. The fields say what each query sees, and which weight
+    the query has in the loss.
     """
 
     queries: Tensor  # [B, Q] int64, the position of each query.
     context: Tensor  # [B, Q] int64, the last position whose target activations a query sees.
     drafted: Tensor  # [B, Q] bool; False is padding.
-    # [B, Q] float32, weight in the loss.
+    # [B, Q] float32, weight of each query in the loss.
     weights: Tensor
     # [B, Q] bool, true if self-attention sees only tokens of the query's own round. This is the
     # case in the on-policy pass of staircase rows.
@@ -205,7 +206,8 @@ class Rounds:
 
         ``response_mask`` is [B, T].
         """
-        parts: list[tuple[Tensor, ...]] = []  # One tuple per pass, with one tensor per field.
+        # One tuple per pass. A tuple has one tensor for each field of :class:`Rounds`.
+        parts: list[tuple[Tensor, ...]] = []
         passes = draws.passes(response_mask)
         # For each pass, the largest number of drafted positions in a row. Copy these numbers from
         # the device together, so that the host synchronizes with it only once.
@@ -220,7 +222,8 @@ class Rounds:
             parts.append(
                 (queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index)
             )
-        columns: list[Tensor] = []  # One tensor per field, with the queries of all passes.
+        # One tensor for each field of :class:`Rounds`. It contains the queries of all passes.
+        columns: list[Tensor] = []
         for of_passes in zip(*parts, strict=True):
             columns.append(torch.cat(of_passes, dim=-1))
         return cls(*columns)
@@ -233,7 +236,8 @@ class Rounds:
         weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
-        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1  # index of the round in its row
+        # The index of the query's round in its row.
+        index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1
         cell = (at[0], index[at], depth[at])
         shape = (*depth.shape, int(depth.max()) + 1)
         paced = losses.d_pace_at(cell, shape, cross_entropy, True, smoothing)
@@ -274,9 +278,10 @@ def at_queries(x: Tensor, queries: Tensor) -> Tensor:
 
 
 def draft_rounds(response_mask: Tensor, draws: Draws, first: int = 1) -> tuple[Tensor, Tensor]:
-    """Find the drafted positions from ``first`` on, and the last context position before each.
+    """Find the drafted positions, and the last context position that each position sees.
 
-    A draft round sees the target's activations up to this context position.
+    A draft round sees the target's activations up to its last context position. Positions before
+    ``first`` are not drafted.
 
     Returns:
         [B, T] bool, true for drafted positions; and [B, T] int64, the last context position at or
@@ -307,8 +312,8 @@ def round_queries(
 def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Choose the positions in responses at which draft blocks start (anchors), ascending.
 
-    ``response_mask`` is [B, T]. A row has at most ``draws.blocks.max_anchors`` anchors. If it has
-    more possible anchors, they are sampled with the row's seed.
+    ``response_mask`` is [B, T]. A row has at most ``draws.blocks.max_anchors`` anchors. If a row
+    has more possible anchors, its anchors are sampled with the row's seed.
 
     Returns:
         Anchors [B, N] int64, padded with 0, and valid [B, N] bool, with N >= 1.
@@ -318,7 +323,8 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         valid = blocks.anchors >= 0
         return torch.where(valid, blocks.anchors, 0), valid
     response = response_mask.bool().cpu()
-    trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))  # [B, T]
+    # [B, T], true for possible anchors.
+    trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))
     if blocks.max_anchors is not None:
         for row, anchors in enumerate(trained):
             candidates = anchors.nonzero()[:, 0]
@@ -372,8 +378,8 @@ def block_mask(anchors: Tensor, valid: Tensor, n_slots: int, n_context: int) -> 
         return key < first[row, query]
 
     def own_block(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # ``row < 0`` is always false. It is there to broadcast the result to the common shape of
-        # all three indices.
+        # ``row < 0`` is always false. Its only purpose is to broadcast the result to the common
+        # shape of all three indices.
         return (query // n_slots == key // n_slots) | (row < 0)
 
     return masks.Mask(first, ((n_context, context), (first.shape[1], own_block)))
@@ -395,7 +401,7 @@ class LossWeights:
     cross_entropy: float = 0.1
     l1: float = 0.9  # Weight of the L1 distance between the distributions of drafter and target.
     confidence: float = 1.0  # Weight of the confidence head's binary cross-entropy.
-    # The divergence of the forward KL term.
+    # The divergence that the forward KL term computes.
     divergence: losses.Divergence = losses.KL
     # Smoothing s of D-PACE. D-PACE computes the weight of a draft from the probabilities of the
     # drafts of its block. Each probability q is first replaced by (1 - s) q + s. If None, D-PACE is
@@ -432,8 +438,8 @@ class TrainingStep:
         """Return the factor by which sums over loss positions are multiplied.
 
         The factor is 1 divided by the ``denominator``. Without a denominator, the factor is 1
-        divided by ``n_positions``. If ``n_positions`` is a tensor, this synchronizes with the
-        device.
+        divided by ``n_positions``. If ``n_positions`` is a tensor, the function synchronizes with
+        the device.
         """
         # Without a denominator, add 1e-5 as the MoA authors' code does.
         return 1.0 / (

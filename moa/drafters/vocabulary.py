@@ -1,11 +1,11 @@
 """Draft vocabularies: the tokens that a drafter can draft. A small vocabulary can save time.
 
 To compute a draft, the drafter's weights and an LM head are read from memory. With a large
-vocabulary, most of these weights are in the LM head: 28 M of 32 M for EAGLE-2 and a target of 135 M
-weights with 49,152 tokens. A drafter that drafts only the most frequent tokens reads only the rows
-of these tokens. It never drafts the other tokens, so a draft fails whenever the target chooses one
-of the other tokens. The decoded text does not change. Frequency-ranked speculative sampling (arXiv
-2502.14856) does this for EAGLE-2.
+vocabulary, most of these weights are in the LM head. For a target of 135 M weights with 49,152
+tokens, EAGLE-2 reads 32 M weights per draft, 28 M of them in the LM head. A drafter that drafts
+only the most frequent tokens reads only the rows of these tokens. It never drafts the other tokens,
+so a draft fails whenever the target chooses one of the other tokens. The decoded text does not
+change. Frequency-ranked speculative sampling (arXiv 2502.14856) does this for EAGLE-2.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ N_DRAFTS = 5
 # Assumed probability that a draft is accepted, which is realistic for a good drafter. With a worse
 # drafter, a smaller draft vocabulary loses fewer accepted drafts.
 _ACCEPTED = 0.8
-# Smallest vocabulary of a target for which a draft vocabulary is chosen. For a smaller vocabulary,
-# the LM head takes only a small share of the time of a draft.
+# A draft vocabulary is chosen only if the target's vocabulary has at least this number of tokens.
+# With fewer tokens, the LM head takes only a small share of the time of a draft.
 _FEWEST_TOKENS = 1 << 14
 # Smallest draft vocabulary. With fewer tokens, the drafter would save little more time, and would
 # suit only text similar to the training text.
 _SMALLEST_CHOICE = 1 << 12
-# A draft vocabulary must increase the number of committed tokens per weight read by at least this
-# factor. A smaller gain does not make up for the disadvantage of a draft vocabulary: it suits only
-# text similar to the training text.
+# A draft vocabulary must increase the number of committed tokens per weight that is read, by at
+# least this factor. A smaller gain does not make up for the disadvantage of a draft vocabulary: it
+# suits only text similar to the training text.
 _LEAST_GAIN = 1.1
 
 
@@ -56,9 +56,9 @@ def may_be_reduced(vocab_size: int) -> bool:
 def coverage(halves: Tensor, n_tokens: int) -> float:
     """Estimate which share of new text consists of the ``n_tokens`` most frequent tokens.
 
-    ``halves`` [2, V] has the token counts of two halves of a text. The most frequent tokens of each
-    half are counted in the other half. In their own half their share would be too large, because
-    some rare tokens are frequent there by chance.
+    ``halves`` [2, V] has the token counts of two halves of a text. The most frequent tokens of one
+    half are counted in the other half. If they were counted in the same half, their share would be
+    too large, because some rare tokens are frequent in this half by chance.
     """
     shares = []
     for counts, others in zip(halves, halves.flip(0), strict=True):
@@ -74,7 +74,9 @@ def choose_draft_vocabulary(
     target_weights: int,
     most_tokens: int | None = None,
 ) -> DraftVocabulary:
-    """Choose the draft vocabulary size that commits the most tokens per weight read in a round.
+    """Choose the size of the draft vocabulary.
+
+    With the chosen size, a round commits the most tokens per weight that it reads from memory.
 
     Call this function only if :func:`may_be_reduced` returns true for V.
 

@@ -3,13 +3,13 @@
 Sources:
 
 - z-lab/dflash ``dflash/model.py``, ``tests/fixtures/``: the file has no embeddings and no LM head,
-  because the target's are used. The first slot of a draft block drafts nothing.
+  because the drafter uses those of the target. The first slot of a draft block drafts nothing.
 - deepseek-ai/DeepSpec ``deepspec/modeling/dspark/qwen3/{modeling,config}.py``, ``markov_head.py``:
   the file contains copies of the target's embeddings and LM head. Every slot drafts a token. All
   keys of config.json are at the top level.
 - vllm-project/vllm ``vllm/model_executor/models/qwen3_dflash.py``, ``qwen3_dspark.py``,
   ``vllm/v1/worker/gpu/spec_decode/eagle/eagle3_utils.py``: the only Markov heads that vLLM supports
-  are vanilla heads. If the file has no embeddings and no LM head, vLLM uses the target's.
+  are vanilla heads. If the file has no embeddings and no LM head, vLLM uses those of the target.
 - sgl-project/sglang ``python/sglang/srt/models/dflash.py``, ``qwen3_dspark.py``,
   ``speculative/dflash_utils.py``: the file must have embeddings and an LM head. The only Markov
   heads that SGLang supports are vanilla heads. A confidence head must read the embedding of the
@@ -111,7 +111,7 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
 
 
 DFLASH = Layout(
-    # Example: z-lab/Qwen3-8B-DFlash-b16
+    # An example of this layout is z-lab/Qwen3-8B-DFlash-b16.
     name="dflash",
     kind=DFlashSizes.kind,
     reader="z-lab's code, vLLM and SGLang",
@@ -219,8 +219,8 @@ _DSPARK: dict[str, tuple[Any, ...]] = {
     "markov_head": ("none", "vanilla", "gated", "rnn"),
 }
 DSPARK = Layout(
-    # Example: deepseek-ai/dspark_qwen3_4b_block7. SGLang loads only drafters with vanilla Markov
-    # heads.
+    # An example of this layout is deepseek-ai/dspark_qwen3_4b_block7. SGLang loads only drafters
+    # with vanilla Markov heads.
     name="dspark",
     kind=DSparkSizes.kind,
     reader="DeepSpec and SGLang",
@@ -243,6 +243,7 @@ VLLM_DSPARK = replace(
     needs=(),
     requires=_DSPARK | {"markov_head": ("vanilla",)},
     notes=lambda sizes: [f"set num_speculative_tokens to {sizes.n_drafts}"],
-    # A folder that this package did not write is read with the layout ``dspark`` instead.
+    # Never recognise a folder. A folder that this package did not write is read with the layout
+    # ``dspark``.
     recognises=lambda names, config: False,
 )

@@ -55,8 +55,8 @@ _LAYOUT_PICKLE = "pytorch_model.bin"
 _OWN_KEY = "moa_data"
 # Keys of config.json that say whether layers have biases or norms. An absent key means false.
 _FLAGS = ("attention_bias", "qkv_bias", "mlp_bias", "bias", *EAGLE3_FLAGS)
-# Keys of config.json whose values moa-data derives from the sizes that it records under its own
-# key. When a folder is read, the values must still follow from these sizes.
+# Keys of config.json whose values follow from the sizes that moa-data records under ``_OWN_KEY``.
+# When a folder is read, these values must not contradict the recorded sizes.
 _IMPLIED_KEYS = {
     "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
@@ -159,8 +159,8 @@ def load_drafters(folders: Sequence[str], target: Target, dtype: torch.dtype) ->
 
     Returns:
         Name -> drafter. The name of a drafter is the name of its folder. If the folder is named
-        ``drafter``, it is the name of the parent folder. If another drafter already has the same
-        name, an apostrophe is appended.
+        ``drafter``, the drafter gets the name of the parent folder. If another drafter already has
+        the same name, an apostrophe is appended.
     """
     loaded: dict[str, Drafter] = {}
     for folder in folders:
@@ -396,13 +396,13 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
 
     Other programs read only their own keys, so they would run a drafter with other sizes.
     """
-    # An empty config stands for the target's config, because keys of the target's config are not
-    # compared.
+    # ``layout.config`` takes the target's config as an argument. An empty config is sufficient
+    # here, because keys that come from the target's config are not compared.
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
     if "hidden_act" in written:
-        # This config.json describes the drafter and not the target. So a flag that is absent in
-        # ``written`` means that the drafter has no such bias or norm.
+        # A config.json with the key ``hidden_act`` describes the drafter and not the target. So if
+        # ``written`` has no flag for a bias or a norm, the drafter does not have it.
         written = dict.fromkeys(_FLAGS, False) | written
     layers = nested(config, LAYERS_KEY)
     for found in (config, layers, *(nested(part, "rope_parameters") for part in (config, layers))):
@@ -426,8 +426,8 @@ def _check_ignored(
         needed: names of tensors that must be in the file, because this package wrote them.
     """
     n_rows = {LM_HEAD: len(tensors["d2t"])} if "d2t" in tensors else {}
-    # In the file of an independent drafter, the unused tensor is a copy of the drafter's own
-    # embeddings, so it has the drafter's width.
+    # The unused tensor of an independent drafter is a copy of the drafter's embeddings, and not of
+    # the target's. So it has the drafter's width.
     width = getattr(sizes, "independent_width", sizes.hidden_size)
     for name in layout.ignored:
         if name in tensors or name in needed:
@@ -442,8 +442,8 @@ def _check_ignored(
 def _read_weight_file(folder: Path) -> Weights:
     """Read all tensors of a folder.
 
-    They are read from the first of these that exists: ``model.safetensors``, the safetensors files
-    in ``model.safetensors.index.json``, ``pytorch_model.bin``.
+    The first of these sources that exists is read: ``model.safetensors``, the safetensors files in
+    ``model.safetensors.index.json``, ``pytorch_model.bin``.
     """
     if (folder / _LAYOUT_WEIGHTS).is_file():
         return _read_safetensors(folder / _LAYOUT_WEIGHTS)

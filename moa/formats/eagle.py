@@ -67,8 +67,8 @@ def _scaled(weights: Weights, sizes: EagleSizes, scale: float) -> Weights:
     The products are exact if the scale is a power of two.
     """
     fc_weight = weights.get("fc.weight")
-    # If this tensor is missing or has a wrong shape or dtype, change nothing. `find_problems`
-    # refuses the weights later.
+    # If the weight of ``fc`` is missing or has a wrong shape or dtype, change nothing.
+    # ``find_problems`` refuses the weights later.
     if fc_weight is None or fc_weight.dim() != 2 or fc_weight.dtype not in FLOATS:
         return weights
     fc_weight = fc_weight.clone()
@@ -196,7 +196,7 @@ def _read_authors_sizes(weights: Weights, config: ForeignConfig) -> EagleSizes:
 
 
 EAGLE = Layout(
-    # Example: yuhuili/EAGLE-LLaMA3-Instruct-8B
+    # An example of this layout is yuhuili/EAGLE-LLaMA3-Instruct-8B.
     name="eagle",
     kind=EagleSizes.kind,
     reader="the EAGLE authors' code",
@@ -234,8 +234,9 @@ VLLM_EAGLE = replace(
     needs=(),
     requires={"eagle_fc_bias": (False,)},
     unfit=lambda sizes: [],
-    config=partial(_config, bias=False),  # A true ``bias`` would add attention biases.
-    # A folder that this package did not write is read with the layout ``eagle`` instead.
+    config=partial(_config, bias=False),  # If ``bias`` were true, attention would have biases.
+    # Never recognise a folder. A folder that this package did not write is read with the layout
+    # ``eagle``.
     recognises=lambda names, config: False,
 )
 SGLANG_EAGLE = replace(
@@ -341,10 +342,11 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
     }
     for name in EAGLE3_FLAGS:
-        # A flag is also true if the file has tensors with its name, such as ``fc_norm.0.weight``.
+        # A flag is also true if the file has a tensor with the name of the flag, such as
+        # ``fc_norm.0.weight`` for ``fc_norm``.
         read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
-    # TensorRT-LLM reads ``norm_before_fc`` in ``eagle_config``. The other keys are always at the
-    # top level.
+    # TensorRT-LLM reads the flag ``norm_before_fc`` in ``eagle_config``. The other flags are always
+    # at the top level of config.json.
     read["norm_before_fc"] = bool(eagle_config.get("norm_before_fc", read["norm_before_fc"]))
     return Eagle3Sizes.from_dict(
         facts | layout.layer_facts(weights, facts["head_dim"], "midlayer", config) | read
@@ -393,7 +395,8 @@ EAGLE3 = Layout(
     unpack=lambda weights, sizes: (
         _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
     ),
-    own_name=lambda name: name.replace("layers.0.", "midlayer."),  # vLLM has ``layers.0.``.
+    # Some files have vLLM's name of the decoder layer, ``layers.0.``.
+    own_name=lambda name: name.replace("layers.0.", "midlayer."),
     recognises=lambda names, config: bool(
         {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names
     ),

@@ -21,7 +21,7 @@ from ..targets.facts import rope_parameters
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-ACTIVATION = "silu"  # The name in transformers of the activation function of all drafters.
+ACTIVATION = "silu"  # All drafters have this activation function. The name is from transformers.
 Weights = dict[str, Tensor]  # Tensors by name, from a file or a drafter's state dict.
 ForeignConfig = Mapping[str, Any]  # The content of a config.json that another program wrote.
 NO_CONFIG: ForeignConfig = MappingProxyType({})
@@ -42,16 +42,17 @@ class Layout:
     # Kind of drafter that this layout stores, a key of ``registry.DRAFTERS``.
     kind: str
     reader: str  # Name of the program that reads the layout, for messages.
-    # What is needed from the target to write a folder: the names of target tensors that are copied
-    # into the file, and ``config`` if the target's transformers config is needed.
+    # What a written folder needs from the target. The tuple contains the names of target tensors
+    # that are copied into the file. It contains ``config`` if the target's transformers config is
+    # needed.
     needs: tuple[str, ...] = ()
     # Names of tensors in the file that are not read, because they are copies of target tensors.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
     # Name of a size -> allowed values. If a size has another value, the program that reads the
     # layout would not run the drafter as it was trained.
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Returns other reasons why the program that reads the layout would not run the drafter as it
-    # was trained.
+    # Returns further reasons why the program that reads the layout would not run the drafter as it
+    # was trained, in addition to the sizes in ``requires``.
     unfit: Callable[[Any], Iterable[str]] = lambda sizes: []
     # Returns notes for the user about a written folder.
     notes: Callable[[Any], list[str]] = lambda sizes: []
@@ -63,14 +64,16 @@ class Layout:
     # Converts the name of a tensor in the file to its name in the drafter's state dict. This works
     # for the files of all versions of the other program.
     own_name: Callable[[str], str] = _unchanged
-    # Converts the drafter's tensors to the tensors of the file. ``file_name`` is applied after it.
+    # Converts the drafter's tensors to the tensors of the file. Afterwards ``file_name`` renames
+    # these tensors.
     pack: Callable[[Weights, Any], Weights] = _unchanged
-    # Converts the tensors of the file to the drafter's tensors. ``own_name`` is applied before it.
+    # Converts the tensors of the file to the drafter's tensors. Before that, ``own_name`` has
+    # renamed the tensors.
     unpack: Callable[[Weights, Any], Weights] = _unchanged
-    # The next two functions are for folders that this package did not write. ``recognises`` returns
-    # whether a folder has this layout. Its arguments are config.json and the tensor names of the
-    # file, without the prefix ``model.``. ``read_sizes`` reads the drafter's sizes. Its arguments
-    # are config.json and the tensors after renaming.
+    # The next two functions are for folders that this package did not write. ``recognises`` takes
+    # the tensor names of the file, without the prefix ``model.``, and config.json. It returns
+    # whether the folder has this layout. ``read_sizes`` takes the renamed tensors and config.json.
+    # It returns the drafter's sizes.
     recognises: Callable[[set[str], ForeignConfig], bool] = lambda names, config: False
     read_sizes: Callable[[Weights, ForeignConfig], DrafterSizes]
 
@@ -142,9 +145,9 @@ def is_rope_scaled(sizes: DrafterSizes) -> bool:
 
 
 def unfilled_width(sizes: DrafterSizes) -> Iterator[str]:
-    """Yield a reason against the layout if the head dim is not the width / the number of heads.
+    """Yield a reason against a layout if the target's head dim is not width / number of heads.
 
-    This is for layouts of programs that always compute the head dim as this quotient.
+    Some programs always compute the head dim as this quotient. This function is for their layouts.
     """
     if sizes.n_heads * sizes.head_dim != sizes.hidden_size:
         yield (
@@ -191,7 +194,8 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "norm_eps": known.rms_norm_eps,
             "rope_parameters": rope_parameters(known),
         }
-    # Check only these fields here. :class:`DrafterSizes` checks the other fields.
+    # Check the width, the number of heads and the head dim here. :class:`DrafterSizes` checks the
+    # other fields.
     for name in ("hidden_size", "n_heads", "head_dim"):
         if type(facts[name]) is not int or facts[name] < 1:
             raise DrafterError(
@@ -208,7 +212,7 @@ def layer_facts(
 
     Args:
         layer: prefix of the names of the layer's tensors, without the dot at its end.
-        config: the drafter's config.json. It is refused if it contradicts the tensors.
+        config: the drafter's config.json. A config.json that contradicts the tensors is refused.
     """
     keys = f"{layer}.self_attn.k_proj.weight"
     gate = f"{layer}.mlp.gate_proj.weight"
@@ -295,17 +299,17 @@ def rows(weights: Weights, name: str) -> int:
 
 
 def nested(config: ForeignConfig, key: str) -> dict[str, Any]:
-    """Return the mapping under a key of config.json. It is empty if the value is not a mapping."""
+    """Return the mapping under a key of config.json. If the value is not a mapping, return {}."""
     value = config.get(key)
     return dict(value) if isinstance(value, Mapping) else {}
 
 
 def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
-    """Read the ids of the target layers that a drafter reads. The results are counted from 0.
+    """Return the target layers that a drafter reads, counted from 0.
 
     Args:
-        given: pairs of a list of ids, and the id that the first target layer has in this list (0 or
-            1). The first list that is not empty is used.
+        given: pairs of a list of layer ids, and the number from which this list counts target
+            layers (0 or 1). The first pair whose list is not empty is used.
     """
     for ids, first in given:
         if ids:
@@ -316,7 +320,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     "config.json."
                 )
             return tuple(layer - first for layer in ids)
-    # Refuse the file, because guessed layers could be wrong.
+    # Refuse the file instead of guessing the layers.
     raise DrafterError(
         "config.json does not say which layers of the target the drafter reads. Restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -55,7 +55,7 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
             layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
         )
         values[f"{our_name}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
-    # The drafter in the Mixture of Attentions paper has these settings.
+    # Use these settings of the drafter in the Mixture of Attentions paper.
     values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     return MoASizes.from_dict(values)
@@ -114,7 +114,8 @@ def _moa_notes(sizes: MoASizes) -> list[str]:
 
 
 MOA = Layout(
-    # Example: huawei-noah/MOASpec-Llama-3-8B-Instruct, with 29 tensors for a Llama target.
+    # An example of this layout is huawei-noah/MOASpec-Llama-3-8B-Instruct. Its file has 29 tensors
+    # for a Llama target.
     name="moa",
     kind=MoASizes.kind,
     reader="the MoA authors' code",

@@ -37,9 +37,9 @@ _HEADS = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-# For each type of drafter, the keys that are read, and the values that are used if keys are absent.
-# The key ``embed_requires_grad`` is not listed, so a drafter in which it is true is refused. Such a
-# drafter has its own embeddings in place of the target's embeddings.
+# For each type of drafter, the keys that are read. The value of a key is used if config.json does
+# not have the key. The key ``embed_requires_grad`` is not listed, so a drafter in which it is true
+# is refused. Such a drafter has its own embeddings in place of the target's embeddings.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,
@@ -147,7 +147,8 @@ def _flat(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
         }
         layers = AutoConfig.for_model(
             **layer_config
-            # ``to_dict`` adds absent keys with their default values.
+            # ``to_dict`` also returns keys that are absent from ``layer_config``, with default
+            # values.
         ).to_dict()
     merged = _OWN[kind] | dict(config) | layers
     merged["partial_rotary_factor"] = layout.nested(layers, "rope_parameters").get(
@@ -254,7 +255,7 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    # Recognise every other type too. Reading such a folder then raises an error that names the
-    # type.
+    # Recognise the folders of all other types of speculators drafters, too. Reading such a folder
+    # raises an error that names the type.
     recognises=lambda names, config: _TYPE in config,
 )

@@ -110,7 +110,7 @@ def needs_equal_heads(device: torch.device, dtype: torch.dtype, has_mask: bool) 
 
 
 def expand_heads(x: Tensor, n_heads: int) -> Tensor:
-    """Repeat each key/value head once per query head of its group.
+    """Repeat each key/value head for all query heads that share it.
 
     The shape changes from [B, H_kv, S, d] to [B, H, S, d].
     """
@@ -127,15 +127,17 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # one matrix product computes all query heads that share a key head.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
-    rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)  # [B * H_kv, group * Q, d]
-    # Shape [B * H_kv, group * Q, S]: the query heads of a group are rows of one product.
+    # Queries, [B * H_kv, H / H_kv * Q, d].
+    rows = q.unflatten(1, (n_kv_heads, -1)).flatten(2, 3).flatten(0, 1)
+    # Scores, [B * H_kv, H / H_kv * Q, S]. All query heads that share a key head are rows of one
+    # product.
     scores = torch.bmm(rows * head_dim**-0.5, k.flatten(0, 1).transpose(1, 2))
     attended = torch.bmm(scores.softmax(dim=-1), v.flatten(0, 1))
     return attended.reshape(*q.shape[:3], v.shape[3])
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attend with compiled FlexAttention, under a mask that is defined by rules."""
+    """Attend with compiled FlexAttention. The mask is defined by rules."""
     rules = tuple(rule.__code__ for _, rule in mask.parts)
     # FlexAttention needs a block mask, which lists the blocks of scores that it can skip. All
     # layers have the same mask, so build the block mask only once and store it in ``mask``.

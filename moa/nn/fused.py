@@ -49,7 +49,7 @@ class FusedWeights:
     # output projection; down projection.
     products: tuple[Laid, Laid, Laid, Laid]
     norms: tuple[Norm, Norm]
-    # All weights and biases that the layer had when they were fused.
+    # All weights and biases of the layer at the time of fusing.
     weights: list[Tensor]
     # Address and version of each weight at the time of fusing. A changed weight has another address
     # or version.
@@ -63,7 +63,7 @@ class FusedWeights:
     n_kv_heads: int
 
     def is_current(self) -> bool:
-        """Whether no weight has changed since the weights were fused."""
+        """Whether all weights are the same as when they were fused."""
         return [state_of(weight) for weight in self.weights] == self.states
 
     def project(
@@ -137,9 +137,9 @@ def _submodules(layer: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _fused(linears: Sequence[Any], is_exact: bool) -> Laid:
-    """Pack linear layers that have the same input as one product.
+    """Pack several linear layers as one product. All of these layers have the same input.
 
-    Either all of these layers have a bias, or none.
+    Either all of the layers have a bias, or none of them has one.
     """
     weight = torch.cat([linear.weight for linear in linears])
     bias = None
@@ -200,7 +200,7 @@ def before_attention(
 def after_attention(
     attended: Tensor, x: Tensor, norm: Norm, gates: Laid, o: Laid, down: Laid
 ) -> Tensor:
-    """Run the operations of a layer after attention.
+    """Run the operations of a layer that follow attention.
 
     Args:
         attended: The output of attention [B, n, H * d], before the output projection.

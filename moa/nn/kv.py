@@ -6,7 +6,7 @@ D = 2 * H_kv * d, S slots.
 For each token and layer, the packed layout is ``[k_0 v_0 k_1 v_1 ...]`` over the KV heads, with
 keys after RoPE (lines 117-119 of ``moa_spec/models/train/moa_spec.py`` in the MoA authors' code).
 The field ``kv`` of an activation store, ``[T, L, H_kv, 2, d]``, has the same order of values. So
-its last three axes can be merged into the packed layout without a copy.
+the last three axes of this field can be merged into the packed layout without a copy.
 """
 
 import copy
@@ -27,8 +27,8 @@ def pack_kv(keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Pack the keys (after RoPE) and values of L layers, each [B, H_kv, T, d]: [B, T, L, D]."""
     # One tensor [B, H_kv, T, 2d] per layer, with each head's key next to its value.
     per_layer = [torch.cat((k, v), dim=-1) for k, v in zip(keys, values, strict=True)]
-    stacked = torch.stack(per_layer, dim=1)  # [B, L, H_kv, T, 2d]
-    return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # [B, T, L, D]
+    stacked = torch.stack(per_layer, dim=1)  # Shape: [B, L, H_kv, T, 2d].
+    return stacked.permute(0, 3, 1, 2, 4).flatten(3)  # The result is [B, T, L, D].
 
 
 def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
@@ -45,11 +45,12 @@ def unpack_kv(packed: Tensor, n_kv_heads: int) -> KeysValues:
 def rotate_packed_keys(packed: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the keys of packed KV [n, L, D]. The values stay unchanged.
 
-    ``rotation`` is cos and signed sin, each [n, d]. If it is the inverse of RoPE, the result
-    contains the keys before RoPE.
+    ``rotation`` is cos and signed sin, each [n, d]. If ``rotation`` is the inverse of RoPE, the
+    result contains the keys before RoPE.
     """
     cos, sin = rotation
-    keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)  # [n, L, H_kv, d]
+    # Keys and values are [n, L, H_kv, d] each.
+    keys, values = packed.unflatten(-1, (-1, 2, cos.shape[-1])).unbind(-2)
     rotated = rotate(keys.permute(1, 2, 0, 3), (cos[None], sin[None])).permute(2, 0, 1, 3)
     return torch.stack((rotated, values), dim=-2).flatten(-3)
 
@@ -160,13 +161,13 @@ class KVBuffer:
         for row, indices in enumerate(kept):
             start = self.lengths[row]
             if list(indices) != list(range(len(indices))):
-                row_buffer = self.buffer[:, :, row]  # [2, L, H_kv, S, d]
+                row_buffer = self.buffer[:, :, row]  # The row's KV, [2, L, H_kv, S, d].
                 source = to_device([start + index for index in indices], row_buffer.device)
                 row_buffer[:, :, :, start : start + len(indices)] = row_buffer[:, :, :, source]
             self.lengths[row] = start + len(indices)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Roll each row back to at most the given length."""
+        """Shorten each row to the given length, unless the row is shorter."""
         self.lengths = (
             lengths if isinstance(lengths, DeviceLengths) else [*map(min, self.lengths, lengths)]
         )
@@ -188,7 +189,8 @@ class KVBuffer:
             self.reserve(max(starts) + n_tokens, self.buffer[0, 0])
         buffer = self.buffer[:, layers]
         if are_alike(starts):
-            part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]  # [2, L, B, H_kv, n, d]
+            # [2, L, B, H_kv, n, d], the keys and values of the n positions.
+            part = buffer[:, :, :, :, starts[0] : starts[0] + n_tokens]
             return part.permute(2, 4, 1, 3, 0, 5)
         slots = positions_from(starts, n_tokens, buffer.device)
         rows = torch.arange(len(starts), device=buffer.device)[:, None]

@@ -42,7 +42,7 @@ The function returns the keys and values of all tokens in the cache, each [B, H_
 
 
 def no_cache(keys: Tensor, values: Tensor) -> KeysValues:
-    """Return keys and values unchanged. As an :data:`AppendKV`, this acts as an empty cache."""
+    """Return keys and values unchanged. This is the :data:`AppendKV` of an empty cache."""
     return keys, values
 
 
@@ -382,7 +382,7 @@ class DecoderBlock(nn.Module):
         return self.self_attn.queries(self.normed(x), rotation)
 
     def keys_values(self, source: Tensor, rotation: Rotation) -> KeysValues:
-        """Normalise a source [B, S, E] and project it to rotated keys and to values.
+        """Normalise ``source`` [B, S, E] and project it to rotated keys and to values.
 
         Keys and values have the shape [B, H_kv, S, d].
         """
@@ -440,8 +440,8 @@ class DecoderBlock(nn.Module):
         rotation: Rotation,
         append: AppendKV,
         mask: AnyMask,
-        # The output is computed for this number of tokens at the end of x. If 0, it is computed for
-        # all tokens.
+        # The output is computed only for this number of tokens at the end of x. If 0, the output is
+        # computed for all tokens.
         n_last: int = 0,
     ) -> Tensor:
         has_own_norms = type(self).normed is not DecoderBlock.normed
@@ -500,12 +500,13 @@ class DecoderBlock(nn.Module):
         # The down projection and the addition of the residual are linear. So they can be applied to
         # the mean of each group, which takes less time than applying them to each token.
         x = self.residual(x) + self.self_attn(queries, keys, values, None)
-        gated = self.mlp.gated(self.post_attention_layernorm(x))  # [B, T, MLP width]
+        # MLP activations, [B, T, MLP width].
+        gated = self.mlp.gated(self.post_attention_layernorm(x))
         out: Tensor = group_means(x, n_groups) + self.mlp.down_proj(group_means(gated, n_groups))
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Run the operations of the block after attention: [B, Q, E].
+        """Run the operations of the block that follow attention. The result is [B, Q, E].
 
         Args:
             x: [B, Q, E], the input of the block.

@@ -31,8 +31,9 @@ class Divergence:
         tv           0.1 * KL + 0.9 * (1 - a), where 1 - a is the total variation
 
     The KL is computed as the cross-entropy to the target's probabilities at temperature 1, without
-    subtracting their entropy (lines 253-262 of ``train/moa_spec.py`` in the MoA authors' code).
-    With ``lk-hybrid``, the KL has more weight for drafts that are less likely to be accepted.
+    subtracting the entropy of these probabilities (lines 253-262 of ``train/moa_spec.py`` in the
+    MoA authors' code). With ``lk-hybrid``, the KL has more weight for drafts that are less likely
+    to be accepted.
     """
 
     # The LK paper computes one s for the whole batch, from the mean of a. Here s is computed for
@@ -68,8 +69,8 @@ KL = Divergence()
 # Lower bound of the acceptance probability, which keeps its logarithm and gradient finite.
 _LEAST_ACCEPTED = 1e-6
 
-# Size in bytes of the float32 logits of one chunk, which determines the number of positions in a
-# chunk. If there were more than MAX_CHUNKS chunks, larger chunks are used.
+# Size in bytes of the float32 logits of one chunk. This size determines the number of positions in
+# a chunk. If it would lead to more than MAX_CHUNKS chunks, the chunks are larger.
 LOGITS_BYTES = 1 << 26
 # Maximum number of chunks of positions. Each chunk reads a whole LM head from memory, so many
 # chunks would take much time.
@@ -110,9 +111,9 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
-    """Return the dtype to compute in, and the frozen head.
+    """Return the dtype of the computation, and the frozen head.
 
-    Under autocast, this is the dtype of autocast, and the head is cast to it.
+    Under autocast, the dtype is the dtype of autocast, and the head is cast to this dtype.
     """
     if not torch.is_autocast_enabled(features.device.type):
         return features.dtype, frozen_head
@@ -188,7 +189,8 @@ def _terms_and_error(
     difference = draft - probability
     l1 = difference.abs().sum(dim=-1, keepdim=True)
     sign = difference.sign_()
-    # Gradient of the L1 distance through the softmax: ``q * (sign - mean of sign under q)``.
+    # Gradient of the L1 distance through the softmax: ``q * (sign - mean)``. Here ``sign`` is the
+    # sign of q - p, and ``mean`` is the mean of ``sign`` under the distribution q.
     l1_gradient = draft * (sign - (sign * draft).sum(dim=-1, keepdim=True))
     total_mass: Tensor | float = 1.0 if mass is None else mass
     terms, kl_weight, l1_weight = divergence.of(kl, l1, total_mass)
@@ -236,7 +238,8 @@ class _ChunkedLosses(torch.autograd.Function):
         for first in range(0, len(features), n_rows):
             part = slice(first, first + n_rows)
             goal = capped(logits_of(hidden[part], head).float(), cap)
-            mass, probability = None, goal.softmax(dim=-1)[:, None]  # [n, 1, V]
+            # The target's probabilities are [n, 1, V].
+            mass, probability = None, goal.softmax(dim=-1)[:, None]
             own_cap = cap if own_head is None else None
             own_code = None if code is None else code[part]
             log_draft, slope = _log_draft(features[part], draft_head, own_cap, own_code, correction)
@@ -253,8 +256,8 @@ class _ChunkedLosses(torch.autograd.Function):
                 mass = probability.sum(dim=-1, keepdim=True)
             if own_head is None:
                 kl = -(probability * log_draft).sum(dim=-1, keepdim=True)
-            # If the drafter has its own head, compute the sum over the vocabulary as a matrix
-            # product, which needs no additional buffer of the size of all logits.
+            # If the drafter has its own head, compute the KL as a matrix product. The product sums
+            # over the vocabulary without another buffer of the size of all logits.
             else:
                 kl = -(log_draft @ probability.mT)
             terms[part], error, factor = _terms_and_error(
@@ -407,10 +410,10 @@ def chunked_cross_entropy(
 def d_pace_weights(cross_entropy: Tensor, supervised: Tensor, smoothing: float) -> Tensor:
     """Compute D-PACE weights (arXiv 2605.18810) for the K drafts of each block.
 
-    A block is a sequence of K drafts. The weight of a draft is its share of the expected acceptance
-    length. Each draft has the probability ``q = exp(-cross_entropy)``, and the smoothed probability
-    ``s = (1 - smoothing) * q + smoothing``. The weight of draft k is the sum of ``s_1 * ... * s_j``
-    over all j >= k.
+    A block is a sequence of K drafts. Each draft has the probability ``q = exp(-cross_entropy)``,
+    and the smoothed probability ``s = (1 - smoothing) * q + smoothing``. The expected number of
+    accepted drafts is the sum of ``s_1 * ... * s_j`` over all j. The weight of draft k is the sum
+    of those terms that contain s_k, that is, over all j >= k.
 
     Args:
         cross_entropy: [..., K], cross-entropy of each draft to the actual token.

@@ -1,4 +1,4 @@
-"""Heads of block-parallel drafters (DSpark, arXiv 2607.05147).
+"""The Markov heads and the confidence head of block-parallel drafters (DSpark, arXiv 2607.05147).
 
 A draft block is a sequence of slots, which are the input positions of the drafter. A block-parallel
 drafter computes all slots of a block at once. So the hidden state of a slot cannot depend on the

@@ -1,4 +1,4 @@
-"""Attention masks. In training a mask is a rule, in decoding a tensor.
+"""Attention masks. In training, masks are defined by rules. In decoding, masks are tensors.
 
 During training, the positions of a sequence simulate draft rounds. A *drafted* position is treated
 as if the target had not processed it yet, so the drafter must not see the target's KV of this
@@ -94,9 +94,10 @@ def positions_of(x: Tensor) -> Tensor:
 def drafted_positions(
     response_mask: Tensor, step_bound: Tensor | None, offset: Tensor | None = None
 ) -> Tensor:
-    """Find the drafted positions of training sequences: [B, T] bool. All others are context.
+    """Find the drafted positions of training sequences: [B, T] bool.
 
-    See lines 123-131 of ``train/moa_spec.py`` in the MoA authors' code.
+    All other positions are context. See lines 123-131 of ``train/moa_spec.py`` in the MoA authors'
+    code.
 
     Args:
         response_mask: [B, T], non-zero on response tokens.
@@ -127,11 +128,12 @@ def last_context(drafted: Tensor) -> Tensor:
 class Mask:
     """An attention mask, defined by rules that decide whether a query sees a key.
 
-    A rule is a function of three index tensors (row of the batch, query, key) that broadcast. It
-    returns a bool tensor, true where the query sees the key. The keys can be a concatenation of
-    several parts, for example the target's keys and the drafter's keys. Each part then has its own
-    rule, in which the first key of the part has the index 0. :attr:`dense` evaluates the rules for
-    all scores at once. FlexAttention evaluates them in its kernels, block by block.
+    A rule is a function of three index tensors: the row of the batch, the query and the key. The
+    rule broadcasts these tensors, and returns a bool tensor, true where the query sees the key. The
+    keys can be a concatenation of several parts, for example the target's keys and the drafter's
+    keys. Each part then has its own rule, in which the first key of the part has the index 0.
+    :attr:`dense` evaluates the rules for all scores at once. FlexAttention evaluates the rules in
+    its kernels, block by block.
     """
 
     # [B or 1, Q]. Only the shape and the device of this tensor are used.
@@ -304,7 +306,9 @@ def tree_mask_after(
             positions before it.
     """
     n_pending = seen.shape[2]
-    index = torch.arange(n_slots, device=seen.device) - lengths  # [B, S]
+    # [B, S]. For each slot, the index of its token among the pending tokens. The index of a
+    # committed token is negative.
+    index = torch.arange(n_slots, device=seen.device) - lengths
     inside = (index >= 0) & (index < n_pending)
     pending = index.clamp(0, n_pending - 1)[:, None, :].expand(-1, seen.shape[1], -1)
     return _within(window, (index < 0)[:, None, :] | (inside[:, None, :] & seen.gather(2, pending)))

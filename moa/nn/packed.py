@@ -1,13 +1,13 @@
 """Linear layers whose constant weights are packed into the layouts of fast CPU kernels.
 
 With PyTorch's layout of a weight, a product with six rows (tokens) takes two to four times as long
-as a product with one row. With oneDNN's layout, both take about the same time, so verifying a chain
-of drafts costs little more than a plain decoding step.
+as a product with one row. With oneDNN's layout, both products take about the same time, so
+verifying a chain of drafts costs little more than a plain decoding step.
 
 Some float32 weights have values that float16 can represent, for example if the model was stored in
 float16 or bfloat16. These weights are also packed for FBGEMM, which reads half the bytes and
-computes in float32. For a few rows, it is up to 2.5 times as fast. The packed copies take 1.5 times
-the memory of the weights. ``benchmarks/decoding/products.py`` measures the products.
+computes in float32. For a few rows, FBGEMM is up to 2.5 times as fast as oneDNN. The packed copies
+take 1.5 times the memory of the weights. ``benchmarks/decoding/products.py`` measures the products.
 """
 
 import functools
@@ -70,7 +70,8 @@ class Laid(NamedTuple):
     # The weight in oneDNN's layout. Only oneDNN can read it.
     blocked: Tensor
     bias: Tensor | None
-    # Weight and bias in float16, in FBGEMM's layout. None if float16 cannot represent the weight.
+    # Weight and bias in float16, in FBGEMM's layout. None if float16 would round the weight too
+    # much.
     halves: Optional[_HALVES]  # noqa: UP045 - TorchScript classes do not support `|`
 
 
@@ -130,7 +131,8 @@ def pack(module: nn.Module, is_exact: bool = True) -> None:
         layer.__class__ = PackedLinear
         laid = laid_out(layer.weight.detach(), layer.bias, is_exact)
         # Keep references to the weights, so that their memory stays allocated. Otherwise a new
-        # weight could get the address of a freed weight, and would be mistaken for it.
+        # weight could get the address of a freed weight, and would be mistaken for the freed
+        # weight.
         held = [weight.detach() for weight in layer.parameters()]
         vars(layer).update(packed=laid, packed_state=_states(layer), packed_of=held)
 

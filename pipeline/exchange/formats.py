@@ -6,10 +6,10 @@ int64, with one mask entry per token id. Activations keep the store's dtype.
 Shapes: S tokens of a sequence, L decoder layers of the target, K chosen layers, n layers whose keys
 and values are written, H_kv key/value heads, d head dim, E width.
 
-Sources, read as archived copies. They call the target the verifier:
+Sources, read as archived copies. In speculators, the target is called the verifier:
 
-- speculators ``scripts/launch_vllm.py``: the default layer ids are ``[2, L // 2, L - 3, L]``. Id L
-  is appended for the verifier.
+- speculators ``scripts/launch_vllm.py``: the default layer ids are ``[2, L // 2, L - 3, L]``. The
+  last id, L, stands for the verifier's last hidden state.
 - speculators ``src/speculators/train/data.py``: the last slot of ``hidden_states`` is the
   verifier's last hidden state.
 - speculators pull request 313: vLLM saves the last hidden state before the final norm.
@@ -69,7 +69,7 @@ _MAX_GROWTH = 32
 _MIN_LIMIT_BYTES = 64 << 20
 _ROWS_PER_BATCH = 256
 _STATE = "state.json"
-# `export` keeps the files that exist, so a damaged file must be deleted before it is written again.
+# `export` does not write existing files again, so the user must delete a damaged file first.
 _ADVICE = "Delete it, and run the command again that wrote it."
 
 
@@ -108,7 +108,7 @@ class FileFormat(ABC):
 
         def words(path: Path) -> list[Any]:
             split: list[Any] = re.split(r"(\d+)", path.relative_to(folder).as_posix())
-            split[1::2] = map(int, split[1::2])  # Every second word is a number.
+            split[1::2] = map(int, split[1::2])  # re.split has put numbers at the odd indices.
             return split
 
         paths: list[Path] = []
@@ -142,7 +142,7 @@ class EagleFormat(FileFormat):
     """EAGLE v1: each file contains a dict that ``torch.save`` has written.
 
     The dict contains the last hidden state, after the final norm. The files are written to the
-    subfolder ``0``, as by EAGLE's process of rank 0.
+    subfolder ``0``, like the files of EAGLE's process of rank 0.
     """
 
     name = "eagle"
@@ -232,8 +232,9 @@ class SpeculatorsFormat(FileFormat):
     Args:
         layers: the chosen decoder layers, counted from 0.
         n_layers: number of the target's decoder layers.
-        last_layers: maps ``local`` (sliding window) or ``global`` to the number of the layer
-            whose keys and values are written. A kind that the target lacks is left out.
+        last_layers: maps a kind of attention, ``local`` (sliding window) or ``global``, to the
+            number of the target's last layer of this kind. The files contain the keys and values of
+            these layers. If the target does not have layers of a kind, the kind is left out.
     """
 
     name = "speculators"
@@ -317,7 +318,7 @@ class SpeculatorsFormat(FileFormat):
                 "with `layers`."
             )
         if states.dtype == torch.float8_e4m3fn:
-            scales = _read_tensor(path, "hidden_states_scales")  # float32, one scale per token
+            scales = _read_tensor(path, "hidden_states_scales")  # float32, with one scale per token
             with parsing(
                 f"The tensor hidden_states_scales in {path} does not fit hidden_states",
                 DatasetError,
@@ -356,11 +357,12 @@ def make_format(
     Args:
         name: ``eagle``, ``specforge`` or ``speculators``.
         layers: decoder layers whose outputs are stored, in addition to the output of the last
-            layer. If there are none, these are EAGLE-3's default layers ``1``, ``L // 2 - 1`` and
-            ``L - 4``.
+            layer. If the tuple is empty, EAGLE-3's default layers are used: ``1``, ``L // 2 - 1``
+            and ``L - 4``.
         n_layers: number of the target's decoder layers, L.
-        last_layers: maps ``local`` (sliding window) or ``global`` to the number of the layer
-            whose keys and values are written. Only ``speculators`` uses it.
+        last_layers: maps a kind of attention, ``local`` (sliding window) or ``global``, to the
+            number of a layer. The keys and values of these layers are written. Only
+            ``speculators`` uses this argument.
 
     Raises:
         OptionInvalid: the target does not have these layers.
@@ -408,7 +410,7 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
 def write_rows(folder: Path, texts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
     """Write the Arrow dataset of an export to speculators. Its `state.json` is written last.
 
-    An existing dataset is replaced, because damaged tokens cannot be told from others.
+    An existing dataset is always replaced, because damage to its token ids would not be noticed.
 
     Args:
         texts: token ids [S] and loss mask [S] of each sequence.
@@ -479,7 +481,7 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
 
 
 def _matrix(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
-    """Return the tensor under a key with the shape [S, width].
+    """Return the tensor of a key, in the shape [S, width].
 
     In the file, the tensor may also have the shape [1, S, width].
     """

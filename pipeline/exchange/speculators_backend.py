@@ -42,7 +42,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc]
     Args:
         store: folder or URL of the store.
         layers: decoder layers, counted from 0, whose outputs are returned in addition to the output
-            of the last layer. If there are none, these are the three default layers of speculators.
+            of the last layer. If the tuple is empty, the three default layers of speculators are
+            used.
 
     Raises:
         SelectionInvalid: the store lacks one of the layers.

@@ -117,13 +117,13 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     In an epoch, all machines compute the same order of the sequences. The order is divided into
     groups of ``batch_size`` sequences, and each group is read by one worker of one rank. So no
     sequence is read twice. All ranks get the same number of groups. If the number of groups is not
-    a multiple of the number of ranks, the last groups are skipped. With ``shuffle``, these are
-    other sequences in every epoch.
+    a multiple of the number of ranks, the last groups are skipped. With ``shuffle``, different
+    sequences are skipped in every epoch.
 
-    If ``bucket_batches`` is set, the shuffled order is divided into windows of ``bucket_batches``
-    groups. The sequences of each window are sorted by length before the window is divided into
-    groups. The groups are then shuffled. If the ``DataLoader`` has the same ``batch_size``, its
-    batches are these groups.
+    If ``bucket_batches`` is set, the sequences of a group have similar lengths. For this, the
+    shuffled order is divided into windows of ``bucket_batches`` groups. The sequences of each
+    window are sorted by length before the window is divided into groups. The groups are then
+    shuffled. If the ``DataLoader`` has the same ``batch_size``, its batches are these groups.
 
     Args:
         store: an open store, or its folder.
@@ -222,7 +222,11 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
         return groups[self.rank :: self.world_size]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's sequences of the epoch. A worker process yields only its own share."""
+        """Yield this rank's sequences of the epoch.
+
+        If the ``DataLoader`` has several worker processes, each of them yields a part of the
+        groups.
+        """
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         for group in self.epoch_groups(self.epoch)[first::step]:

@@ -1,6 +1,6 @@
 """Export a store to another project's file format or to a Parquet index, and import such files.
 
-The index lists the sequences of a store without activations, so it cannot be imported.
+An index lists the sequences of a store without their activations, so an index cannot be imported.
 """
 
 import copy
@@ -224,7 +224,8 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another `out`."
             ) from error
-        free_to_change = {"target", "identities"}  # The store's hash covers both entries.
+        # The hash of the store's manifest covers both entries, so they need not be compared.
+        free_to_change = {"target", "identities"}
         if n_recorded <= n_sequences:
             free_to_change.add("n_sequences")
         refuse_other_inputs(
@@ -270,9 +271,10 @@ def import_folder(
     load = partial(Target.load, str(target_folder), dtype, "cpu")
     target = None
     norm = None
-    # If the files lack the state after the final norm, the import applies the norm. If the target
-    # has Llama layers, the norm is read from the store's bundle below. Other families have other
-    # kinds of norm, so the norm is copied from the loaded target.
+    # If the files contain the last hidden states before the final norm, the import applies the
+    # norm. For targets with Llama layers, the norm is read later, from the new store's folder
+    # target/. Other families have other kinds of norm, so for them the norm is copied from the
+    # loaded target.
     if not (file_format.gives_last or facts.family.has_llama_layers):
         target = load()
         norm = copy.deepcopy(prove_norm(target)).float()

@@ -34,7 +34,7 @@ SAMPLE_TOKENS = 30_000
 At the sizes of Llama-3-8B, the sample takes 8 GB of disk in float32 during calibration.
 """
 METRIC_TOKENS = 4_096
-"""The metric for the last hidden state is averaged over this number of sample tokens.
+"""Number of sample tokens over which the metric for the last hidden state is averaged.
 
 The metric measures how much an error in the last hidden state changes the next-token distribution.
 """
@@ -168,7 +168,8 @@ def _joint_bits(
     """Split a budget of bits among the hidden states of several layers.
 
     The codec predicts each hidden state from the hidden state of the next lower layer, and encodes
-    the difference. A field gets more bits if its prediction leaves a larger variance.
+    the difference between hidden state and prediction. A field gets more bits if the variance of
+    its differences is larger.
 
     Args:
         joint: names of the fields of these hidden states, from the lowest layer to the highest.
@@ -199,8 +200,8 @@ def _joint_bits(
 def target_rope(facts: TargetFacts) -> Rope:
     """Return the RoPE rotation that a target applies to its keys.
 
-    Some targets have kinds of layers with different RoPE parameters. Their rotation has one entry
-    per layer.
+    If different kinds of layers of the target have different RoPE parameters, the rotation has one
+    entry per layer.
     """
     parameters = facts.config.rope_parameters
     if not parameters.keys() & set(facts.layer_kinds):

@@ -53,8 +53,8 @@ class Capture:
     # The dict maps the name of a stored array to the rows for this array, [n_rows, *row_shape]. If
     # no field is encoded, there are no entries.
     codes: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
-    # Maps each field of keys and values to the numbers of the target's layers, in the order of the
-    # field's layer axis.
+    # Maps each field of keys and values to the numbers of the layers that it contains, in the order
+    # of its layer axis.
     layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # The moments at which the asynchronous copy to the host starts and ends, as recorded on the
     # device. If the values were not copied asynchronously, the value is None.
@@ -96,9 +96,9 @@ class Capture:
         device = self.tokens.device
         if device.type != "cuda":
             return self._mapped(Tensor.cpu)
-        # Copy each batch on a stream of its own. The pinned memory of a freed batch can be reused
-        # when all work on the stream of its copy is done. If all batches shared a stream, torch
-        # would also wait for the copies of later batches.
+        # Copy each batch on a stream of its own. torch reuses the pinned memory of a freed batch
+        # only when all work on the stream that copied the batch is done. If all batches shared a
+        # stream, torch would also wait for the copies of later batches.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -139,9 +139,10 @@ class Capture:
         The values must be in host memory.
 
         Returns:
-            If the field is not encoded, its values, [n_tokens, *token_shape]. They have the storage
-            dtype, but bfloat16 values are returned as uint16. If the field is encoded, a dict from
-            the name of each stored array to the rows for this array.
+            For a field that is not encoded, the result is an array of its values, in the shape
+            [n_tokens, *token_shape] and the storage dtype. NumPy has no bfloat16, so bfloat16
+            values are returned as uint16 with the same bits. For an encoded field, the result is a
+            dict from the name of each stored array to the rows for this array.
         """
         if name in self.fields:
             values = self.fields[name][index, : self.n_tokens[index]]
@@ -199,8 +200,9 @@ def capture(
         if cache is not None and spec.kv:
             for group in facts.kv_groups:
                 keys, values = cache_layers(cache, group.layers)
-                # Pack keys and values of the group's L layers into one tensor, [B, T, L, D]. D is
-                # the number of key and value elements per token and layer, of all heads together.
+                # Pack the keys and values of the L layers in this KV group into one tensor,
+                # [B, T, L, D]. D is the number of key and value elements per token and layer, over
+                # all heads.
                 packed = pack_kv(
                     [key.to(dtype) for key in keys], [value.to(dtype) for value in values]
                 )

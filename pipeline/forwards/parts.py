@@ -85,8 +85,8 @@ class Forwards:
     # [n_tokens].
     text: Callable[[str], tuple[np.ndarray, np.ndarray]]
     # Computes the activations of a batch with another inference engine, such as vLLM. The argument
-    # contains the token ids of each sequence, int32 [n_tokens]. If the value is None, ``target``
-    # computes the activations.
+    # of this function contains one array of token ids per sequence, int32 [n_tokens]. If the value
+    # is None, ``target`` computes the activations.
     engine: Callable[[Sequence[np.ndarray]], Capture] | None = None
 
     def capture(self, tokens: Sequence[np.ndarray]) -> Capture:
@@ -107,7 +107,7 @@ def run_parts(
 
     Args:
         forwards: runs the target over batches.
-        store: the store whose parts are written, or the addition of new fields to its parts.
+        store: writes parts of the store, or (for `add`) new fields of its parts.
         parts: yields the numbers of pending parts. The loop asks for the next number when the
             forwards of the previous part are done. None means that no part is available yet. The
             loop then checks the writer thread for errors and asks again.
@@ -127,9 +127,10 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            # Another process may have committed this part since it was chosen. Open the part before
-            # `counter.look` reads such a commit, because `store.part` would then refuse the part.
-            # The commit is noticed later, when this process publishes its own part.
+            # Another process may have committed this part since it was chosen. `counter.look` reads
+            # such a commit, and `store.part` refuses a part whose commit was read. So call
+            # `store.part` first. The other commit is noticed later, when this process publishes its
+            # own part.
             out = store.part(part, pool)
             # Keep a list of open parts, to discard them after an error. Several earlier parts may
             # still be queued for the writer thread if each of them is a single batch.
@@ -149,7 +150,8 @@ def run_parts(
         counter.look()
         counter.report(timings)
     except BaseException:
-        pool.close()  # Stop encoding the batch that is being written.
+        # Do not encode the remaining chunks of the batch that is being written.
+        pool.close()
         writer.abort()
         for out in open_parts:
             out.discard()
@@ -299,13 +301,14 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
         if store.has_target:
             with ActivationStore(store.path, parts=()) as reader:
                 if n_layers_kept <= held_layers(reader.target_path):
-                    return  # Another process has written the bundle.
+                    return  # Another process has written the folder target/.
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-            # Loading has rounded the weights to a dtype that cannot represent all values of the
-            # weight files. So load the weights again in the files' dtype. Otherwise, the loaded
-            # weights can be converted back without loss.
+            # The loaded model has a dtype that cannot represent all values of the weight files, so
+            # its weights were rounded. Load the weights again, in the dtype of the files. If the
+            # loaded model has any other dtype, its weights can be converted back to the files'
+            # dtype without loss.
             model = load_target_model(folder, own_dtype, "cpu")
         with store.target() as bundle:
             save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

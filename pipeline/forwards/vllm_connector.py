@@ -15,9 +15,9 @@ blocks of a finished request stay allocated until their values have been copied:
 The cache of a layer is a tensor with the shape [n_blocks, n_heads, block_size, content]. In the
 target's layers, the last axis holds a key followed by a value, so its size is 2 * head_dim. vLLM's
 ``extract_hidden_states`` adds one more layer. The heads of this layer are the chosen hidden states,
-and the last axis has the width of the hidden states. On a CPU, the tensor has the same shape, but
-another order in memory: for each block and head, the keys are stored as [head_dim, block_size],
-followed by the values as [block_size, head_dim].
+and the last axis has the width of the hidden states. On a CPU, the cache of a target's layer has
+the same shape, but another order in memory: for each block and head, the keys are stored as
+[head_dim, block_size], followed by the values as [block_size, head_dim].
 
 The connector interface of vLLM is experimental, so only two releases of vLLM are supported.
 """
@@ -126,11 +126,11 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     @override
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "LBNHC"  # In this layout of vLLM, the heads of a token are contiguous.
+        return "LBNHC"  # In vLLM's KV cache layout LBNHC, the heads of a token are contiguous.
 
     @override
     def get_finished_count(self) -> int | None:
-        return 1  # There is one worker, so one report completes a request.
+        return 1  # Only one worker reports copies, so one report completes a request.
 
     # Methods that run in the scheduler.
 
@@ -204,11 +204,15 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass  # Nothing is saved per layer. The cache is complete only when the request finishes.
+        # vLLM calls this method for every layer. Nothing is saved here, because the cache is
+        # complete only when the request finishes.
+        pass
 
     @override
     def wait_for_save(self) -> None:
-        pass  # vLLM need not wait, because blocks stay allocated until their values are copied.
+        # vLLM need not wait for copies, because blocks stay allocated until their values are
+        # copied.
+        pass
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -230,7 +234,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def shutdown(self) -> None:
-        self._writers.shutdown()  # This waits for files that are being written.
+        self._writers.shutdown()  # This call waits for files that are being written.
 
     def _begin(self, save: Save) -> None:
         """Gather a prompt's values and start the copy to the host, on a separate CUDA stream.
@@ -257,7 +261,9 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._writers.submit(_write, values, event, Path(save.file))
 
     def _gather(self, save: Save) -> dict[str, Tensor]:
-        """Return ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E] of a prompt, if requested.
+        """Return the values of a prompt: ``kv`` [T, L, H_kv, 2, d] and ``hidden`` [T, n, E].
+
+        If one of them was not requested, it is left out.
 
         Shapes: T tokens, L layers, H_kv key/value heads, d head dim, n hidden states, E width.
         """

@@ -43,7 +43,8 @@ releases. Only the second release in this list is tested, on CPUs.
 
 _CONNECTOR = "MoaDataConnector"
 _MODULE = "moa_data.pipeline.forwards.vllm_connector"
-# Equals FILE_PARAMETER of the connector module, which cannot be imported without vLLM.
+# The same key as FILE_PARAMETER of the connector module. That module cannot be imported here,
+# because its imports need vLLM.
 _FILE_PARAMETER = "moa_data_file"
 _STARTED_WITHIN_S = 1800.0
 _WRITTEN_WITHIN_S = 300.0
@@ -180,7 +181,7 @@ class VllmSource:
                 **({"speculative_config": states} if self._states else {}),
             )
             return _within(_STARTED_WITHIN_S, start)
-        except Exception as error:  # vLLM raises many unrelated types of errors.
+        except Exception as error:  # Catch all: vLLM raises many unrelated types of errors.
             raise WorkerError(
                 f"vLLM does not start ({first_line(error)}). See vLLM's log for the cause, or "
                 "leave out `source=vllm`."
@@ -210,7 +211,7 @@ class VllmSource:
         try:
             answer = partial(self._engine.generate, prompts, parameters, use_tqdm=False)
             _within(_WRITTEN_WITHIN_S, answer, lambda: sum(file.exists() for file in files))
-        except Exception as error:  # vLLM raises many unrelated types of errors.
+        except Exception as error:  # Catch all: vLLM raises many unrelated types of errors.
             raise WorkerError(
                 f"vLLM stopped with an error ({first_line(error)}). See vLLM's log for the cause, "
                 "then run the same command again to continue."
@@ -252,8 +253,8 @@ class VllmSource:
 def _end_processes() -> None:
     """Kill vLLM's processes.
 
-    These processes may have children. The connector in a child ends the child when its parent has
-    ended.
+    These processes may have children. The connector in a child ends the child when the parent of
+    the child has ended.
     """
     for child in multiprocessing.active_children():
         if child.name.startswith(_PROCESSES):
@@ -263,7 +264,7 @@ def _end_processes() -> None:
 def _within(within_s: float, call: Callable[[], Any], n_done: Callable[[], int] = lambda: 0) -> Any:
     """Call a function of vLLM with a timeout.
 
-    Without a timeout, the call could hang forever if vLLM's processes have ended.
+    If vLLM's processes have ended, a call without a timeout could hang forever.
 
     Args:
         within_s: the timeout in seconds. It restarts whenever the number from ``n_done`` changes.

@@ -47,7 +47,7 @@ from .session import (
 MODES: tuple[str, ...] = get_args(ChosenMode)
 _SAVE_EVERY_S = 1.0
 _PING_EVERY_S = 0.25
-# Longest wait in seconds for a message, before the timeouts are checked again.
+# The client waits at most this many seconds for a message. Then it checks the timeouts again.
 _LOOK_EVERY_S = 0.1
 _STATS_EVERY_S = 0.25
 # A context is what the drafter reads about one position that the target has processed. While the
@@ -59,8 +59,8 @@ _WARM_EVERY = 256
 # contexts before it drafts. It does not wait if the server cannot be reached.
 _FAR = 32
 _OVERLOADED_WAIT_S = 1.0
-# The client connects again after each invalid message. It gives up after more invalid messages than
-# this without a new token in between.
+# After an invalid message, the client connects again. It gives up if more than this many messages
+# in succession are invalid, without a new token between them.
 _MAX_SENSELESS = 8
 
 
@@ -82,8 +82,9 @@ class Answer:
     """A finished answer."""
 
     text: str
-    tokens: tuple[int, ...]  # The end-of-sequence token is included, if there is one.
-    finish: str  # "stop" or "length".
+    # If the answer ends with an end-of-sequence token, this token is included.
+    tokens: tuple[int, ...]
+    finish: str  # Why the answer ended: "stop" or "length".
     stats: Stats
 
 
@@ -214,7 +215,7 @@ class DraftingClient:
         return self.resume(saved, on_event)
 
     def resume(self, saved: SavedAnswer, on_event: OnEvent | None = None) -> Answer:
-        """Continue a saved answer. The first event contains the tokens that it already has."""
+        """Continue a saved answer. The first event contains the tokens of the saved answer."""
         if not -(2**63) <= saved.seed < 2**63:
             raise DrafterError(f"seed is {saved.seed}, expected a number from -2^63 to 2^63 - 1.")
         sent = {name: getattr(saved.sampling, name) for name in SENT_SAMPLING}
@@ -253,7 +254,11 @@ class DraftingClient:
 
 
 class _Turn:
-    """Makes one answer: moves messages between link and session, drafts if useful, and measures."""
+    """Makes one answer.
+
+    It passes messages between the link and the session, drafts tokens if the session wants drafts,
+    and measures times.
+    """
 
     def __init__(
         self, client: DraftingClient, session: ClientSession, on_event: OnEvent | None
@@ -265,12 +270,12 @@ class _Turn:
         self._on_event = on_event or (lambda event: None)
         self._file = client.session_file
         self._bytes_before = (self._link.bytes_up, self._link.bytes_down)
-        self._stream = 0  # The number of the link's current stream; 0 if there is none.
+        self._stream = 0  # The number of the link's current stream, or 0 without a stream.
         self._pings: dict[int, float] = {}
         self._n_pings = self._n_senseless = 0
         self._heard_s = self._pinged_s = self._told_s = self._saved_s = 0.0
         self._contexts_due_s = 0.0
-        # The time at which the first new tokens arrived, and the number of these tokens.
+        # A pair: the time at which the first new tokens arrived, and the number of these tokens.
         self._first_token: tuple[float, int] | None = None
         self._error: ServingError = Disconnected(
             f"the server {self._link.address} did not answer. Check the address, and whether the "
@@ -328,7 +333,7 @@ class _Turn:
             bytes_down=self._link.bytes_down - self._bytes_before[1],
         )  # fmt: skip
 
-    # Events of the link
+    # The methods below handle events of the link.
 
     def _handle(self, event: LinkEvent) -> None:
         if event.error is not None:
@@ -380,7 +385,7 @@ class _Turn:
             self._verify_s = _smoothed(self._verify_s, call_s)
         # The contexts of these tokens (data for the drafter) arrive soon after the tokens. Waiting
         # for the contexts is faster than letting the drafter process the tokens one by one without
-        # them.
+        # contexts.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -395,7 +400,11 @@ class _Turn:
         self._lose(error)
 
     def _look_after_link(self) -> None:
-        """Send pings, detect silence, and give up if no server has answered at the beginning."""
+        """Send pings, and check the timeouts.
+
+        If the server is silent, the client goes offline or connects again. If no server has opened
+        the session in time, the answer fails.
+        """
         now = time.monotonic()
         session = self._session
         timeouts = self._timeouts
@@ -415,11 +424,14 @@ class _Turn:
             self._pings[self._n_pings], self._pinged_s = now, now
             session.ping(self._n_pings)
 
-    # Drafting
+    # The methods below decide whether to draft, and draft tokens.
 
     @property
     def _n_lacking(self) -> int:
-        """The number of committed tokens, except the last, that have no context for the drafter."""
+        """The number of committed tokens without a context. The last token is not counted.
+
+        A context is the data that the drafter reads about one position.
+        """
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
     def _can_draft(self) -> bool:
@@ -432,9 +444,9 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            # The contexts of a long prompt (data for the drafter) are on their way. Waiting for
-            # them is faster than letting the drafter process the tokens of the prompt one by one
-            # without them.
+            # The contexts of a long prompt (data for the drafter) are on their way. Waiting for the
+            # contexts is faster than letting the drafter process the tokens of the prompt one by
+            # one without contexts.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()
@@ -447,7 +459,7 @@ class _Turn:
         elif not session.wants_draft and drafter.n_pending >= _WARM_EVERY and not session.drafts:
             drafter.warm(session.tokens)
 
-    # Messages to the server, and events for the caller
+    # The methods below send messages to the server, and pass events to the caller.
 
     def _flush(self) -> None:
         if messages := self._session.take_messages():
@@ -457,7 +469,7 @@ class _Turn:
         if events and now - self._saved_s > _SAVE_EVERY_S:
             self._save()
         for event in events:
-            # Report the final statistics before the end of the answer.
+            # Report the final statistics before the event that ends the answer.
             if isinstance(event, Done):
                 self._on_event(self.stats())
             self._on_event(event)

@@ -8,8 +8,8 @@ Shapes: n positions, W numbers in a context, V vocabulary.
 
 Contexts may arrive later than the tokens. A round of drafting begins at the first position without
 a context, ``n_context``. The token at this position is the root of the round. If more committed
-tokens follow the root, they are fed to the drafter as if they were its first drafts. The tokens
-after them are real drafts. All these tokens form a chain::
+tokens follow the root, they are fed to the drafter as if they were its first drafts. Only the
+tokens after the committed ones are real drafts. All these tokens form a chain::
 
     context        The  cat  sat                         n_context 3
     committed      The  cat  sat  on  the                "on" is the root, "the" is fed to the
@@ -41,15 +41,15 @@ from ...moa.targets.template import ChatTemplate, choose_template_arguments
 from ..wire import n_common
 from .session import Draft
 
-# ``_RUN_FILE`` is the file of a training run that names its store. ``_BUNDLE`` is the folder of a
-# store that contains the bundle.
+# ``_RUN_FILE`` is a file in the folder of a training run. It contains the path of the store that
+# the run was trained from. ``_BUNDLE`` is the folder in a store that contains the bundle.
 _RUN_FILE = "run.yaml"
 _BUNDLE = "target"
 # Maximum number of committed tokens and earlier drafts that one call of ``SequenceDrafter.next``
 # feeds to the drafter. After each call, the caller handles messages of the server.
 _MAX_FED = 16
 # If a chain has this many tokens and newer contexts (data of the target) have arrived, a new chain
-# begins. The reason is that drafts far from the last context agree less often with the target.
+# begins. The reason is that the target accepts drafts far from the last context less often.
 _MAX_LEVELS = 32
 
 
@@ -59,7 +59,8 @@ class DraftingModel:
 
     drafter: Drafter
     frozen: FrozenTarget
-    template: ChatTemplate | None  # None if the client works only with token ids.
+    # The chat template of the target. It is None if the client works only with token ids.
+    template: ChatTemplate | None
     eos_token_ids: frozenset[int]
 
     @property
@@ -88,7 +89,7 @@ class DraftingModel:
                 of the training chats.
         """
         drafter = load_drafter(folder, dtype, device)
-        # Raises an error if the drafter cannot draft without its target.
+        # Creating this cache raises an error if the drafter cannot draft without its target.
         drafter.new_context_cache()
         bundle_folder = find_bundle(folder, bundle)
         frozen = FrozenTarget.load(bundle_folder, drafter.config.target_layer_inference, dtype).to(
@@ -142,7 +143,10 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
 
 
 class SequenceDrafter:
-    """Drafts the next tokens of a sequence. It can be used for one sequence after another."""
+    """Drafts the next tokens of one sequence.
+
+    The same object can later draft for another sequence.
+    """
 
     def __init__(self, model: DraftingModel) -> None:
         # ``width`` is W, the size of a context. It is 0 if the drafter needs no contexts.
@@ -153,10 +157,10 @@ class SequenceDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start a sequence, and return the number of its contexts that the drafter already has.
+        """Start a sequence. Return for how many of its positions the drafter already has contexts.
 
         If the sequence begins with the same tokens as the previous sequence, the drafter keeps the
-        contexts in its caches.
+        contexts of these tokens in its caches.
         """
         self._sampling = sampling
         self._seed = seed
@@ -248,13 +252,14 @@ class SequenceDrafter:
         self.is_catching_up = False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
-        """Return the last position at which a round can begin.
+        """Return the root of the next round: the last position at which a round can begin.
 
-        If no new round can begin, return the root of the current round, or None without a round.
+        If no new round can begin, return the root of the current round. If there is also no current
+        round, return None.
         """
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        # Contexts cannot be removed from the drafter's caches. So a round cannot begin before the
-        # position that follows them.
+        # Contexts cannot be removed from the drafter's caches. So a round cannot begin at a
+        # position whose context is in the caches.
         if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest
@@ -285,9 +290,9 @@ class SequenceDrafter:
         token = choose(logits, previous, sampling, self._seed, len(tokens) + len(drafts))
         scores = penalised(logits, previous, sampling.repetition_penalty)
         if sampling.temperature:
-            # Estimate the probability that the draft is right as the probability of the most likely
-            # token. The estimate is low: drafter and target use the same random numbers, so they
-            # agree more often than that.
+            # Estimate the probability that the draft is right: take the probability of the most
+            # likely token. The true probability is higher, because drafter and target use the same
+            # random numbers.
             return Draft(
                 token, float(((scores - scores.max()) / sampling.temperature).softmax(0).amax())
             )

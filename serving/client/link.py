@@ -27,16 +27,16 @@ from ..wire import CLIENT_OPTIONS, ERRORS, STATUSES
 # The first and the longest wait between two attempts to connect. Each wait is twice as long as the
 # previous one.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-# Timeout in seconds of an attempt to connect. A packet of the handshake may be lost, or no server
-# may be running.
+# An attempt to connect is given up after this many seconds. Possible causes are a lost packet of
+# the handshake, and a server that is not running.
 _CONNECT_S = 5.0
 # An unused channel is closed only after this many seconds. gRPC has a thread that watches the state
-# of each channel. When nobody needs the state any more, this thread notices it a moment later. If
-# the channel were closed earlier, the thread would print a traceback.
+# of each channel. This thread continues for a moment after the link has stopped using the channel.
+# If the channel were closed during this time, the thread would print a traceback.
 _CLOSED_AFTER_S = 2.0
 _SERVER = re.compile(r"((?P<scheme>http|https|grpc)://)?(?P<address>[^/]+:(?P<port>[0-9]{1,5}))")
 _GRPC_PORT = "give the gRPC port of `moa-data serve`, 8001 by default"
-_FRAME_BYTES = 5  # The size of gRPC's header before each message.
+_FRAME_BYTES = 5  # gRPC sends a header of this size before each message.
 _OPTIONS = (
     *CLIENT_OPTIONS,
     # Without this option, a new channel would share the growing delay (backoff) of a failed channel
@@ -45,7 +45,8 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 16 << 20),
 )
-# gRPC status of a stream that ended -> error class. After any other status, a new attempt may help.
+# gRPC status with which a stream ended -> error class. After any other status, the link tries to
+# connect again.
 _ERRORS = {STATUSES[code]: error for code, error in ERRORS.items()} | {
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed
 }
@@ -69,7 +70,7 @@ class LinkEvent:
 
 
 class Link:
-    """Keeps a connection to a server between `begin` and `end`, and reconnects when it is lost.
+    """Keeps a connection to a server from `begin` to `end`, and replaces a lost connection.
 
     TLS is used for ``https://HOST:PORT``, or if a certificate authority is given. By default the
     system's authorities are trusted.
@@ -99,7 +100,8 @@ class Link:
         # the number of streams so far.
         self._stream = self._n_streams = 0
         self._states: queue.SimpleQueue[grpc.ChannelConnectivity | None] = queue.SimpleQueue()
-        self._reason = ""  # Why the client itself ended the stream; empty if it did not.
+        # Why the client itself ended the stream. Empty if the client did not end it.
+        self._reason = ""
         self._wait_s = _FIRST_WAIT_S
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
@@ -122,8 +124,8 @@ class Link:
             self._outbox.put(None)
             call = self._call
         if call is not None:
-            # When the server reads a Close message, it ends the stream itself. Give it time to do
-            # so, and then cancel the stream.
+            # When the server reads a Close message, it ends the stream itself. Give the server time
+            # to do so, and then cancel the stream.
             _later(0.2, call.cancel)
 
     def send(self, stream: int, messages: Sequence[pb.ClientMessage]) -> None:
@@ -205,7 +207,7 @@ class Link:
                 channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
             self._channel = channel
             states = self._states = queue.SimpleQueue()
-        # Another thread may have closed the channel meanwhile.
+        # A closed channel raises ValueError. Another thread may have closed this channel meanwhile.
         with contextlib.suppress(ValueError):
             channel.subscribe(states.put, try_to_connect=True)
         end_s = time.monotonic() + _CONNECT_S
@@ -254,7 +256,7 @@ class Link:
         )
 
     def _run_stream(self, channel: grpc.Channel) -> bool:
-        """Run a stream until it ends, and return whether this client ended it on purpose."""
+        """Run a stream until it ends. Return whether this client ended the stream on purpose."""
         with self._changed:
             if self._channel is not channel or not self._is_wanted:
                 return True
@@ -276,7 +278,7 @@ class Link:
         with self._changed:
             self._call = None
             self._stream = 0
-            outbox.put(None)  # This ends gRPC's thread that reads the queue.
+            outbox.put(None)  # gRPC's thread reads this queue. None tells the thread to end.
             was_meant = not self._is_wanted
             events.put(LinkEvent(stream, error=error))
             self._changed.notify_all()

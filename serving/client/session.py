@@ -54,7 +54,8 @@ ChosenMode = Literal["server", "client"]
 ``server``: the server drafts, verifies and streams. ``client``: the client drafts ahead while the
 server verifies."""
 Mode = Literal["server", "client", "offline"]
-"""How tokens are made: in the chosen mode, or ``offline`` by the client's drafter alone."""
+"""How tokens are made at present. The mode is ``offline`` while only the client's drafter makes
+tokens, because the server does not answer. Otherwise it is the :data:`ChosenMode` of the answer."""
 
 Kind = Literal["streamed", "accepted", "bonus", "unverified"]
 """The origin of a token.
@@ -144,18 +145,19 @@ def as_json(event: Event) -> dict[str, Any]:
 
 SENT_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """The sampling settings that the protocol supports."""
-# The shapes of a client's chains of drafts, for greedy decoding and for sampling.
+# The usual shapes of the chains that a client drafts: for greedy decoding, and for sampling.
 GREEDY_SHAPE, SAMPLED_SHAPE = TreeShape(10, stop_below=0.2), TreeShape(5)
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class SavedAnswer:
-    """One answer, complete or not, with its conversation, in a form that can be saved to a file."""
+    """One answer and the conversation before it, in a form that can be saved to a file."""
 
-    session: str  # The id that the server gave to the session; empty if there is none yet.
+    # The id that the server gave to the session. Empty before the server has opened the session.
+    session: str
     # The prompt and the committed tokens of the answer. Tokens that were committed after the last
-    # save are not in the file. The server sends them again: it still has them, or computes them
-    # again.
+    # save are not in the file. The server sends these tokens again. If it does not have them any
+    # more, it computes them again.
     tokens: tuple[Natural, ...]
     n_prompt: Count
     max_new_tokens: Count
@@ -202,18 +204,19 @@ _SAVED: TypeAdapter[Any] = TypeAdapter(SavedAnswer)
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How an answer is drafted, including the limits for writing offline."""
+    """Settings of the drafting of one answer, with the limits for drafting without a server."""
 
-    # The encoding of the contexts (data for the drafter) that the server sends. If it is empty, the
-    # server sends none.
+    # The encoding of the contexts (data for the drafter) that the server sends. If this text is
+    # empty, the server sends no contexts.
     codec: str = "int8"
-    max_offline: int = 64  # The largest number of unverified tokens that are shown.
+    max_offline: int = 64  # While offline, the client shows at most this many unverified tokens.
     # While offline, the client stops drafting when the product of the drafter's probabilities since
     # the last verified token falls below this limit. Further tokens would almost surely be wrong.
     offline_below: float = 0.01
     eos_token_ids: frozenset[int] = frozenset()
     mode: Mode = "server"
-    # The shape of the chains of drafts that are verified. If it is None, the usual shape is used.
+    # The shape of the chains of drafts that are verified. If it is None, ``GREEDY_SHAPE`` or
+    # ``SAMPLED_SHAPE`` is used.
     shape: TreeShape | None = None
     identities: pb.Identities = field(default_factory=pb.Identities)
 
@@ -233,9 +236,9 @@ class ClientSession:
         saved: the answer so far, with its prompt.
         settings: how the answer is drafted.
         texts: a detokenizer that has no tokens yet.
-        n_context: the number of positions whose contexts (data of the target) the drafter has. If
-            :meth:`receive` increases this number by n, the last n positions of the received
-            message are new.
+        n_context: the number of positions whose contexts (data of the target) the drafter has. The
+            attribute ``n_context`` continues this count. If :meth:`receive` increases this
+            attribute by n, the last n contexts in the received message are new.
     """
 
     def __init__(
@@ -267,8 +270,8 @@ class ClientSession:
         self._outbox: list[pb.ClientMessage] = []
         self._events: list[Event] = []
         self._sequence = 0
-        # Whether there is a connection, and whether the server has opened the session on this
-        # connection.
+        # ``_is_up``: whether there is a connection. ``is_opened``: whether the server has opened
+        # the session on this connection.
         self._is_up = self.is_opened = False
         self.was_opened = False  # Whether this or an earlier connection has opened the session.
         # ``is_offline``: whether the client writes without the server. ``_is_stuck``: whether the
@@ -284,7 +287,7 @@ class ClientSession:
             self._emit_tokens(0, answer, ["accepted"] * len(answer))
         self._end_if_complete()
 
-    # Inputs
+    # The methods below take the inputs of the state machine.
 
     def link_up(self) -> None:
         """Handle a new connection: open the session with the known tokens, then request more."""
@@ -303,7 +306,8 @@ class ClientSession:
                 ),
             )
         )  # fmt: skip
-        # The next request follows at once, because waiting for Opened would cost a round trip.
+        # Send the next request at once. Waiting for the server's Opened message would cost a round
+        # trip.
         self._proceed()
 
     def link_down(self, reason: str) -> None:
@@ -316,7 +320,10 @@ class ClientSession:
         self.stall(reason)
 
     def stall(self, reason: str) -> None:
-        """Go offline, because the server is silent. Its next message ends the offline mode."""
+        """Go offline, because the server is silent.
+
+        The next message of the server ends the offline mode.
+        """
         if self.is_offline or self.finish or not self.was_opened:
             return
         self.is_offline = True
@@ -379,7 +386,7 @@ class ClientSession:
             self._take_context(message.context)
         self._proceed()
 
-    # Outputs
+    # The methods below return the outputs of the state machine.
 
     @property
     def wants_draft(self) -> bool:
@@ -427,7 +434,7 @@ class ClientSession:
         if self._is_up:
             self._send(close=pb.Close())
 
-    # Messages
+    # The methods below handle the messages that :meth:`receive` gets.
 
     def _open(self, opened: pb.Opened) -> None:
         self.session = opened.session
@@ -490,7 +497,7 @@ class ClientSession:
             self._saved, session=self.session, tokens=tuple(self.tokens), finish=self.finish
         )
 
-    # Properties of the sequence and its drafts
+    # The methods below concern the sequence and its drafts.
 
     @property
     def n_answer(self) -> int:
@@ -514,7 +521,10 @@ class ClientSession:
         )
 
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
-        """Commit tokens of the server. Take back the first draft that differs, and all after it."""
+        """Commit tokens of the server.
+
+        Take back the first draft that differs from them, and all later drafts.
+        """
         n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)
         for _ in range(n_agreed):
@@ -548,7 +558,7 @@ class ClientSession:
             self._emit_tokens(start, hidden, ["unverified"] * len(hidden))
 
     def _emit_pause(self) -> None:
-        """If the client shows no further tokens offline, emit one event that says why."""
+        """If offline drafting pauses, emit one event that says why."""
         if not self.is_offline or self._has_paused or self.wants_draft:
             return
         self._has_paused = True
@@ -582,10 +592,10 @@ class ClientSession:
         elif len(answer) >= self._saved.max_new_tokens:
             self._end("length")
 
-    # Requests
+    # The methods below send requests to the server.
 
     def _drop_requests(self) -> None:
-        """Forget the unanswered requests of a connection. The session is not open any more."""
+        """Forget the unanswered requests of a connection, and mark the session as not open."""
         self.is_opened = False
         self._awaited = 0
         self.n_asked = 0

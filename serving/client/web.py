@@ -1,9 +1,9 @@
 """The web page of a client: streams an answer, and has a switch that cuts the network.
 
 The client's own process serves the page, because a browser cannot run the drafter, and because only
-a local process can still show text when the network is cut. The process accepts only requests whose
-``Host`` and ``Origin`` headers name itself. So no other web page can send requests in the user's
-name, even with DNS rebinding.
+a local process can still show text when the network is cut. The process accepts a request only if
+the ``Host`` and ``Origin`` headers contain the address of this process. So no other web page can
+send requests in the user's name, even with DNS rebinding.
 """
 
 import asyncio
@@ -62,8 +62,8 @@ class EventLog:
         self._first = 0
         self._began = time.monotonic()
         self.is_closed = False
-        # Identifies this process in event ids. A page may still have an event id of an earlier
-        # process. The number in such an id means nothing here.
+        # Every event id contains this identifier of the process. A page may still have an event id
+        # of an earlier process. The number in such an id is not valid in this process.
         self._run = secrets.token_hex(8)
 
     def begin(self, *items: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class EventLog:
             self._items.append(json.dumps(item | {"t": round(time.monotonic() - self._began, 4)}))
 
     async def follow(self, last_id: str) -> AsyncIterator[str]:
-        """Yield items as server-sent events: first those after an event id, then new items."""
+        """Yield items as server-sent events: first the items after an event id, then new items."""
         run, _, after = last_id.partition("-")
         last = int(after) if run == self._run and after.isdecimal() else -1
         while not self.is_closed:

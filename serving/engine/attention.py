@@ -9,8 +9,8 @@ A *segment* is the tokens of one sequence in a target call.
 | CPU, float32, single tokens, few query heads per key head | two sparse operations, no copy of KV |
 | otherwise | one call per segment, on views of the KV |
 
-In the table, a call is a call of PyTorch's attention function. Each call has a fixed cost. On a GPU
-this cost is high, so the segments share one or two calls.
+In the table, a call is a call of PyTorch's attention function. Each call of this function has a
+fixed cost. On a GPU this cost is high, so the segments share one or two calls.
 
 A *slot* of the KV cache holds the key and value of one token.
 
@@ -42,7 +42,7 @@ from .steps import SparseBuffers, attend_sparse, run_layers
 
 try:
     from torch.nn.attention import varlen
-except ImportError:  # PyTorch is older than 2.10.
+except ImportError:  # PyTorch versions before 2.10 do not have this module.
     varlen = None  # type: ignore[assignment]
 
 ATTENTION = "moa_data_segments"
@@ -50,16 +50,17 @@ ATTENTION = "moa_data_segments"
 
 # Maximum number of tokens of a short segment. On a GPU, short segments are padded to a common
 # length and share one attention call. This padding costs nothing, because a kernel processes
-# queries in blocks. Longer segments share another call. In a call for all segments, a segment with
-# a single token could be padded to the length of a prompt chunk.
+# queries in blocks. Longer segments share another call. If all segments shared one call, a segment
+# with a single token could be padded to the length of a prompt chunk.
 _MAX_SHORT = 16
 _CPU = torch.device("cpu")
-# If at least this many query heads share a key head, one matrix product for all of these heads is
-# faster than the separate vector products of :class:`_Steps`.
+# :class:`_Steps` computes separate vector products for each query head. If at least this many query
+# heads share a key head, one matrix product for all of them is faster.
 _MANY_HEADS = 5
-# The number of attention scores of a token is padded to a multiple of this number. The CPU then
-# adds up the scores in whole vectors, and more padding only adds zeros to each sum. So rounding
-# errors do not depend on the lengths of the other sequences in the target call.
+# The number of attention scores of a token is padded to a multiple of this number, so that the CPU
+# adds up the scores in whole vector registers. Longer sequences in the same target call only cause
+# more padding, which adds zeros to the sum. So the rounding errors of the sum do not depend on the
+# other sequences.
 _ROW_SLOTS = 16
 
 
@@ -78,30 +79,36 @@ class Segment:
 
     @property
     def start(self) -> int:
-        """The position of the first token."""
+        """The position of the segment's first token."""
         return self.kv.length
 
     @property
     def first_slot(self) -> int:
-        """The index of the first token's slot among all slots of the pool."""
+        """The index of the slot of the segment's first token, among all slots of the pool."""
         return self.kv.first_slot + self.kv.length
 
     @property
     def n_known(self) -> int:
-        """The number of tokens before the drafts."""
+        """The number of committed tokens in the segment. They come before the drafts."""
         return len(self.tokens) - len(self.parents)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the token before it. False for a tree with branches."""
+        """Whether the tokens of the segment are a chain, and not a tree with branches."""
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
     def sees_all(self, window: int | None) -> bool:
-        """Return whether the segment is a single token that needs no mask with this window."""
+        """Return whether the segment is a single token that sees all tokens before it.
+
+        If it is, its attention needs no mask.
+
+        Args:
+            window: the size of a layer's window or chunk; None if it has full attention.
+        """
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
     def seen_kv(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return views of the keys and values of each layer, up to the last token.
+        """Return views of the keys and values of each layer, up to the last token of the segment.
 
         Each view has the shape [1, H_kv, S, d].
         """
@@ -109,7 +116,7 @@ class Segment:
         return keys.unbind(0), values.unbind(0)
 
     def positions(self) -> list[int]:
-        """Return the position of each token. A draft's position is its parent's position + 1."""
+        """Return each token's position. The position of a draft is its parent's position + 1."""
         root = self.start + self.n_known - 1
         depths = {-1: 0}
         for node, parent in enumerate(self.parents):
@@ -152,11 +159,11 @@ def _pending_slots(segments: Sequence[Segment], device: torch.device) -> Tensor:
 
 
 class SegmentAttention:
-    """Writes the new keys and values of each segment to its KV, and attends within each segment.
+    """Writes the new keys and values of each sequence to its KV, and computes the attention.
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the sliding window or chunk; None if the layer has full attention.
+        windows: for each layer, the size of its window or chunk; None if it has full attention.
         device: device of the target.
     """
 
@@ -170,8 +177,8 @@ class SegmentAttention:
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(segments, device)
         self._segments: Sequence[Segment] = segments
-        # Number of query heads -> the :class:`_Steps` for layers with this number of query heads.
-        # The list is empty if another method is faster.
+        # Number of query heads -> the :class:`_Steps` objects for layers with this number of query
+        # heads. The list of objects is empty if another method is faster for these layers.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
@@ -191,8 +198,8 @@ class SegmentAttention:
         """Return a function that runs all layers of the target at once, or None.
 
         The function exists under three conditions. All segments are single tokens that need no
-        mask. One sparse matrix holds the scores of all segments. The layers have the sizes of the
-        KV cache.
+        mask. One sparse matrix holds the scores of all segments. Every layer has as many key/value
+        heads, and the same head dim, as the buffer of the KV cache.
 
         Args:
             n_heads: query heads of each layer.
@@ -236,9 +243,9 @@ class SegmentAttention:
         Args:
             layer: index of the layer.
             q: [1, H, T, d], the queries of all tokens.
-            k: [1, H_kv, T, d], their keys.
-            v: [1, H_kv, T, d], their values. The head dim of values may be smaller than that of
-                keys.
+            k: [1, H_kv, T, d], the keys of all tokens.
+            v: [1, H_kv, T, d], the values of all tokens. The head dim of values may be smaller than
+                the head dim of keys.
             cap: soft cap; see :func:`~moa_data.moa.nn.attention.attend_plainly`.
             sinks: attention sinks; see :func:`~moa_data.moa.nn.attention.attend_plainly`.
 
@@ -253,8 +260,8 @@ class SegmentAttention:
             v = pad(v, (0, width - value_width))
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
-        # The KV buffer has the largest number of heads and the largest head dim of all layers.
-        # Check whether the present layer uses the whole buffer.
+        # The KV buffer has room for the largest number of heads and the largest head dim of all
+        # layers. Check whether the present layer uses the whole buffer.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
@@ -263,8 +270,8 @@ class SegmentAttention:
         if self._are_steps and is_plain and is_whole and value_width == width:
             if steps := self._steps_of(q.shape[1], q.dtype):
                 return _Steps.attend_all(steps, layer, q)
-            # Treat the G query heads that share a key head as G queries of this key head. They need
-            # no mask. The shape of each row is [1, H_kv, G, d].
+            # Treat the G query heads that share a key head as G queries of this key head. These
+            # queries need no mask. The shape of each item of ``rows`` is [1, H_kv, G, d].
             rows = q[0].transpose(0, 1).unflatten(1, (n_kv_heads, -1)).split(1)
             outputs = [
                 scaled_dot_product_attention(row, keys, values)
@@ -288,12 +295,14 @@ class SegmentAttention:
 
 
 class _Steps:
-    """Attention of single-token segments without a mask, by a sparse matrix of scores.
+    """Computes attention for segments with one token each, if they need no mask.
 
     PyTorch's attention uses dense matrix products. With few queries, these products spend most of
-    their time on rearranging keys and values. This class instead computes the scores as a sparse
-    matrix with one row per segment and query head. The sparse product reads the keys in place.
-    PyTorch's ``embedding_bag`` then computes the weighted sum of the values.
+    their time on rearranging keys and values. This class instead stores the scores of all queries
+    in a sparse matrix. The matrix has one row per segment and query head. It has one column per key
+    in the KV cache, but only the keys of the row's sequence have scores. PyTorch's sparse product
+    reads these keys in place. PyTorch's ``embedding_bag`` then computes the weighted sum of the
+    values.
     """
 
     def __init__(self, segments: Sequence[Segment], n_heads: int) -> None:
@@ -302,21 +311,21 @@ class _Steps:
         self._pool = pool
         n_kv_heads, n_slots = pool.buffer.shape[2:4]
         starts = [segment.start for segment in segments]
-        # Two tensors [T, 1]. ``lasts`` has the position of each segment's token. ``firsts`` has the
-        # pool slot of each sequence's position 0.
+        # ``lasts`` and ``firsts`` have the shape [T, 1]. ``lasts`` contains the position of each
+        # segment's token. ``firsts`` contains the pool slot that holds position 0 of each sequence.
         lasts, firsts = torch.tensor(
             [starts, [segment.kv.first_slot for segment in segments]]
         ).unsqueeze(2)
         columns = torch.arange(-(-(max(starts) + 1) // _ROW_SLOTS) * _ROW_SLOTS)
-        slots = torch.minimum(columns, lasts).add_(firsts)  # [T, S]
+        slots = torch.minimum(columns, lasts).add_(firsts)  # The shape of ``slots`` is [T, S].
         planes = torch.arange(0, n_kv_heads * n_slots, n_slots).repeat_interleave(
             n_heads // n_kv_heads
         )
-        # For each score, the index of its key among the keys of all heads and pool slots:
-        # [T * H * S].
+        # [T * H * S] int64. For each score, it contains the index of the score's key among the keys
+        # of all heads and pool slots.
         key_indices = (slots.unsqueeze(1) + planes.unsqueeze(1)).flatten()
         stops = torch.arange(0, len(key_indices) + 1, len(columns))
-        # The additive mask hides the slots that only pad a row.
+        # Each row is padded to S slots. The additive mask hides the padding.
         added = torch.zeros(slots.shape).masked_fill_(columns > lasts, -torch.inf)
         # The values of the sparse matrix use the memory of the scores. Each layer overwrites this
         # memory.
@@ -332,10 +341,11 @@ class _Steps:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], n_heads: int, dtype: torch.dtype) -> "list[_Steps]":
-        """Create one object for all segments, or one per segment if their lengths differ much.
+        """Create one object for all segments, or one object per segment.
 
-        One object pads all rows to a common length. If the lengths differ much, most of the scores
-        would be padding.
+        One object for all segments pads their rows to a common length. If the lengths of the
+        sequences differ much, most of the scores would be padding. Then each segment gets its own
+        object.
 
         Returns:
             The objects. The list is empty if another method is faster, or if PyTorch's sparse
@@ -390,7 +400,7 @@ class _Steps:
 
 @functools.cache
 def _steps_work() -> bool:
-    """Return whether the sparse products of this PyTorch build exist and are correct."""
+    """Return whether this PyTorch build has sparse products that give the right results."""
     # PyTorch's sparse tensors are in beta and may change. So compare their result with plain
     # attention. PyTorch also warns about the beta, once per process. Hide this warning.
     pool = Pool(
@@ -428,7 +438,7 @@ class BatchedAttention:
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the sliding window or chunk; None if the layer has full attention.
+        windows: for each layer, the size of its window or chunk; None if it has full attention.
         n_heads: query heads of each layer.
         device: device of the target.
     """
@@ -459,7 +469,8 @@ class BatchedAttention:
         if self._ragged is not None:
             return
         self._batches: list[_Batch] = []
-        # The index of each token in the concatenated outputs of the padded attention calls.
+        # For each token, ``token_indices`` has its index in the concatenated outputs of the padded
+        # attention calls.
         token_indices, n_indices = [0] * sum(sizes), 0
         for is_long in (False, True):
             rows = [row for row, size in enumerate(sizes) if (size > _MAX_SHORT) == is_long]
@@ -474,12 +485,11 @@ class BatchedAttention:
                     n_indices, n_indices + sizes[row]
                 )
                 n_indices += max(sizes[row] for row in rows)
-        # A batch returns the query heads of a token in another order, see :class:`_Batch`. For each
-        # query head, ``order`` has its index in that order: [H_kv, G] for G query heads per key
-        # head.
+        # G query heads share a key head. In the output of a :class:`_Batch`, query head ``i * G +
+        # j`` of a token is at index ``j * H_kv + i``. ``order`` [H_kv, G] contains these indices.
         order = torch.arange(n_heads, device=device).view(-1, self._buffer.shape[2]).T
-        # [T * H] int64. For each query head of each token, its row in the concatenated outputs of
-        # all batches.
+        # [T * H] int64. For each query head of each token, it contains the row of this head in the
+        # concatenated outputs of all batches.
         self._output_indices = (
             to_device(token_indices, device)[:, None] * n_heads + order.flatten()
         ).flatten()
@@ -490,25 +500,25 @@ class BatchedAttention:
         Args:
             layer: index of the layer.
             q: [1, H, T, d], the queries of all tokens.
-            k: [1, H_kv, T, d], their keys.
-            v: [1, H_kv, T, d], their values.
+            k: [1, H_kv, T, d], the keys of all tokens.
+            v: [1, H_kv, T, d], the values of all tokens.
 
         Returns:
             The attention output [1, T, H, d].
         """
-        kv = self._buffer[:, layer]  # [2, H_kv, slots, d]
+        kv = self._buffer[:, layer]  # The shape of ``kv`` is [2, H_kv, slots, d].
         kv[0].index_copy_(1, self._pending, k[0])
         kv[1].index_copy_(1, self._pending, v[0])
         if self._ragged is not None:
             return self._ragged.attend(q, kv, self._windows[layer])
-        queries = q.transpose(1, 2).flatten(0, 2)  # [T * H, d]
+        queries = q.transpose(1, 2).flatten(0, 2)  # The shape of ``queries`` is [T * H, d].
         attended = [batch.attend(queries, kv, self._windows[layer]) for batch in self._batches]
         output = attended[0] if len(attended) == 1 else torch.cat(attended)
         return output.index_select(0, self._output_indices).view(1, -1, self._n_heads, q.shape[3])
 
 
 class _Ragged:
-    """Attention of several sequences by one call of variable-length FlashAttention.
+    """Computes the attention of several sequences by one call of variable-length FlashAttention.
 
     Each segment must be a chain of tokens. FlashAttention gets the first slot of each sequence as
     an offset into the KV. The offsets must ascend, so the segments must be in the order of their
@@ -563,8 +573,8 @@ def _ragged_works(
     device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_heads: int, head_dim: int
 ) -> bool:
     """Return whether variable-length FlashAttention gives the right result on this machine."""
-    # The arguments of PyTorch's function differ between versions. So compare its result with the
-    # attention of each segment alone.
+    # The arguments of this function differ between versions of PyTorch. So compare its result with
+    # the attention of each segment alone.
     if varlen is None or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
@@ -599,11 +609,11 @@ def _ragged_works(
 
 
 class _Batch:
-    """Attention of B segments by one call of the attention kernel. Each is padded to n tokens.
+    """Computes the attention of B segments by one call of the attention kernel.
 
-    Shapes: n tokens and S slots per segment, G query heads per key head.
+    Each segment is padded to n tokens and S slots, because one call needs equal sizes.
 
-    The G query heads that share a key head are treated as G queries of this key head. So the keys
+    G query heads share a key head. They are treated as G queries of this key head, so that the keys
     need not be copied for each query head. For one segment and key head, the queries are::
 
         token 0: heads 0 .. G - 1    token 1: heads 0 .. G - 1    ...
@@ -634,8 +644,8 @@ class _Batch:
             for first, last in zip(firsts, lasts, strict=True)
         ]
         heads = torch.arange(n_heads, device=device).view(n_kv_heads, 1, -1)
-        # [B * H_kv * n * G] int64. For each query of the batch, its index among the T * H queries
-        # of the target call.
+        # [B * H_kv * n * G] int64. For each query of the batch, it contains the index of this query
+        # among the T * H queries of the target call.
         self._queries = (to_device(tokens, device)[:, None, :, None] * n_heads + heads).flatten()
         if len(segments) > 1:
             n_slots = -(-n_slots // 8) * 8  # Kernels need a mask width that is a multiple of 8.
@@ -659,8 +669,8 @@ class _Batch:
         """Return the additive mask (0 or -inf), [B, n * G, S]. None if nothing is masked."""
         if self._n_rows == 1 and self._segments[0].sees_all(window):
             return None
-        # Start with true on the diagonal, so that each padding token sees itself. A token that
-        # sees nothing would get NaN.
+        # Start with true on the diagonal, so that each padding token sees itself. If a token saw
+        # nothing, its output would be NaN.
         seen = np.tile(np.eye(n_tokens, dtype=np.bool_), (self._n_rows, 1, 1))
         for row, segment in enumerate(self._segments):
             seen[row, : len(segment.tokens), : len(segment.tokens)] = segment.seen()
@@ -682,7 +692,8 @@ class _Batch:
         )
         if self._n_rows == 1:
             first = self._segments[0].kv.first_slot
-            rows = kv[:, None, :, first : first + self._n_slots]  # [2, 1, H_kv, S, d]
+            # The shape of ``rows`` is [2, 1, H_kv, S, d].
+            rows = kv[:, None, :, first : first + self._n_slots]
         else:
             rows = kv.index_select(2, self._slots).unflatten(2, (self._n_rows, -1)).transpose(1, 2)
         return attend(q, rows[0], rows[1], self._scores[window]).transpose(1, 2).flatten(0, 2)
@@ -705,7 +716,8 @@ def _segment_attention(
     sinks = kwargs.get("s_aux")
     if cap is None and sinks is None:
         return attention.attend(module.layer_idx, query, key, value), None
-    # The runner uses BatchedAttention only for families without soft caps and sinks.
+    # BatchedAttention has neither soft caps nor sinks. The runner uses it only for model families
+    # that need neither.
     assert isinstance(attention, SegmentAttention)
     return attention.attend(module.layer_idx, query, key, value, cap, sinks), None
 

@@ -6,7 +6,7 @@ Sequences of any length join and leave between target calls, and each call serve
     schedule    choose sequences for a target call, and their tokens          scheduler
     draft       make the server's drafts                                      speculation
     run         run one target call over all sequences                        runner
-    accept      accept drafts that the target chooses too, and add a token    moa.decoding.sampling
+    accept      accept drafts that the target agrees with; add one token      moa.decoding.sampling
     commit      append the tokens, and pass them to the callbacks             engine
 
 Each token is a function of the target's logits, the sampling settings, the seed, and the token's
@@ -156,10 +156,10 @@ class Engine:
         n_slots = self._pool.n_blocks * BLOCK_TOKENS - max(n_own_drafts, options.max_drafts)
         self.max_positions = min(target.max_positions, n_slots)
         self.kv_bytes = self._pool.buffer.nbytes
-        # A high estimate of the bytes that target calls and requests need besides the KV. It covers
-        # activations, logits with their sorted copies for sampling, the masks of a prompt chunk,
-        # the token lists, and freed memory that the allocator keeps. The factors were measured with
-        # a target of 135 million weights.
+        # An estimate of the bytes that target calls and requests need besides the KV. It is high on
+        # purpose. It includes activations, logits with their sorted copies for sampling, the masks
+        # of a prompt chunk, the token lists, and freed memory that the allocator keeps. The factors
+        # were measured with a target of 135 million weights.
         n_logits = options.max_sequences * (1 + n_own_drafts) + options.max_drafts
         activations = 100 * facts.hidden_size * (options.prefill_chunk + n_logits)
         masks = 5 * self.max_positions * options.prefill_chunk
@@ -201,7 +201,7 @@ class Engine:
         self._pool.free(kv)
         return problem
 
-    # Methods that any thread may call
+    # Any thread may call the methods below.
 
     def start(self) -> None:
         """Start a thread that calls :meth:`step`."""
@@ -375,7 +375,7 @@ class Engine:
             total = self._pool.n_blocks * BLOCK_TOKENS
             return replace(self._counts, n_working=n_working, kv_used=used, kv_tokens=total)
 
-    # Methods of the thread that calls ``step``
+    # Only the thread that calls ``step`` may call the methods below.
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -428,7 +428,7 @@ class Engine:
 
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
-            # A sequence that failed meanwhile was removed, and its callback got the error.
+            # If the sequence has failed meanwhile, it was removed, and its callback got the error.
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 apply(sequence)
 
@@ -436,7 +436,7 @@ class Engine:
         self._wake.set()
 
     def _draft(self, sequences: GenericSequence[Sequence]) -> dict[str, list[Sequence]]:
-        """Make the server's drafts. Return the sequences that could get drafts, by drafter name."""
+        """Make the server's drafts. Return drafter name -> the sequences that could get drafts."""
         groups: dict[str, list[Sequence]] = {name: [] for name in self._speculations}
         for name, speculation in self._speculations.items():
             members = [
@@ -459,9 +459,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _dispensable(self, name: str, sequences: GenericSequence[Sequence]) -> Iterator[None]:
-        """If the drafter fails in the ``with`` block, decode its sequences without drafts.
+        """Catch errors of the drafter in the ``with`` block.
 
-        The tokens of the sequences do not change, because drafts never change the target's output.
+        After an error, the sequences continue without drafts. Their tokens do not change, because
+        drafts never change the target's output.
         """
         try:
             yield
@@ -580,10 +581,10 @@ class Engine:
             self._note_contexts(one, start)
 
     def _note_contexts(self, one: Scheduled, start: int) -> None:
-        """Store the target's hidden states of new positions. The drafter encodes them later.
+        """Store the target's hidden states of new positions.
 
-        If the answer has ended, the contexts are encoded now, and the last commit gets all contexts
-        that are still unsent.
+        The drafter later encodes these hidden states to contexts. If the answer has ended, they are
+        encoded now, and the last commit gets all contexts that are still unsent.
 
         Args:
             one: the results of the target call for a sequence.
@@ -603,7 +604,7 @@ class Engine:
             one.commit = sequence.take_contexts(one.commit)
 
     def _send_contexts(self, served: list[Scheduled]) -> None:
-        """Encode and send contexts. The tokens of the same target call were reported before."""
+        """Encode and send contexts, after the tokens of the same target call were sent."""
         # A context is the data that a client's drafter needs about one position. Encoding many
         # contexts takes as long as encoding a few. So while the server decodes without the client's
         # drafts, it encodes and sends many contexts at a time. There are two exceptions. If the
@@ -679,7 +680,7 @@ class Engine:
             self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """Remove a sequence and report the error to its owner."""
+        """Remove a sequence that has failed, and pass the error to its callback."""
         _LOG.error("sequence %d failed: %s", sequence.id, first_line(error), exc_info=error)
         self._counts.n_failed += 1
         self._remove(sequence)
@@ -740,7 +741,7 @@ def _logprobs(
         )
         for index, node in enumerate([-1, *accepted][: len(new)])
     ]
-    log_p = torch.stack(rows).float().log_softmax(dim=-1)  # [n, V]
+    log_p = torch.stack(rows).float().log_softmax(dim=-1)  # The shape of ``log_p`` is [n, V].
     new_log_p = log_p.gather(1, to_device([[token] for token in new], log_p.device))
     values, tokens = log_p.topk(min(k, log_p.shape[1]), dim=-1)
     likeliest = [

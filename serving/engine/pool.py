@@ -75,8 +75,8 @@ class Pool:
         )
         n_bytes = math.prod(shape) * dtype.itemsize
         try:
-            # Linux grants an allocation that is larger than the free memory, and kills the process
-            # later, when it writes to this memory. So compare with the free memory first.
+            # Linux grants an allocation that is larger than the free memory. It kills the process
+            # later, when the process writes to this memory. So compare with the free memory first.
             if device.type == "cpu" and n_bytes > (n_free := free_memory() or n_bytes):
                 raise RuntimeError(f"only {format_bytes(n_free)} of memory are free")
             # Keys (after RoPE) and values, [2, L, H_kv, S, d]. Writing zeros makes the system
@@ -128,8 +128,8 @@ class Pool:
         targets = []
         stop = 0
         n_after = sum(other.n_blocks for other in self._held)
-        # Each sequence moves as little as possible. It moves right to make room for the sequences
-        # before it. It moves left only if the sequences after it would not fit otherwise.
+        # Move each sequence as little as possible: to the right if a sequence before it needs room,
+        # and to the left only if the sequences after it would not fit otherwise.
         for other in self._held:
             first = min(max(stop, other.first), self.n_blocks - n_after)
             targets.append((other, first))
@@ -159,7 +159,8 @@ class Pool:
             first_layer: the first layer to pack.
         """
         if self._groups:
-            layers = self.buffer.permute(1, 3, 2, 0, 4)  # [L, S, H_kv, 2, d]
+            # The shape of ``layers`` is [L, S, H_kv, 2, d].
+            layers = self.buffer.permute(1, 3, 2, 0, 4)
             return pack_groups(
                 self._groups, lambda layer: layers[layer].index_select(0, slots), first_layer
             )
@@ -206,7 +207,8 @@ class PooledKV:
     def commit(self, kept: Sequence[int]) -> None:
         """Commit the KV of some pending tokens, and discard the KV of the other pending tokens.
 
-        A token is pending if the last target call wrote its KV after the committed KV.
+        The pending tokens are the tokens that the last target call read. The target call wrote
+        their KV after the committed KV.
 
         Args:
             kept: ascending indices of the pending tokens to commit. 0 is the first pending token.

@@ -44,8 +44,8 @@ _FEWEST_PRODUCTS = 1 << 23
 class Output:
     """Results of a target call for one segment (n tokens of one sequence)."""
 
-    # The hidden state of each token after the final norm, [n, E]. No rows if the caller did not
-    # request hidden states.
+    # [n, E]: the output of the final norm for each token. The tensor has zero rows if the caller
+    # did not request hidden states.
     hidden: Tensor
     # [1 + drafts, V]. Row 0 has the logits of the last token before the drafts, and the next rows
     # have the logits of the drafts. None if the segment needs no logits.
@@ -76,10 +76,10 @@ class Runner:
         self._model.set_attn_implementation(ATTENTION)
         for module in self._model.modules():
             if hasattr(module, "attn_temperature_tuning"):
-                # Turn off the scaling of queries by position. transformers takes a token's index in
-                # the input for its position, which is wrong for concatenated segments. Turning it
-                # off changes no results, because the scaling has no effect at positions below
-                # ``Target.max_positions``.
+                # Turn off the scaling of queries by position. transformers uses a token's index in
+                # the input as its position, which is wrong for concatenated segments. The scaling
+                # has no effect at positions below ``Target.max_positions``, so the results do not
+                # change if it is turned off.
                 cast(Any, module).attn_temperature_tuning = False
         matrices = [
             module.weight.numel()
@@ -134,8 +134,8 @@ class Runner:
             self._device,
         )
         sizes = [len(segment.tokens) for segment in segments]
-        # Find the tokens whose logits are needed: their number per segment, and their indices among
-        # all tokens of the target call.
+        # Find the tokens whose logits are needed. ``n_wanted`` has their number per segment.
+        # ``wanted`` has their indices among all tokens of the target call.
         n_wanted = [1 + len(segment.parents) if segment.is_read else 0 for segment in segments]
         stops = itertools.accumulate(sizes)
         wanted = [
@@ -149,9 +149,9 @@ class Runner:
             and not watched_layers
             and len(wanted) < sum(sizes)
         ):
-            # In the last layer, compute only keys and values for tokens whose logits are not
-            # needed. If no logits are needed, compute token 0 completely, because a matrix product
-            # needs at least one row.
+            # If the logits of a token are not needed, compute only the token's keys and values in
+            # the last layer. If no logits are needed at all, compute token 0 completely, because a
+            # matrix product needs at least one row.
             positions = attention.positions[None]
             rows = to_device(wanted or [0], self._device)
             hidden, outputs = self._fused(
@@ -160,12 +160,13 @@ class Runner:
             wanted_hidden = hidden[0, : len(wanted)]
             by_segment = (hidden[0, :0],) * len(segments)
         else:
-            hidden, outputs = self._forward(tokens, attention, watched_layers)  # [T, E]
+            # The shape of ``hidden`` is [T, E].
+            hidden, outputs = self._forward(tokens, attention, watched_layers)
             by_segment = hidden.split(sizes)
             wanted_hidden = hidden if len(wanted) == len(hidden) else hidden[wanted]
         wanted_hidden = self._logits(self._head, wanted_hidden)
         logits = wanted_hidden.split(n_wanted)
-        # This is the only GPU sync of the target call.
+        # Converting the tensor to a list waits for the GPU. The target call waits only here.
         best = iter(wanted_hidden.argmax(dim=-1).tolist())
         watched = {layer: outputs[layer][0].split(sizes) for layer in watched_layers}
         results = []

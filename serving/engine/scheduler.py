@@ -16,9 +16,9 @@ read, the sequence takes nothing from the chunk.
 
 A sequence is scheduled only if it gets KV blocks for all of its tokens. If too few blocks are free,
 other sequences are evicted. Sequences without work are evicted first, beginning with the least
-recently served one. Then sequences are evicted that were added later than this one, beginning with
-the youngest. So the oldest sequence always makes progress. An evicted sequence is prefilled again,
-in chunks, once there is room.
+recently served one. Then sequences are evicted that were added later than the sequence that needs
+blocks, beginning with the youngest. So the oldest sequence always makes progress. An evicted
+sequence is prefilled again, in chunks, once there is room.
 """
 
 from collections.abc import Collection
@@ -29,8 +29,8 @@ from .pool import Pool, blocks_for
 from .runner import Output
 from .sequence import Commit, Sequence, Work
 
-# Even if its share of the chunk is smaller, a sequence in prefill may read this many tokens per
-# target call. Reading fewer tokens would take the same time.
+# The sequences in prefill share the chunk of a target call. But each of them may read at least this
+# many tokens, because fewer tokens would take the same time.
 _MIN_CHUNK = 16
 
 

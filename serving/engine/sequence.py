@@ -38,8 +38,8 @@ class Request:
     sampling: SamplingConfig = GREEDY
     # The seed and a token's position determine the random numbers for sampling this token.
     seed: int = 0
-    # Name of a drafter of the server. This drafter makes the server's drafts. If the client drafts,
-    # this drafter also encodes the contexts for the client.
+    # Name of the server's drafter for this sequence. This drafter makes the server's drafts. If the
+    # client drafts, this drafter also encodes the contexts for the client.
     drafter: str | None = None
     # Whether commits contain contexts. The context of a position is the data that a client's
     # drafter needs about this position after the target has processed it.
@@ -138,8 +138,8 @@ class Sequence:
     is_draftable: bool = True
     # Why the answer ended, "stop" or "length". Empty while it continues.
     finish: str = ""
-    # The value of a counter when the sequence was last scheduled. The counter increases each time
-    # that any sequence is scheduled. 0 if the sequence was never scheduled.
+    # The scheduler counts how often it has scheduled any sequence. This is the count when this
+    # sequence was last scheduled, or 0 if it was never scheduled.
     last_served: int = 0
     # ``time.perf_counter()`` at which the sequence began to wait for its next target call.
     since_s: float = 0.0
@@ -156,14 +156,14 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens, self.n_context = list(self.request.tokens), self.request.n_context
 
-    # Tokens and positions
+    # The methods below concern tokens and positions.
 
     @functools.cached_property
     def sampling_state(self) -> SamplingState:
-        """Everything besides the logits that determines the next token.
+        """Everything that determines the next token, except the logits.
 
-        The state refers to the sequence's own list of tokens. So it stays up to date if tokens are
-        added.
+        The sampling state contains the sequence's own list of tokens, not a copy. So the state
+        includes tokens that are added later.
         """
         request = self.request
         return SamplingState(

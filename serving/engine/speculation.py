@@ -3,7 +3,8 @@
 A *context* is the data that a client's drafter needs about one position that the target has
 processed. The server encodes it from the target's activations.
 
-Shapes: B rows, n tokens, E hidden size, K watched layers, W numbers per context.
+Shapes: B rows, n tokens, E hidden size, K target layers whose outputs the drafter reads, W numbers
+per context.
 
 The sequences that draft together share one drafter state. This state contains the drafter's caches,
 and has one row per sequence. If a sequence does not draft before a target call, its row becomes a
@@ -12,8 +13,8 @@ first has to process many tokens of a sequence, as after a prompt, this sequence
 round. Otherwise the rows of all other sequences would be padded to this number of tokens.
 
 A chain of drafts ends early if the drafter is unsure of a draft. If drafts cost more time than they
-save, the target decodes without them (``moa.decoding.policy``). This is decided separately for
-target calls over 1, 2 to 3, 4 to 7, ... sequences.
+save, the target decodes without them (``moa.decoding.policy``). For each range of batch sizes (1, 2
+to 3, 4 to 7, ... sequences per target call), this is decided separately.
 """
 
 import logging
@@ -70,7 +71,7 @@ class Speculation:
         self._apart: dict[int, Any] = {}
         # The ids of the sequences in the shared state, in the order of its rows.
         self._together: list[int] = []
-        # The shared drafter state. None if it would have no rows.
+        # The shared drafter state. It is None if no sequence is in it.
         self._state: Any = None
         # Sequence id -> the number of tokens that the sequence had when it last got drafts.
         self._n_drafted_at: dict[int, int] = {}
@@ -108,7 +109,7 @@ class Speculation:
             sequence.drafts = ()
             sequence.parents = ()
 
-    # Drafts
+    # The methods below draft tokens on the server.
 
     def gather(self, sequences: GenericSequence[Sequence]) -> None:
         """Move the sequences that draft now to the shared state, and all others out of it.
@@ -137,7 +138,10 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: GenericSequence[Sequence]) -> None:
-        """Draft for the sequences of the last :meth:`gather`, unless drafts would cost time."""
+        """Draft for the sequences of the last :meth:`gather`.
+
+        The policy may stop drafting for some time. Then the sequences get no drafts.
+        """
         for sequence in sequences:
             sequence.drafts = sequence.parents = ()
         shape = self._policy(len(sequences)).next_shape()
@@ -207,7 +211,7 @@ class Speculation:
                 self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
     def judge(self, rounds: GenericSequence[Scheduled], round_s: float) -> None:
-        """Report the number of committed tokens and the time of a round to the policy.
+        """Report a round to the policy: the number of committed tokens, and the duration.
 
         Args:
             rounds: the results of the target call for the sequences that could get drafts.
@@ -251,7 +255,7 @@ class Speculation:
             )
         return self._policies[size]
 
-    # Contexts, for clients that draft with this drafter
+    # The methods below encode contexts for clients that draft with this drafter.
 
     def encode_contexts(
         self, sequences: GenericSequence[Sequence]
@@ -267,7 +271,7 @@ class Speculation:
             Sequence id -> the new contexts [n, W], and the position of the first context.
         """
         counts = [sequence.n_unencoded for sequence in sequences]
-        # The target's hidden states of all these positions, [n, E].
+        # The target's hidden states of all positions to encode, [n, E].
         hidden = torch.cat([states for sequence in sequences for states in sequence.unencoded])
         spans = [
             (sequence, sequence.n_context, n) for sequence, n in zip(sequences, counts, strict=True)
@@ -319,9 +323,9 @@ class BatchedKV:
     """
 
     def __init__(self, rows: GenericSequence[PooledKV]) -> None:
-        # ``lengths`` are the numbers of committed positions of the rows.
+        # ``lengths`` has the number of committed positions of each row.
         self._rows, self.lengths = rows, [kv.length for kv in rows]
-        # Layer -> copy of its KV, [2, B, H_kv, S, d].
+        # Layer -> a copy of the KV of all rows in this layer, [2, B, H_kv, S, d].
         self._copies: dict[int, Tensor] = {}
 
     def packed(self, starts: GenericSequence[int], n_tokens: int, first_layer: int = 0) -> Tensor:

@@ -20,14 +20,14 @@ SparseBuffers = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def attend_sparse(q: Tensor, keys: Tensor, values: Tensor, buffers: SparseBuffers) -> Tensor:
-    """Compute the attention of T tokens, one per sequence. Each attends to its sequence's KV.
+    """Compute the attention of T tokens, one per sequence. Each token attends to its sequence's KV.
 
     Args:
         q: [T, H, d], the queries.
         keys: [d, H_kv * N], the keys of all pool slots.
         values: [H_kv * N, d], the values of all pool slots.
         buffers: five tensors.
-            1. The scores [T, H, S]. They are overwritten.
+            1. A buffer [T, H, S] for the scores.
             2. A sparse CSR matrix [T * H, H_kv * N]. Its values use the memory of the scores.
             3. The additive mask [T, 1, S].
             4. The column of each score in the sparse matrix, [T * H * S].

@@ -1,13 +1,13 @@
 """Learns the state of a transform codec from a sample of sequences.
 
 The state consists of means, principal axes, and matrices of linear predictions. A *group* consists
-of consecutive layers. The keys (before RoPE) of a group have one basis of principal axes, and its
-values have another. The keys or the values of a group are called a *part*. A hidden state is one
-group with one part.
+of consecutive layers. The keys (before RoPE) of a group have one basis of principal axes, and the
+values of the group have another basis. The keys or the values of a group are called a *part*. A
+hidden state is one group with one part.
 
-The sample may be too large for the memory. So it is on disk, and only one part of one group is in
-memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory instead
-of 8 GB::
+The sample may be too large for the memory. So the sample is on disk, and only one part of one group
+is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory
+instead of 8 GB::
 
     one sequence                 [n_tokens, *token_shape]
     -> parts of each group       float32 [n_tokens, width] each
@@ -30,8 +30,8 @@ from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 from .field import to_device_of
 
-# A function that moves a NumPy array to the device on which large matrix products run, see
-# ``codecs.field.Learning``.
+# A function that copies a NumPy array to the device on which large matrix products run (see
+# ``codecs.field.Learning``).
 ToDevice = Callable[[np.ndarray], Array]
 
 # Largest number of principal axes in a basis. The keys of a layer group have one basis, and the
@@ -141,14 +141,17 @@ class Sample:
 
 
 def on_host(array: Array) -> np.ndarray:
-    """Return an array on any device as a NumPy array."""
+    """Copy an array from any device to a NumPy array."""
     return np.asarray(array_api_compat.to_device(array, "cpu"))
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute the mean at each of the first ``EARLY_POSITIONS`` positions, and at all later ones.
+    """Compute a mean for each early position, and one mean for all later positions.
 
-    If no sequence has one of the first positions, the mean of the later positions is used for it.
+    The first ``EARLY_POSITIONS`` positions of a sequence are the early positions.
+
+    If no sequence is long enough to have one of the early positions, the mean of the later
+    positions is used for this position.
 
     Args:
         sequences: Whole sequences, [n_tokens, width] each.
@@ -173,11 +176,14 @@ def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
-    """Compute the scale of each layer: the root mean square of its values, relative to all layers.
+    """Compute the scale of each layer.
+
+    The scale of a layer is the root mean square of the layer's values, divided by the root mean
+    square of the values of all layers.
 
     Values are divided by the scale of their layer before quantisation errors are measured. So the
-    error of each layer is relative to the size of its values. Without the division, layers with
-    small values would lose more precision than the others.
+    error of each layer is measured relative to the size of the layer's values. Without the
+    division, layers with small values would lose more precision than the others.
 
     Args:
         sample: The keys or the values of a layer group, or a hidden state.
@@ -203,8 +209,8 @@ def learn_basis(
 ) -> Basis:
     """Learn means and principal axes of the keys or values of a layer group, or of a hidden state.
 
-    The axes are chosen so that quantisation errors cost little. They are sorted by falling variance
-    of the values along them.
+    The axes are chosen so that quantisation errors cost little. They are sorted by the variance of
+    the values along each axis, from large to small.
 
     Args:
         sample: Whole sequences, from position 0 on. Their values are changed in place.
@@ -221,7 +227,7 @@ def learn_basis(
     if metric is None:
         np.divide(sample.values, scale, out=sample.values)
         axes = principal_axes(to_device(sample.values)).T * scale
-        # The store contains the axes in float16. So round them to float16 before the analysis
+        # The store contains the axes in float16. So round the axes to float16 before the analysis
         # matrix is computed from them. Encoding and decoding then use the same axes.
         return Basis.scaled(means, axes.astype(np.float16).astype(np.float32), scale)
     factor = _metric_factor(metric, to_device)
@@ -239,8 +245,8 @@ def learn_basis(
 def metric_scale(metric: np.ndarray) -> float:
     """Compute the mean diagonal entry of a matrix that weighs errors.
 
-    This is the mean cost of an error of 1 in one dimension. :func:`learn_basis` divides the matrix
-    by this number.
+    The mean diagonal entry is the mean cost of an error of 1 in one dimension. :func:`learn_basis`
+    divides the matrix by this number.
     """
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 
@@ -249,8 +255,8 @@ def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -
     """Compute features of every token id. Keys and values are later predicted from the features.
 
     In the first layer, a token's keys (before RoPE) and values are a function of its normalised
-    embedding. In the other layers, they partly depend on this embedding. So the features are the
-    normalised embedding, or a projection of it.
+    embedding. In the other layers, keys and values partly depend on this embedding. So the features
+    are the normalised embedding, or a projection of the normalised embedding.
 
     Args:
         embeddings: The target's input embeddings, [vocab_size, width], of any float dtype and on
@@ -317,11 +323,11 @@ def learn_regression(
 
 
 def principal_axes(rows: Array, max_axes: int | None = None) -> np.ndarray:
-    """Compute the principal axes of rows [n, width], sorted by falling variance.
+    """Compute the principal axes of rows [n, width], sorted by variance from large to small.
 
     The mean of the rows is not subtracted. The computation runs on the device of the rows. The axes
-    are exact if the width is at most ``EXACT_WIDTH``. For wider rows, they are approximated by
-    subspace iteration from a fixed start, and there are at most n of them.
+    are exact if the width is at most ``EXACT_WIDTH``. For wider rows, at most n axes are computed,
+    and they are approximated by subspace iteration from a fixed start.
 
     Returns:
         float32 [width, n_axes]. The axes are orthonormal. The entry of each axis with the largest
@@ -363,8 +369,8 @@ def _leading_axes(rows: Array, n_axes: int) -> np.ndarray:
 def _metric_factor(metric: np.ndarray, to_device: ToDevice) -> Array:
     """Compute the Cholesky factor of a matrix that weighs quantisation errors.
 
-    First, ``metric`` is divided by its mean diagonal entry. Then it is regularised: a share of the
-    result is replaced by the identity matrix.
+    First, ``metric`` is divided by its mean diagonal entry. Then the result is regularised: it is
+    multiplied by ``1 - _METRIC_RIDGE``, and ``_METRIC_RIDGE`` times the identity matrix is added.
 
     Returns:
         The factor, float64 [width, width], lower triangular. ``factor @ factor.T`` is the

@@ -41,9 +41,9 @@ only the pieces of the groups that contain these layers::
     group 0: | run 0      | run 1 | run 2        |0|     group 1: | run 0   | run 1     |0000|
              | piece 0 | piece 1 | piece 2 | piece 3 |            | piece 4 | piece 5 | piece 6 |
 
-A piece may hold the end of one run and the start of the next run. Both then share one Huffman code,
-which fits neither of them exactly. This adds few bytes to a group with many pieces, and up to 10 %
-to a group with few pieces.
+A piece may hold the end of one run and the start of the next run. Both runs then share one Huffman
+code, which fits neither of them exactly. A group with many pieces becomes only a little larger by
+this, a group with few pieces up to 10 %.
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,8 @@ At these positions, the mean of the values differs from the mean at later positi
 tokens are attention sinks, and in many datasets they are the constant start of a chat template.
 """
 
-# Number of levels of a digit (the number of different values that it can have) -> number of such
-# digits that are packed into one byte.
+# Maps the number of levels of a digit to the number of such digits that are packed into one byte.
+# The levels of a digit are the different values that it can have.
 CODES_PER_BYTE: dict[int, int] = {3: 5, 5: 3, 15: 2, 255: 1}
 
 LOW_LEVELS = 255
@@ -74,10 +74,10 @@ HIGH_LEVELS = 15
 # stored as a low digit and a high digit.
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
-# Limit for the bytes per token that the codes of a layer group take, on average over the groups of
-# a field. From this limit on, all codes of the field are stored in one array, which is cut into
-# pieces. Below it, the codes are stored in several arrays, one for each run (a range of codes with
-# similar statistics).
+# This limit decides how the codes of a field are stored. It is compared with the bytes of codes per
+# token and layer group, averaged over the layer groups of the field. From the limit on, all codes
+# are stored in one array, which is cut into pieces. Below the limit, each run (a range of codes
+# with similar statistics) is stored as a separate array.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -100,9 +100,10 @@ class Basis:
     synthesis: np.ndarray
     # float32 [width, n_components]. Converts values to components.
     analysis: np.ndarray
-    # float32 [width]. The axes minimise the sum of squares of ``error / scale``, and the rows of
-    # ``synthesis / scale`` are orthonormal. The value is None if errors were weighed with a full
-    # matrix instead (the ``metric`` of ``calibration.learn_basis``).
+    # float32 [width]. Number by which each entry of a quantisation error is divided before it is
+    # squared. The axes minimise the sum of these squares, and the rows of ``synthesis / scale`` are
+    # orthonormal. The value is None if errors were weighed with a full matrix instead of a scale
+    # (the ``metric`` of ``calibration.learn_basis``).
     scale: np.ndarray | None = None
 
     @classmethod
@@ -138,14 +139,14 @@ class CodeColumns(NamedTuple):
     # state, 1 for values.
     part: np.ndarray
     # int32. Index of the principal component that the digit encodes. If two columns have the same
-    # part and component, they hold the low and the high digit of its code.
+    # part and component, they hold the low and the high digit of the component's code.
     component: np.ndarray
     # int32. Index of the run that contains the column. A run consists of neighbouring columns that
-    # are stored together. The runs are numbered in the order of their columns.
+    # are stored together. Runs are numbered from left to right.
     array: np.ndarray
     # int32. Number of different values that the digit can have.
     levels: np.ndarray
-    # float32. Distance between two quantised values of the component.
+    # float32. Distance between two neighbouring quantised values of the component.
     step: np.ndarray
     # float32. 1 for the high digit of a wide code, otherwise 0.
     is_high: np.ndarray
@@ -171,7 +172,7 @@ class CodeColumns(NamedTuple):
 
     @property
     def limit(self) -> np.ndarray:
-        """For each column, the largest magnitude of the code to which its digit belongs.
+        """For each column, the largest magnitude of the code that contains the column's digit.
 
         The result is int32 [n_columns]. For both digits of a wide code, it is the largest magnitude
         of the whole code.
@@ -199,7 +200,7 @@ def quantise(scaled: Array, rounding: Array, limit: Array) -> Array:
 
     Args:
         scaled: Components divided by their quantisation steps, [n_tokens, n_components].
-        rounding: Numbers that are added to the magnitudes before these are rounded down,
+        rounding: Numbers that are added to the magnitudes before the magnitudes are rounded down,
             [n_components].
         limit: Largest magnitude of each component's code, [n_components].
 
@@ -226,7 +227,7 @@ def split_wide(codes: Array) -> tuple[Array, Array]:
 def pack(codes: Array, levels: int) -> Array:
     """Pack integer codes [n_tokens, n_codes] into bytes, uint8 [n_tokens, n_bytes].
 
-    If the last byte of a row is not full, codes of zero fill it.
+    If the codes of a row do not fill the last byte of the row, codes of zero are added.
     """
     xp = array_namespace(codes)
     per_byte = CODES_PER_BYTE[levels]
@@ -242,8 +243,8 @@ def pack(codes: Array, levels: int) -> Array:
 def unpack_table(levels: int) -> np.ndarray:
     """Return a table that maps each value of a packed byte to the codes that it contains.
 
-    The table is int16 [256, CODES_PER_BYTE[levels]]. It also maps the values that :func:`pack`
-    never writes to valid codes, so that decoding does not fail for any byte.
+    The table is int16 [256, CODES_PER_BYTE[levels]]. Even for a value that :func:`pack` never
+    writes, the table has valid codes, so that decoding does not fail for any byte.
     """
     digits = np.arange(256)[:, None] // levels ** np.arange(CODES_PER_BYTE[levels]) % levels
     return np.where(digits > levels // 2, digits - levels, digits).astype(np.int16)
@@ -266,9 +267,9 @@ class _Run(NamedTuple):
 class GroupTransform:
     """Encodes and decodes the keys and values of one group of layers, or a hidden state.
 
-    Matrices and tables are copied to a device at the first use there, and stay there. The codes of
-    a token are divided into runs, which are ranges of codes with similar statistics. ``arrays``
-    holds one array for each run.
+    When this object first runs on a device, its matrices and tables are copied to this device. The
+    copies are kept. The codes of a token are divided into runs, which are ranges of codes with
+    similar statistics. ``arrays`` holds one array for each run.
     """
 
     def __init__(self, name: str, fit: GroupFit) -> None:
@@ -289,8 +290,8 @@ class GroupTransform:
         Args:
             parts: The keys and the values from position 0 on, or a hidden state. Each is float32
                 [n_tokens, width].
-            features: Features of the tokens, float32 [n_tokens, n_features]. Required if the fit
-                has regressions.
+            features: Features of the tokens, float32 [n_tokens, n_features]. Required if the values
+                are predicted from features.
 
         Returns:
             Name of an array in ``arrays`` -> its rows, uint8 [n_tokens, n_bytes].
@@ -335,8 +336,8 @@ class GroupTransform:
             n_layers: Number of layers of the group.
             layers: Layers to decode, counted from the first layer of the group. If the argument is
                 None, all layers are decoded.
-            features: Features of these tokens, float32 [n_tokens, n_features]. Required if the fit
-                has regressions.
+            features: Features of these tokens, float32 [n_tokens, n_features]. Required if the
+                values are predicted from features.
 
         Returns:
             The keys and the values, or a hidden state. Each is float32 [n_tokens, width]. If
@@ -357,8 +358,8 @@ class GroupTransform:
             product = xp.take(columns, column_ids, axis=1) @ matrix_of("synthesis", part)
             if constants["regression"]:
                 product = product + features @ matrix_of("regression", part)
-            # Only the early positions have separate means. Most reads start after them. All tokens
-            # then have the same mean, and no gather is needed.
+            # Only the early positions have separate means. Most reads start after the early
+            # positions. In such a read, all tokens have the same mean, and no gather is needed.
             late = mean[EARLY_POSITIONS, :]
             is_late = first_position >= EARLY_POSITIONS
             decoded.append(product + (late if is_late else xp.take(mean, rows, axis=0)))
@@ -367,8 +368,8 @@ class GroupTransform:
     def leading(self, codes: Codes, n_tokens: int, max_components: int) -> Array:
         """Decode the first ``max_components`` components of the keys and of the values.
 
-        If the keys or the values have fewer components, all of them are decoded. Of a hidden state,
-        the first ``max_components`` components are decoded.
+        If the keys or the values have fewer components, all their components are decoded. For a
+        hidden state, its first ``max_components`` components are decoded.
 
         Returns:
             float32 [n_tokens, n_components]. The components of the keys come first, then the
@@ -378,8 +379,8 @@ class GroupTransform:
         xp = array_namespace(columns)
         constants = self._on(columns)
         # A component is the sum of its low and its high digit. Most components have no high digit.
-        # For a missing digit, the index arrays `low` and `high` contain the index of a column of
-        # zeros. This column is appended here.
+        # If a digit is missing, the index array (`low` or `high`) contains the index of a column of
+        # zeros, which is appended here.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         components: list[Array] = []
         for low, high in zip(constants["low"], constants["high"], strict=True):
@@ -391,15 +392,16 @@ class GroupTransform:
     def _columns(self, codes: Codes, n_tokens: int) -> Array:
         """Look up the decoded values of all digits: float32 [n_tokens, n_columns].
 
-        Each column is for one digit. The decoded value of a component is the sum of the decoded
-        values of its one or two digits.
+        Each column contains the values of one digit. A component has one or two digits. Its decoded
+        value is the sum of the decoded values of its digits.
         """
         like = codes[self._runs[0].array.name]
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table lookup maps a byte to the decoded values of all digits in it. Steps and shifts
-        # differ between columns, so the table has 256 separate rows for each byte of a token.
+        # One table lookup maps a byte to the decoded values of all digits in the byte. Steps and
+        # shifts differ between columns, so the table has 256 separate rows for each byte of a
+        # token.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -412,7 +414,7 @@ class GroupTransform:
         return xp.concat(looked_up, axis=1)
 
     def _on(self, like: Array) -> dict[str, Any]:
-        """Return the group's matrices and tables in the library and on the device of ``like``."""
+        """Return the group's matrices and tables as arrays of the library and device of ``like``."""
         xp = array_namespace(like)
         key = f"{xp.__name__} {device(like)}"
         if key not in self._constants:
@@ -511,7 +513,7 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Add up the bytes per token of the arrays of several runs."""
+    """Add up the bytes per token of several runs."""
     return sum(run.row_bytes for run in runs)
 
 
@@ -543,7 +545,8 @@ class Pieces:
 
     def __init__(self, name: str, runs: Sequence[Sequence[StoredArray]], n_bytes: int) -> None:
         # The runs of each layer group. Each run is described as an array uint8 [token, byte]. The
-        # store does not contain these arrays. It contains `self.array` with all pieces instead.
+        # store does not contain these arrays. Instead, the store contains `self.array` with all
+        # pieces.
         self._runs = runs
         self._n_bytes = n_bytes
         self._n_pieces = [-(-row_bytes(group) // n_bytes) for group in runs]

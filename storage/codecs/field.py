@@ -22,13 +22,13 @@ Codes = Mapping[str, Array]
 # the order of the list. If the value is None, all layers are decoded.
 Layers = list[int] | None
 
-# Stored arrays to read: stored array -> indices along axis 1 of its rows that are read. If an array
-# is mapped to None, whole rows are read.
+# The stored arrays to read. Each array is mapped to the indices along axis 1 that are read, or to
+# None if all indices are read.
 Selection = dict[StoredArray, list[int] | None]
 
 
 def to_device_of(array: np.ndarray, like: Array) -> Array:
-    """Copy a NumPy array to the library (NumPy or torch) and device of ``like``.
+    """Copy a NumPy array to an array of the library (NumPy or torch) and device of ``like``.
 
     The copy does not synchronize with a CUDA device.
     """
@@ -50,9 +50,9 @@ class FieldCodec:
     # Whether the field is stored bit for bit, in one stored array. Such a field is read and written
     # in its storage dtype, without ``encode`` and ``decode``. Reading can start at any token.
     is_identity = False
-    # The codecs of the fields from which this field is predicted. Each source computes features of
-    # a token (``as_features``). The prediction uses the features of all sources, concatenated in
-    # this order.
+    # The sources of this field are the fields from which it is predicted. This attribute contains
+    # their codecs. The codec of each source computes features of a token (``as_features``). The
+    # prediction uses the features of all sources, concatenated in this order.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(
@@ -88,8 +88,8 @@ class FieldCodec:
                 All values must be finite.
             tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
             features: Features from which the values are predicted, float32 [n_tokens, n_features].
-                They are the results of ``as_features`` of all ``sources``, concatenated along
-                axis 1.
+                These features are the results of ``as_features`` of all ``sources``, concatenated
+                along axis 1.
 
         Returns:
             Name of a stored array -> its rows. The rows have the shape [array.n_rows(n_tokens),
@@ -130,7 +130,7 @@ class FieldCodec:
     def arrays_read(self, layers: Layers = None) -> Selection:
         """Select all stored arrays that are needed to decode these layers.
 
-        If the field is predicted from other fields, their arrays are included.
+        If the field is predicted from other fields, the arrays of those fields are included.
         """
         selection = self.arrays_of(layers)
         for source in self.sources:
@@ -140,8 +140,8 @@ class FieldCodec:
     def with_sources(self) -> "list[FieldCodec]":
         """List the codecs that are needed to decode this field.
 
-        If the field is predicted from other fields, directly or indirectly, their codecs come
-        first. This codec is the last one.
+        If the field is predicted from other fields, directly or indirectly, the codecs of these
+        fields come first. This codec is the last one.
         """
         codecs: list[FieldCodec] = []
         for source in self.sources:
@@ -162,9 +162,9 @@ class FieldCodec:
             )
 
 
-# Logical dtype -> size after lossless compression as a fraction of the raw size (an upper
-# estimate). For bfloat16, the measured fractions are 0.66 to 0.70 for KV, and up to 0.70 for hidden
-# states.
+# Maps a logical dtype to the size of its values after lossless compression, as a fraction of the
+# raw size. The fractions are upper estimates. For bfloat16, the measured fractions are 0.66 to 0.70
+# for KV, and up to 0.70 for hidden states.
 _STORED_FRACTION = {
     "bfloat16": 0.70,
     "float16": 0.90,
@@ -201,7 +201,7 @@ class Learning:
     # Folder for the sample, which is stored in temporary files without names. If the value is None,
     # the system's temporary folder is used.
     folder: Path | None = None
-    # Function that moves a NumPy array to the device on which large matrix products and
-    # decompositions run. For a GPU, it returns a torch tensor.
+    # Function that copies a NumPy array to the device on which large matrix products and
+    # decompositions run. If this device is a GPU, the function returns a torch tensor.
     to_device: Callable[[np.ndarray], Array] = lambda array: array
-    progress: Progress = SILENT  # Reports the steps of learning.
+    progress: Progress = SILENT  # Object to which the steps of learning are reported.

@@ -7,9 +7,9 @@ squared quantisation error.
 
 *Quantiser.* A component x is stored as the integer ``q = sign(x) * floor(|x| / step + rounding)``,
 its code. The number of levels limits the magnitude of codes. A rounding below 0.5 widens the
-interval of values with code zero. If most codes are zero, this saves many bits and adds little
-error. The decoded value is ``sign(q) * (|q| - shift) * step``. There is one shift for ``|q| = 1``,
-and one for all larger codes. Both are fitted to the sample.
+interval of values with code zero. If most codes are zero, a wider interval saves many bits and adds
+little error. The decoded value is ``sign(q) * (|q| - shift) * step``. There is one shift for ``|q|
+= 1``, and another shift for all larger codes. Both shifts are fitted to the sample.
 
 *Allocation.* A quantiser consists of a step, a rounding and a number of levels. For each component,
 several quantisers are options. Their bits and errors are measured on the sample. :func:`allocate`
@@ -23,8 +23,8 @@ the budget of the estimated bits is scaled, and the options are chosen again, un
 meet the caller's budget.
 
 *Sample.* The sequences of the sample are split into two sets. The basis is learned from the first
-set. Bits and errors are measured on the second set. They are therefore also valid for sequences
-from which the basis was not learned.
+set. Bits and errors are measured on the second set. So the measured bits and errors are also valid
+for sequences from which the basis was not learned.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,18 +50,18 @@ from .field import Learning
 LEVELS = (*coding.CODES_PER_BYTE, coding.WIDE_LEVELS)
 ROUNDINGS = (0.5, 0.4, 0.3)
 STEP_RATIOS = 2.0 ** (np.arange(-5, 6) / 3)
-"""Quantisation steps to try, as multiples of the base step (see ``measure_options``).
+"""The quantisation steps to try are the base step (see ``measure_options``) times these factors.
 
 The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 """
 
-# With this number of levels, a component is not stored. It is decoded as zero.
+# A component with this number of levels is not stored, and is decoded as zero.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# The base step of a component is at least its largest magnitude in the sample, divided by this
-# number. Then even the finest step has enough levels for all values of the sample. The factor of
-# 0.8 leaves room for larger values in other sequences.
+# The base step of a component is at least the component's largest magnitude in the sample, divided
+# by this number. Then even the finest step has enough levels for all values of the sample. The
+# factor of 0.8 leaves room for larger values in other sequences.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk of this array. The Huffman table, the
 # headers, the checksum and the index entry of a chunk take about 120 bytes. The time to read one
@@ -79,9 +79,9 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# No quantisers are measured for a component if its variance is below this fraction of the water
-# level (``water_level``). With the best allocation of bits, such a component gets zero bits,
-# whatever the shape of its distribution is.
+# If the variance of a component is below this fraction of the water level (``water_level``), no
+# quantisers are measured for the component. The best allocation of bits gives such a component zero
+# bits, whatever the shape of its distribution is.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -101,8 +101,8 @@ class Quantisers(NamedTuple):
     # float32. A value x gets the code with the sign of x and the magnitude ``floor(|x| / step +
     # rounding)``. With a rounding of 0.5, values are rounded to the nearest level.
     rounding: np.ndarray
-    # float32. Codes 1 and -1 are decoded to the magnitude ``(1 - shift_one) * step``. This is the
-    # average magnitude of the values with these codes.
+    # float32. Codes 1 and -1 are decoded to the magnitude ``(1 - shift_one) * step``. The decoded
+    # magnitude is the average magnitude of the values with these codes.
     shift_one: np.ndarray
     # float32. A code q of magnitude 2 or more is decoded to the magnitude ``(|q| - shift_more) *
     # step``. ``shift_more`` is the average of ``|q| - |x| / step`` over all values x with such
@@ -123,12 +123,13 @@ class Quantisers(NamedTuple):
 
 
 def water_level(variances: np.ndarray, bits: float) -> float:
-    """Compute the error of each stored component if ``bits`` are divided optimally.
+    """Compute the error of the stored components if they share ``bits`` optimally.
 
-    This error is called the water level. Reverse water-filling is the optimal way to divide bits
-    among independent Gaussian variables. Variables with a variance above the water level get the
-    number of bits for which their error equals the water level. All other variables get no bits.
-    ``variances`` are the variances of the components, [n_components].
+    This error is the same for all stored components, and is called the water level. Reverse
+    water-filling is the optimal way to divide bits among independent Gaussian variables. Variables
+    with a variance above the water level get the number of bits for which their error equals the
+    water level. All other variables get no bits. ``variances`` are the variances of the components,
+    [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
     if not len(ordered):
@@ -204,8 +205,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
     for levels in LEVELS:
         top = (levels - 1) // 2
         if max_code <= fewer_levels_top:
-            # The previous, smaller number of levels already covers all codes. More levels would
-            # only cost more bits. Exclude this option by infinite bits and an infinite error.
+            # The next smaller number of levels already covers all codes. More levels would only
+            # cost more bits. Exclude this option by setting its bits and its error to infinity.
             never = zeros + np.inf
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
@@ -264,7 +265,7 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate how many more bits a code takes than its entropy, after packing and Huffman coding.
+    """Estimate the bits per code by which packing and Huffman coding exceed the entropy.
 
     ``zero`` is the share of codes that are zero, for each quantiser.
     """
@@ -274,9 +275,9 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     most_likely = zero**per_byte
     inner = np.clip(most_likely, 1e-12, 1 - 1e-12)
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
-    # The most likely byte consists of zeros only. If its probability is above one half, its Huffman
-    # code has one bit, although it contains less than one bit of information. The Huffman codes of
-    # all other bytes start with the other value of this bit.
+    # The most likely byte consists of zeros only. If the probability of this byte is above one
+    # half, its Huffman code has one bit, although the byte contains less than one bit of
+    # information. The Huffman codes of all other bytes start with the other value of this bit.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
@@ -292,8 +293,8 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
         Index of the option that is chosen for each component, int64 [n_components].
     """
     # The multiplier is the price of a bit in units of error. A larger multiplier never leads to
-    # more bits. So bisection on a logarithmic scale finds the smallest multiplier for which the
-    # bits are within the budget.
+    # more bits. So the smallest multiplier for which the bits are within the budget is found by
+    # bisection on a logarithmic scale.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -309,10 +310,10 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
 
 
 def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
-    """Split the packed bytes of a token into runs. Each run has a Huffman code of its own.
+    """Split the packed bytes of a token into runs. Each run gets a separate Huffman code.
 
-    More runs fit the statistics of the bytes better, but each run costs additional bits for its
-    array. The result has the smallest estimated total of bits.
+    With more runs, each Huffman code fits its bytes better, but each run costs additional bits for
+    its array. The returned split has the smallest estimated total of bits.
 
     Args:
         counts: [n_bytes, 256]. Entry (i, v) is the share of tokens in which byte i has value v.
@@ -343,10 +344,11 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
 
 def _code_bits(counts: np.ndarray) -> np.ndarray:
-    """Estimate the total bits of the bytes in each of several histograms, after Huffman coding.
+    """For several histograms of bytes, estimate the bits that the counted bytes take in total.
 
     Args:
-        counts: Histograms of byte values, [n, 256]. Each histogram gets a Huffman code of its own.
+        counts: Histograms of byte values, [n, 256]. The bytes of each histogram are encoded with a
+            separate Huffman code.
 
     Returns:
         Estimated bits of each histogram, [n].
@@ -369,8 +371,8 @@ class _FittedPart(NamedTuple):
     # float32 [n_features, width], or None if the values are not predicted.
     regression: np.ndarray | None
     basis: coding.Basis
-    # Location of an array [n_tokens, n_components] in the file of the sample. It contains the
-    # components of the sequences on which quantisers are measured.
+    # Location of an array [n_tokens, n_components] in the file of the sample. The array contains
+    # the components of the sequences on which quantisers are measured.
     components: Kept
     # Variance of each component, [n_components].
     variances: np.ndarray
@@ -381,20 +383,21 @@ class _FittedPart(NamedTuple):
 class _MeasuredGroup(NamedTuple):
     """The quantisers that were measured for the components of a layer group.
 
-    Quantisers are only measured for hopeful components. A component is hopeful if its variance is
-    large enough that it may get bits. The hopeful components of the keys come first, then the
-    hopeful components of the values.
+    Quantisers are measured only for components whose variance is so large that they may get bits.
+    These are called the measured components. The measured components of the keys come first, then
+    the measured components of the values.
     """
 
-    # For each hopeful component, 0 if it belongs to the keys or to a hidden state, or 1 if it
-    # belongs to the values.
+    # For each component with measured quantisers, 0 if it belongs to the keys or to a hidden state,
+    # or 1 if it belongs to the values.
     part: np.ndarray
-    # Index of each hopeful component among all components of its part.
+    # For each component with measured quantisers, its index among all components of its part (the
+    # keys, the values or a hidden state).
     component: np.ndarray
-    # Location of an array [n_tokens, n_hopeful] in the file of the sample. It contains the hopeful
-    # components.
+    # Location of an array [n_tokens, n_measured] in the file of the sample. The array contains the
+    # components with measured quantisers.
     components: Kept
-    options: Quantisers  # The measured quantisers, [n_hopeful, n_options].
+    options: Quantisers  # The measured quantisers, [n_measured, n_options].
 
 
 def fit_groups(
@@ -408,10 +411,10 @@ def fit_groups(
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
-    The squared error of each layer is divided by the sum of squares of the layer's values. This is
-    done separately for keys and values. If ``metrics`` are given, errors are weighed with these
-    matrices instead. At any time, only the keys or the values of one group, or the components of
-    one group, are in memory.
+    The squared error of each layer is divided by the sum of squares of the layer's values. Keys and
+    values are treated separately. If ``metrics`` are given, errors are weighed with these matrices
+    instead. At any time, only the keys or the values of one group, or the components of one group,
+    are in memory.
 
     Args:
         sample: The sample of the field.
@@ -425,7 +428,7 @@ def fit_groups(
         learning: Settings of learning.
 
     Returns:
-        One fit per group. Its bases contain only the components that are stored.
+        One fit per group. The bases of a fit contain only the components that are stored.
     """
     n_bases = len(n_layers) * n_parts
     n_steps = n_bases + _FIT_ROUNDS + 1
@@ -493,7 +496,7 @@ def _fit_part(
         for i, values in zip(learned_from, rows.sequences, strict=True):
             values -= features[i] @ regression
     basis = learn_basis(rows, metric, scale, move)
-    del rows  # Free the memory before the next rows are read.
+    del rows  # Free the memory of these rows before the next rows are read.
     rows = sample.rows(group, part, others)
     if metric is None:
         # Errors are measured relative to the energy of a layer. The energy is the sum of squares of
@@ -505,7 +508,8 @@ def _fit_part(
             square_sum += np.square(values, dtype=np.float64).sum()
         weight = n_layers / max(float(square_sum / len(rows.values)), 1e-30)
     else:
-        # ``learn_basis`` has divided the matrix that weighs errors by this number.
+        # ``learn_basis`` has divided the metric (the matrix that weighs errors) by its scale. So
+        # the error of a component is multiplied by this scale.
         weight = metric_scale(metric)
     for i, values in zip(others, rows.sequences, strict=True):
         if features is not None and regression is not None:
@@ -519,10 +523,10 @@ def _fit_part(
 def _measure_groups(
     sample: Sample, fitted: Sequence[Sequence[_FittedPart]], bits_per_token: float
 ) -> list[_MeasuredGroup]:
-    """Measure quantisers for the components of each group that may get bits.
+    """In each group, measure quantisers for the components that may get bits.
 
     A component may get bits if its variance times its weight is above a tenth of the water level
-    (``water_level``). The component of a group for which this product is largest is always
+    (``water_level``). In each group, the component with the largest such product is always
     measured.
     """
     variances: list[np.ndarray] = []
@@ -541,7 +545,7 @@ def _measure_groups(
             sample.read(part.components)[:, ids] for part, ids in zip(parts, by_part, strict=True)
         ]
         components = sample.keep(np.concatenate(values, axis=1))
-        del values  # Free the memory before the components are read again.
+        del values  # Free the memory of the components here. They are read again later.
         weights = np.repeat([part.weight for part in parts], n_hopeful)
         options = measure_options(sample.read(components), weights, base_step)
         part_of = np.repeat(np.arange(len(parts)), n_hopeful)
@@ -588,8 +592,8 @@ def _order_codes(
     levels_of = np.where(is_wide, coding.LOW_LEVELS, quantisers.levels)[ids]
     levels_of[is_high] = coding.HIGH_LEVELS
     # Neighbouring columns of digits share a Huffman code, so they should have similar statistics.
-    # Sort the digits by their number of levels, then by falling share of zeros. High digits come
-    # before low digits with the same number of levels, because they are nearly always zero.
+    # Sort the digits by their number of levels, then by falling share of zeros. Among digits with
+    # the same number of levels, high digits come first, because they are nearly always zero.
     falling_zeros = np.where(is_high, 0, -(codes == 0).mean(0)[ids])
     order = np.lexsort((falling_zeros, ~is_high, levels_of))
     ids = ids[order]
@@ -606,7 +610,8 @@ def _order_codes(
         per_byte = coding.CODES_PER_BYTE[levels]
         n_left = int((levels_of == levels).sum())
         # Bytes with different statistics need different Huffman codes. So split the bytes into
-        # runs. A run is later stored as an array, or in pieces of the array of all runs.
+        # runs. Each run is later stored as a separate array, or all runs are stored in one array
+        # that is cut into pieces.
         ends = split_by_statistics(counts, CHUNK_TOKENS)
         for run in np.split(packed, ends[:-1], axis=1):
             n_digits = min(run.shape[1] * per_byte, n_left)
@@ -703,9 +708,10 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
 
 def split_bits(variances: Sequence[np.ndarray], bits_per_token: float) -> list[float]:
-    """Split the bits of a token among hidden states. Each one is predicted from the one below it.
+    """Split the bits of a token among the hidden states of a store.
 
-    With this split, all states have the same error relative to their energy.
+    Each state is predicted from the state below it. With the returned split, all states have the
+    same error relative to their energy.
 
     Args:
         variances: :func:`left_variances` of each state, the lowest state first.

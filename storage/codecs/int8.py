@@ -14,9 +14,9 @@ error is larger. Other methods, such as one scale per 32 values or clipping of t
 are not better: if they take the same number of bits, they have the same error.
 
 A scale is stored as a bfloat16. Only two bits of its mantissa are used, so that a scale takes 4 to
-5 bits after entropy coding. With the whole mantissa it would take 10 bits, and the codec would not
-become better. Scales are rounded up, and not to nearest. The error is then larger, but the integers
-are smaller and take fewer bits.
+5 bits after entropy coding. With the whole mantissa, a scale would take 10 bits, and the codec
+would not be better. Scales are rounded up, and not to nearest. The error is then larger, but the
+integers are smaller and take fewer bits.
 
 NumPy and torch share one implementation. It uses only operations that round in the same way in both
 libraries and on all devices, so that the same values always give the same codes.
@@ -43,7 +43,7 @@ from ..schema import (
 from .field import Codes, FieldCodec, Layers
 
 INT8 = "int8"
-# Upper bound on the magnitude of a code.
+# Upper bound on the magnitude of a code, the 8-bit integer that is stored for a value.
 LARGEST_CODE = 127.0
 # Number of tokens of a block. The consecutive tokens of a block share one scale per channel.
 # Sequences start at multiples of this number, so no block contains tokens of two sequences.
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
 class Int8Codec(FieldCodec):
     """Quantises a field of keys and values, or a hidden state, to 8-bit integers with scales.
 
-    Keys and values may have different widths.
+    A key and a value may have different widths.
     """
 
     def __init__(self, spec: FieldSpec) -> None:
@@ -86,8 +86,8 @@ class Int8Codec(FieldCodec):
         shape = spec.token_shape
         axes = spec.axes[1:]
         if self._is_kv:
-            # For each layer and head, a KV field holds a key that is followed by a value, whether
-            # they have the same width or not.
+            # In a KV field, each layer and head has a key that is followed by a value. This also
+            # holds if their widths differ.
             self._kv_width = math.prod(shape[2:])
             self._key_width = shape[-1] if spec.key_width is None else spec.key_width
             axes = (*axes[:2], axes[-1])
@@ -153,8 +153,8 @@ def _encode(xp: Any, part: _Part, values: Array) -> dict[str, Array]:
     axis = 1 if part.is_per_channel else -1
     scale = _scale(xp, xp.max(xp.abs(grouped), axis=axis, keepdims=True))
     scaled = grouped / xp.where(scale == 0, xp.ones_like(scale), scale)
-    # A scale of zero means that the values are too small for any normal float32 scale. Their codes
-    # are then zero, too.
+    # A scale is zero if its values are too small for any normal float32 scale. The codes of these
+    # values are then zero, too.
     scaled = xp.where(scale == 0, xp.zeros_like(scaled), scaled)
     # Both NumPy and torch round to nearest, ties to even.
     codes = xp.astype(xp.round(scaled), xp.int8)
@@ -194,8 +194,8 @@ def _scale(xp: Any, largest: Array) -> Array:
 
     A scale has two bits of mantissa. A scale below the smallest normal float32 number becomes 0.
     """
-    # Do not divide by LARGEST_CODE. Some devices compute a division by a constant as a
-    # multiplication by its reciprocal and others do not, so they would give different bits.
+    # Do not divide by LARGEST_CODE. Only some devices compute a division by a constant as a
+    # multiplication by the reciprocal. So the bits of the result would depend on the device.
     bits = (largest * (1.0 / LARGEST_CODE)).view(xp.int32)
     scale = ((bits + (_SCALE_STEP - 1)) & -_SCALE_STEP).view(xp.float32)
     return xp.where(scale < _SMALLEST_NORMAL, xp.zeros_like(scale), scale)

@@ -1,4 +1,4 @@
-"""Creates the codec of a store from its name or manifest, and loads and saves its learned state."""
+"""Creates the codec of a store, and loads and saves the learned state of the codec."""
 
 import contextlib
 import hashlib
@@ -21,8 +21,8 @@ from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
 BASIS_NAME = "basis.safetensors"
-# Name of the new basis file while fields are added to a store. The file is renamed to BASIS_NAME as
-# soon as store.json contains its hash.
+# While fields are added to a store, the new basis file has this name. As soon as store.json
+# contains the hash of the file, the file is renamed to BASIS_NAME.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 # Upper bound on the size of a basis file. The basis of a 405B target with all options has 5 GB.
 _MAX_BASIS_BYTES = 16 << 30
@@ -38,7 +38,7 @@ class StoreCodec:
         name: Name of the codec, e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: The store's fields. Every codec stores fields of integers losslessly.
         sources: Name of a predicted field -> names of the fields from which it is predicted. If the
-            argument is None, the codec's name determines them.
+            argument is None, the codec's name determines these fields.
 
     Raises:
         CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
@@ -87,7 +87,7 @@ class StoreCodec:
         return codec
 
     def only(self, names: Iterable[str]) -> "StoreCodec":
-        """Return a ``StoreCodec`` for some of the fields. Both objects share the field codecs."""
+        """Return a ``StoreCodec`` for some of the fields, with the field codecs of this object."""
         part = StoreCodec(self.name, ())
         part.fields = {name: self.fields[name] for name in names}
         return part
@@ -114,21 +114,21 @@ class StoreCodec:
                 checked, which synchronizes with their device.
 
         Returns:
-            Field name -> name of a stored array -> its rows.
+            Maps each field name to another mapping: name of a stored array -> rows of this array.
         """
         encoded: dict[str, dict[str, Array]] = {}
         offered: dict[str, Array] = {}
         used = set(chain.from_iterable(self.sources.values()))
         learned = self.learned
-        # The sources of a field are the fields from which it is predicted. They must be encoded
-        # first. `learned` lists them before the field.
+        # The sources of a field are the fields from which it is predicted. The sources must be
+        # encoded first, so `learned` lists them before the field.
         for name in dict.fromkeys([*learned, *self.fields]):
             if name not in values:
                 continue
             codec = self.fields[name]
             if not is_finite:
                 codec.check_finite(values[name])
-            # If the caller did not pass the values of all sources, `features` is None, and
+            # If the caller did not pass the values of all sources, `features` is None. Then
             # `codec.encode` raises an error.
             known = [
                 offered[source.spec.name] for source in codec.sources if source.spec.name in offered
@@ -152,7 +152,7 @@ class StoreCodec:
 
     @property
     def learned(self) -> dict[str, TransformCodec]:
-        """Field name -> codec, for the field codecs that learn from a sample of sequences.
+        """Maps field names to codecs, for all field codecs that learn from a sample of sequences.
 
         If a field is predicted from other fields, those fields come first. All codecs must have
         learned before ``describe`` and ``files`` are called.
@@ -168,8 +168,8 @@ class StoreCodec:
     def joint(self) -> list[str]:
         """Names of the hidden states that the option ``,joint`` predicts from one another.
 
-        They are ordered from the lowest layer to the last hidden state. Each hidden state is
-        predicted from the previous one in this list.
+        The names are ordered from the lowest layer to the last hidden state. Each hidden state is
+        predicted from the previous hidden state in this list.
         """
         layers: dict[str, int] = {}
         for name, codec in self.learned.items():
@@ -194,16 +194,16 @@ class StoreCodec:
             "bytes": list(BYTE_CHAIN),
         }
         if self.learned and all(codec.arrays for codec in self.learned.values()):
-            # With this hash, readers check that the values in the store were encoded with the basis
-            # file that they have read.
+            # Readers compute the hash of the basis file and compare it with this hash. If the
+            # hashes are equal, the values in the store were encoded with this basis file.
             document["basis_sha256"] = hashlib.sha256(self.files()[BASIS_NAME]).hexdigest()
         return document
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the store's ``codec/`` folder: file name -> content.
 
-        They contain the learned state of the field codecs. If no field has a codec that learns from
-        a sample, the result is empty.
+        The files contain the learned state of the field codecs. If none of the codecs learns from a
+        sample, the result is empty.
         """
         if not self.learned:
             return {}
@@ -211,7 +211,7 @@ class StoreCodec:
         for name, codec in self.learned.items():
             for key, array in codec.state().items():
                 arrays[f"{name}:{key}"] = np.ascontiguousarray(array)
-        # Sort the arrays by name, so that equal states give equal bytes.
+        # Sort the arrays by name, so that equal learned states give equal bytes.
         return {BASIS_NAME: safetensors.numpy.save(dict(sorted(arrays.items())))}
 
     def load(self, content: bytes) -> None:
@@ -242,8 +242,9 @@ class StoreCodec:
         path = folder / BASIS_NAME
         got = ""
         # A process that adds fields replaces store.json, and then renames the new basis file. If
-        # the process was killed in between, the file has its temporary name. If the process renames
-        # the file during this loop, it has its final name at the third attempt.
+        # the process was killed in between, the basis file still has its temporary name. If the
+        # process renames the basis file during this loop, the third attempt finds it under its
+        # final name.
         for candidate in (path, folder / NEXT_BASIS_NAME, path):
             with contextlib.suppress(*MISSING):
                 content = read_basis(candidate)
@@ -264,10 +265,11 @@ class StoreCodec:
             raise StoreDamaged(f"{path} cannot be used: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Choose by the codec's name from which fields each hidden state is predicted.
+        """Find out from the codec's name from which fields each hidden state is predicted.
 
-        With ``,from-kv``, it is predicted from keys and values. With ``,joint``, it is predicted
-        from the next lower hidden state of the store. With both options, it is predicted from both.
+        With ``,from-kv``, a hidden state is predicted from keys and values. With ``,joint``, a
+        hidden state is predicted from the next lower hidden state of the store. With both options,
+        it is predicted from all of these fields.
 
         Returns:
             Name of a hidden state -> names of the fields from which it is predicted.
@@ -310,8 +312,8 @@ def read_basis(path: StorePath) -> bytes:
     """Read a file of the store's ``codec/`` folder.
 
     Returns:
-        The content. If the file is too large to be a basis, the result is empty, so that its hash
-        does not match.
+        The content. If the file is too large to be a basis, the result is empty. The hash of the
+        empty content then differs from the expected hash.
     """
     try:
         return backend_of(path).read(_MAX_BASIS_BYTES)

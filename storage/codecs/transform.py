@@ -9,22 +9,22 @@
 *Groups.* The layers are divided into groups of consecutive layers. The keys of all layers of a
 group have one basis of principal axes, and the values of these layers have another. A hidden state
 is one group with one basis. Decoding takes one table lookup per byte of codes, and one matrix
-product per basis. Then the mean is added, and the keys are rotated to their positions (RoPE).
+product per basis. Then the mean is added, and RoPE is applied to the keys.
 
 *Size of the groups.* The end of the codec's name selects the number of layers in a group. With
-large groups, a store takes fewer bytes. Layers contain similar information about a token, so one
-basis for all layers (``@all``) needs less than half the bits of one basis per layer (``@layer``).
-With small groups, a reader of one layer reads fewer bytes, because it must read the codes of all
-layers of the group. By default, a group has as many layers as fit into 4,096 numbers of keys. No
-basis is wider than 16,384 numbers. If ``@all`` would exceed this width, the layers are divided into
-several groups of about the same size.
+large groups, a store takes fewer bytes. Different layers contain similar information about a token.
+So with one basis for all layers (``@all``), a store takes less than half the bits that it takes
+with one basis per layer (``@layer``). With small groups, a reader of one layer reads fewer bytes,
+because it must read the codes of all layers of the group. By default, a group has so many layers
+that their keys have at most 4,096 numbers per token. No basis is wider than 16,384 numbers. If
+``@all`` would exceed this width, the layers are divided into several groups of about the same size.
 
 *Predictions.* Values may be predicted from the token ids, or from the decoded values of other
-fields. Encoding first subtracts the prediction, and decoding adds it at the end. This takes one
-more matrix product. There are three options in the codec's name:
+fields. Encoding first subtracts the prediction, and decoding adds the prediction at the end, which
+takes one more matrix product. Three options in the codec's name turn on predictions:
 
-- ``,tokens`` predicts keys and values from the token ids. For each token of the vocabulary, this
-  adds up to 1,024 bytes to the file of the basis (131 MB for Llama 3).
+- ``,tokens`` predicts keys and values from the token ids. For each token of the vocabulary, the
+  basis file becomes up to 1,024 bytes larger (131 MB in total for Llama 3).
 - ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. This is
   possible because the keys and values of a layer are a linear function of the layer's normalised
   input, which is a hidden state.
@@ -71,8 +71,8 @@ from .fit import fit_groups
 AUTO_GROUP_WIDTH = 4_096
 # Largest width of a basis. One basis is for the keys (or the values) of all layers of a group. With
 # a larger width, only a small share of the components could be stored, and the basis would be
-# learned from fewer tokens than it has dimensions. For 32 layers of width 1,024 at 1 bit per value,
-# two groups of 16 layers have a 30 % lower error than one group of 32 layers.
+# learned from fewer tokens than the basis has dimensions. For 32 layers of width 1,024 at 1 bit per
+# value, two groups of 16 layers have a 30 % lower error than one group of 32 layers.
 MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
@@ -84,8 +84,8 @@ HIDDEN_BITS_RATIO = 1.7
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
 # Largest number of components of keys and values from which hidden states are predicted. The keys
-# and the values of all layer groups contribute equal numbers of components. They are the components
-# with the largest variance. With twice this number, the regression matrix of an 8B model would be
+# and the values of all layer groups contribute equal numbers of components, those with the largest
+# variance. With twice this number of components, the regression matrix of an 8B model would be
 # twice as large, and the prediction only a little better. Changing this number would change the
 # format of stores.
 KV_FEATURES = 1_024
@@ -109,11 +109,12 @@ class TransformSettings:
     # Stored bits for each number in hidden states. If the value is None, the number of bits depends
     # on ``kv_bits`` (see :meth:`bits`).
     hidden_bits: float | None = None
-    # Number of layers in a group, which share a basis. If the value is 0, all layers are in one
-    # group. If the value is None, the number depends on the width of a layer.
+    # Number of layers in a group. The layers of a group share a basis. If the value is 0, all
+    # layers are in one group. If the value is None, the number of layers depends on the width of a
+    # layer.
     group_layers: int | None = None
     # Whether keys and values are predicted from the target's embeddings of the tokens. If
-    # ``is_joint`` is also set, the lowest hidden state may be predicted from them, too.
+    # ``is_joint`` is also set, the lowest hidden state may also be predicted from these embeddings.
     from_tokens: bool = False
     # Whether hidden states are predicted from keys and values.
     from_kv: bool = False
@@ -268,15 +269,15 @@ class Rope:
         """
         if self.inv_freq.ndim == 2 or len(self.scaling) > 1:
             return self._compute(np.arange(first, stop), layers, undo, like)
-        # All layers share the tables. Cache them, so that they are not computed and copied to the
-        # device again for each sequence.
+        # All layers share the tables. Cache the tables, because computing them and copying them to
+        # the device for each sequence takes time.
         key = f"{array_namespace(like).__name__} {device(like)} {undo}"
         if (tables := self._kept.get(key)) is None or len(tables[0]) < stop:
             tables = self._kept[key] = self._compute(
                 np.arange(1 << stop.bit_length()), None, undo, like
             )
-        # Use the local variable and do not read `_kept` again: in the meantime, another thread may
-        # have replaced the cached tables by shorter tables.
+        # Use the local variable. Do not read `_kept` again, because another thread may have
+        # replaced the cached tables by shorter tables in the meantime.
         return [table[first:stop] for table in tables]
 
     def _compute(
@@ -308,9 +309,9 @@ class TransformCodec(FieldCodec):
         spec: The field: ``kv`` [token, layer, kv_head, key_value, head_dim], or a hidden state
             [token, width].
         settings: The settings in the codec's name.
-        rope: The target's rotation of keys. Keys are encoded before RoPE, so their rotation is
-            undone first. If the argument is None, keys are encoded after RoPE, which takes twice
-            the bits. For hidden states, the argument is ignored.
+        rope: The target's rotation of keys. The rotation of the keys is undone before they are
+            encoded. If the argument is None, keys are encoded after RoPE, which takes twice the
+            bits. For hidden states, the argument is ignored.
     """
 
     sources: "Sequence[TransformCodec]"
@@ -369,15 +370,15 @@ class TransformCodec(FieldCodec):
         """Whether the field is predicted from the token ids.
 
         The option ``,tokens`` predicts keys and values from the token ids. Together with the option
-        ``,joint``, it also predicts the lowest hidden state from them, unless this hidden state is
-        predicted from keys and values.
+        ``,joint``, it also predicts the lowest hidden state from the token ids, unless this hidden
+        state is predicted from keys and values.
         """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
 
     @property
     def n_features(self) -> int:
-        """Number of features per token that this field provides, to predict other fields."""
+        """Number of features per token that this field provides for the prediction of other fields."""
         if not self.is_kv:
             return self.spec.token_shape[0]
         n_leading = 0
@@ -392,15 +393,16 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of features that the keys (or the values) of one layer group provide."""
+        """Largest number of features that come from the keys (or the values) of one layer group."""
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @property
     def _error_metric(self) -> str:
-        """How errors were measured to learn the bases: plain, relative to layers, or given.
+        """The word in ``store.json`` for how errors were weighed when the bases were learned.
 
-        "given" means that errors were weighed with matrices (``metrics``). ``store.json`` records
-        this word.
+        The word is "given" if errors were weighed with matrices (``metrics``). It is "relative to
+        layers" if the error of each layer was divided by the scale of the layer, and the scales
+        differ. It is "plain" if all scales are 1.
         """
         metric = "plain"
         for group in self._groups:
@@ -461,7 +463,7 @@ class TransformCodec(FieldCodec):
         return state
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a state that :meth:`state` returned. The ``sources`` must be loaded before.
+        """Load a state that :meth:`state` returned. The ``sources`` must have been loaded first.
 
         Raises:
             ValueError: The arrays do not have the shapes or values that the field needs.
@@ -592,8 +594,8 @@ class TransformCodec(FieldCodec):
                 f"Field {self.spec.name!r} is predicted from {names}. Encode these fields in one "
                 "call of StoreCodec.encode."
             )
-        # Collect the codes of all groups in one dictionary. Its keys are names of arrays. They
-        # differ between groups, because they contain the number of the group.
+        # Collect the codes of all groups in one dictionary, by array name. The name of an array
+        # contains the number of the group, so no two groups have an array with the same name.
         codes: dict[str, Array] = {}
         for transform, parts in zip(self._learned(), groups, strict=True):
             codes |= transform.encode(parts, features)
@@ -620,8 +622,8 @@ class TransformCodec(FieldCodec):
                 [source.as_features(codes, first_position, n_tokens) for source in self.sources]
             )
         codes = self._split(codes, layers)
-        # Decode group by group, because each group has its own basis. At the end, put the layers in
-        # the requested order.
+        # Decode group by group, because each group has its own basis. At the end, put the layers
+        # into the requested order.
         decoded: list[Array] = []
         available: list[int] = []
         for group in self._groups_of(layers):
@@ -647,7 +649,8 @@ class TransformCodec(FieldCodec):
 
         For a hidden state, the features are its decoded values. For keys and values, the features
         are at most :data:`KV_FEATURES` decoded components, those with the largest variance. If keys
-        and values are themselves predicted from token ids, the features of the token ids follow.
+        and values are themselves predicted from token ids, the features of the token ids are
+        appended.
 
         Args:
             codes: Name of a stored array -> its rows for these tokens, as in :meth:`decode`.
@@ -749,8 +752,8 @@ class TransformCodec(FieldCodec):
         # The table of features is large, so it stays on the device. Each call copies only the token
         # ids.
         ids = xp.asarray(tokens[:n_tokens], device=device(like))
-        # Clip ids outside the vocabulary. On CUDA, they would fail a device-side assertion, after
-        # which this process can no longer use the device.
+        # Clip ids outside the vocabulary. On CUDA, such ids would fail a device-side assertion,
+        # after which this process can no longer use the device.
         ids = xp.clip(ids, 0, len(self._features) - 1)
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
@@ -763,8 +766,8 @@ class TransformCodec(FieldCodec):
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # Usually only the pieces of these layers were read. But if another field of the batch is
-        # predicted from this field, all pieces were read.
+        # Usually, the codes contain only the pieces of these layers. But if another field of the
+        # batch is predicted from this field, the codes contain all pieces.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 
@@ -858,8 +861,8 @@ class Observation(Sample):
     def _source_features(self) -> list[np.ndarray] | None:
         """For each sequence, the features from which this field is predicted.
 
-        They are the ``features`` of all sources, concatenated along axis 1. The value is None if
-        the field is not predicted from other fields.
+        These features are the ``features`` of all sources, concatenated along axis 1. The value is
+        None if the field is not predicted from other fields.
         """
         if not self._sources:
             return None
@@ -870,8 +873,8 @@ class Observation(Sample):
     def features(self) -> list[np.ndarray]:
         """For each sequence, the features from which other fields are predicted.
 
-        Each array is float32 [n_tokens, n_features]. The features are computed from encoded and
-        decoded values, so the codec must have learned before.
+        Each array is float32 [n_tokens, n_features]. The features are computed from values that
+        were encoded and decoded again, so the codec must have learned first.
         """
         codec = self._codec
         move = self._learning.to_device
@@ -880,7 +883,8 @@ class Observation(Sample):
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None
             features = None if source_features is None else move(source_features[i])
-            # Encode and decode the values, because a reader can predict only from decoded values.
+            # Encode and decode the values. A reader has only decoded values, and can predict only
+            # from them.
             groups = [list(map(move, parts)) for parts in self.sequence(i)]
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}
@@ -889,5 +893,5 @@ class Observation(Sample):
 
 
 def side_by_side(arrays: list[Array]) -> Array:
-    """Concatenate arrays [n_tokens, n] along axis 1. All must be on the same device."""
+    """Concatenate arrays [n_tokens, n] along axis 1. All arrays must be on the same device."""
     return array_namespace(*arrays).concat(arrays, axis=1)

@@ -7,8 +7,8 @@ Reading a batch has three steps:
 1. *Plan*: list the inner chunks that the ranges need. A chunk that several ranges share is read
    once. Chunks that are adjacent in a file are merged into one read.
 2. *Fetch*: for local files, ask the kernel to read all these bytes ahead before the first chunk is
-   decoded. For a bucket, request many ranges at once. The total of their bytes is limited: the
-   reads that are requested at once are a *window*.
+   decoded. For a bucket, request many ranges at once. The reads that are requested at once are
+   called a *window*. The number of bytes in a window is limited.
 3. *Decode*: several threads take reads from one queue, verify the checksum of each chunk and decode
    the chunk. If the values of a chunk are contiguous in the caller's array, the chunk is decoded
    directly into this array.
@@ -38,14 +38,14 @@ from ..read_cache import ReadCache, RemoteFile, fetch_ranges
 from ..requests import threads
 from ..schema import PARTS_NAME, StoredArray, StoreManifest
 
-# Upper bound on the stored bytes that are fetched from a bucket before they are decoded (a window).
+# Upper bound on the stored bytes of a window: the bytes that are fetched from a bucket at once.
 REMOTE_WINDOW_BYTES = 64 << 20
 
 MAX_SHARDS_AT_ONCE = 128
 """Number of shards that are prefetched before the first of them is decoded.
 
-It must not exceed ``backend.MAX_OPEN_FILES``. With more shards, some would be closed after they
-were prefetched, and opened again to decode them.
+The number must not exceed ``backend.MAX_OPEN_FILES``. With more shards, some of them would be
+closed after they were prefetched, and opened again to decode them.
 """
 
 _MAX_HELPERS = 32
@@ -53,7 +53,7 @@ _MAX_HELPERS = 32
 MAX_SHARDS = 4096
 """Largest number of shard indexes that an opened store caches.
 
-An index has 16 bytes per inner chunk. For a shard of 2 GiB of raw values, it has 128 KiB.
+An index has 16 bytes per inner chunk. For a shard of 2 GiB of raw values, the index has 128 KiB.
 """
 _REPAIR = (
     "Delete the commit file of this part in commits/ and run the same `moa-data extract` command "
@@ -62,13 +62,13 @@ _REPAIR = (
 
 
 class ShardReader:
-    """An open shard and its index. It can be used by several threads and after a fork.
+    """An open shard and its index. Several threads can use the object, also after a fork.
 
     Args:
         path: path of the shard.
         grid: grid of the array.
         n_rows: number of inner chunks along axis 0 that the shard must contain. The last shard of a
-            part may have fewer than ``grid.rows_per_shard``.
+            part may have fewer chunks than ``grid.rows_per_shard``.
         record: size and checksum of the file, from its commit.
         cache: local cache of remote files, if there is one.
 
@@ -182,19 +182,19 @@ class PartShards:
         self._n_bytes_by_thread: dict[int, int] = defaultdict(int)
         self._grids: dict[StoredArray, ArrayGrid] = {}
         # Cache the results of a function and not of a method. The cache of a method would refer to
-        # this object, and this object to the cache. This cycle would keep all files open until the
-        # garbage collector runs.
+        # this object, and this object would refer to the cache. This cycle would keep all files
+        # open until the garbage collector runs.
         self._open = lru_cache(MAX_SHARDS)(
             partial(_open, self._folder, commits, self._grids, cache)
         )
 
     def grid(self, array: StoredArray) -> ArrayGrid:
-        """Return the grid of an array, which all parts of the store share.
+        """Return the grid of an array. All parts of the store share this grid.
 
         Raises:
             StoreDamaged: the array's Zarr metadata contradicts the manifest.
         """
-        # No lock is needed: if two threads read the metadata at the same time, they get equal
+        # No lock is needed. If two threads read the metadata at the same time, they get equal
         # grids.
         if array not in self._grids:
             self._grids[array] = read_grid(self._folder, array, self._n_parts, self._longest_part)
@@ -223,7 +223,7 @@ class PartShards:
         self._n_bytes_by_thread[get_ident()] += n_bytes
 
     def close(self) -> None:
-        """Close all files. A later call of :meth:`shard` opens the file of its shard again."""
+        """Close all files. A later call of :meth:`shard` opens the requested file again."""
         self._open.cache_clear()
 
 
@@ -262,15 +262,16 @@ class RowRange:
     stop: int
     # Buffer in the array's dtype, [at least stop - start, *row_shape]. If ``layers`` is given, axis
     # 1 has length ``len(layers)``. If the buffer has room for all rows of the last chunk, the whole
-    # chunk is decoded into it. Rows from ``stop - start`` on may thus be overwritten.
+    # chunk is decoded into the buffer. So rows of the buffer from ``stop - start`` on may be
+    # overwritten.
     out: np.ndarray
     # Layers (or pieces) to read: non-negative indices along axis 1 of the array, in the requested
-    # order. If the value is None, all of them are read.
+    # order. If the value is None, all layers (or pieces) are read.
     layers: tuple[int, ...] | None = None
 
 
 class _Destination(NamedTuple):
-    """Rows [low, high) of a shard. ``out[: high - low]`` receives them."""
+    """Rows [low, high) of a shard, which are copied to ``out[: high - low]``."""
 
     low: int
     high: int
@@ -289,8 +290,8 @@ class _Shard(NamedTuple):
     layers: tuple[int, ...] | None
 
 
-# The wanted chunks of a shard: index of a chunk along axis 0 of the shard -> buffers that receive
-# rows of the chunk.
+# Maps the index of each chunk to read, along axis 0 of its shard, to the buffers that receive rows
+# of this chunk.
 _Wanted = dict[int, list[_Destination]]
 
 
@@ -298,15 +299,15 @@ _Wanted = dict[int, list[_Destination]]
 class _Column:
     """All inner chunks of a shard with the same index along axis 1.
 
-    These chunks contain the same layers of different tokens. The object also says to which indices
-    of the caller's buffer these layers are copied.
+    These chunks contain the same layers of different tokens. The attribute ``outer`` says to which
+    layers of the caller's buffer these layers are copied.
     """
 
     # Index of these chunks along axis 1 of the shard.
     number: int
-    # ``inner`` are the layers that are copied, as indices in the chunk. ``outer`` are the indices
-    # along the layer axis of the caller's buffer to which they are copied. Both are slices if all
-    # layers of the chunk are copied in order.
+    # ``inner`` contains the layers to copy, as indices in the chunk. ``outer`` contains the indices
+    # along the layer axis of the caller's buffer to which these layers are copied. Both are slices
+    # if all layers of the chunk are copied in order.
     inner: slice | list[int]
     outer: slice | list[int]
 
@@ -318,11 +319,12 @@ class _Read:
     reader: ShardReader
     offset: int
     n_bytes: int
-    # One tuple for each chunk: (position of its first byte in the bytes of this read, its size in
-    # bytes, its index along axis 0 of the shard, its column, the buffers that receive its rows).
+    # One tuple for each chunk. It contains the position of the chunk's first byte in the bytes of
+    # this read, the chunk's size in bytes, its index along axis 0 of the shard, its column, and the
+    # buffers that receive its rows.
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
-    # The bytes of a remote file, after they were fetched. For a local file, the value is None: the
-    # thread that decodes the chunks also reads them.
+    # For a remote file, the fetched bytes. For a local file, the value is None, because the thread
+    # that decodes the chunks also reads the file.
     data: np.ndarray | None = None
 
 
@@ -331,7 +333,7 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 
     Args:
         shards: the shards of the store.
-        ranges: the rows to read. Their buffers must not share memory.
+        ranges: the rows to read. The buffers of different ranges must not share memory.
         n_threads: number of threads that decode, including the calling thread.
     """
     plans = list(_plan_shards(shards, ranges).items())
@@ -348,8 +350,8 @@ def read_ranges(shards: PartShards, ranges: Iterable[RowRange], n_threads: int =
 def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     """Call every function in ``work`` in a thread pool, in any order.
 
-    If a function raises an error, the functions that have not started are not called, and the error
-    is raised. The calling thread also calls functions. So the work is done even if all threads of
+    If a function raises an error, this error is raised, and functions that have not started are not
+    called. The calling thread takes part in the work. So the work is done even if all threads of
     the pool are busy with the work of other callers.
 
     Args:
@@ -375,8 +377,9 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
     try:
         take_turns()
     finally:
-        # The queue is empty now. So cancel the helper tasks that have not started. Wait for the
-        # other helper tasks, because they write into the caller's arrays.
+        # The queue of reads is empty now. Tasks on other threads that have not started have nothing
+        # to do, so cancel them. Wait for the other tasks, because they write into the caller's
+        # arrays.
         started: list[Future[None]] = []
         for helper in helpers:
             if not helper.cancel():
@@ -387,8 +390,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard, _Wanted]:
-    # A plan reads the same layers for all its rows. So ranges with different layers of the same
-    # shard get separate plans.
+    # All rows in one entry of this dict are read with the same layers. If two ranges of a shard
+    # need different layers, they get separate entries.
     plans: dict[_Shard, _Wanted] = defaultdict(lambda: defaultdict(list))
     for item in ranges:
         grid = shards.grid(item.array)
@@ -410,7 +413,9 @@ def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard,
 
 
 def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) -> list[_Column]:
-    """Return the columns of chunks that contain the requested layers.
+    """Return the columns that contain the requested layers.
+
+    A column consists of the chunks of a shard that have the same index along axis 1.
 
     Args:
         layers: the requested layers. If the argument is None, all columns are returned.
@@ -423,8 +428,8 @@ def _columns(layers: tuple[int, ...] | None, chunk_layers: int, n_columns: int) 
             outer = slice(number * chunk_layers, (number + 1) * chunk_layers)
             columns.append(_Column(number, slice(None), outer))
         return columns
-    # Index of a chunk along axis 1 -> pairs (index of a layer in the chunk, index along the layer
-    # axis of the caller's buffer).
+    # Maps the index of a chunk along axis 1 to one pair for each requested layer of the chunk:
+    # (index of the layer in the chunk, index along the layer axis of the caller's buffer).
     pairs_by_column: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for position, layer in enumerate(layers):
         number, inner = divmod(layer, chunk_layers)
@@ -468,10 +473,9 @@ def _plan_reads(shards: PartShards, shard: _Shard, wanted: _Wanted) -> Iterator[
 
 
 def _windows(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Split reads into windows. All remote bytes of a window are in memory at once.
+    """Split reads into windows. The remote bytes of one window are in memory at the same time.
 
-    The number of local bytes in a window is not limited, because a thread has only the bytes of one
-    local read in memory.
+    Local reads are not limited, because a thread has only the bytes of one local read in memory.
     """
     window: list[_Read] = []
     n_bytes = 0
@@ -491,7 +495,8 @@ def _fetch_ahead(reads: list[_Read]) -> None:
     """Fetch remote bytes, and ask the kernel to read local bytes ahead."""
     remote_reads: list[_Read] = []
     remote_ranges: list[tuple[RemoteFile, int, int]] = []
-    # Ignore a missing local file here. An error that names the file is raised when it is read.
+    # Ignore a missing local file here. When the file is read later, an error with the file's name
+    # is raised.
     with suppress(*MISSING):
         for read in reads:
             file = read.reader.file

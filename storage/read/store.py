@@ -39,18 +39,20 @@ from ..schema import (
 from .batch import PartShards, RowRange, read_ranges, run_in_threads
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""A function that returns a new array with the given shape and dtype. Its values are arbitrary."""
+"""A function that returns a new array with the given shape and dtype. The values of the array are
+arbitrary.
+"""
 
 _TOKENS_ARRAY = LosslessCodec(tokens_field()).arrays[0]
 
 
 class ActivationStore:
-    """A store that is opened for reading.
+    """An activation store that is opened for reading.
 
-    A store is divided into parts. A part is a range of sequences, and its commit is a JSON file
-    that lists its files. Values are read when they are requested. An ``ActivationStore`` can be
-    used by several threads and after a fork. It can be pickled, and unpickling opens the store
-    again.
+    A store is divided into parts. A part is a range of sequences. The commit of a part is a JSON
+    file that lists the files of the part. Values are read when they are requested. An
+    ``ActivationStore`` can be used by several threads and after a fork. It can be pickled, and
+    unpickling opens the store again.
 
     Opening checks the schema version, and compares the plan with the commits. It also checks that
     every file that a commit lists exists and has the right size. Reading verifies the checksum of
@@ -139,7 +141,7 @@ class ActivationStore:
         return len(self._parts)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Read all fields of one sequence. Use :meth:`read` for one field or some of its tokens."""
+        """Read all fields of one sequence. To read one field or some tokens, use :meth:`read`."""
         return {name: self.read(i, name) for name in self.fields}
 
     def __repr__(self) -> str:
@@ -191,7 +193,8 @@ class ActivationStore:
     def refuse_groups(self, what: str) -> None:
         """Raise SelectionInvalid if the store has several fields of keys and values.
 
-        If the layers of the target cache different shapes, each group of layers has such a field.
+        If the layers of the target cache keys and values of different shapes, each group of layers
+        with the same shapes has a field of its own.
 
         Args:
             what: name of the setting, in backticks, that does not support such stores. It is for
@@ -256,7 +259,8 @@ class ActivationStore:
         Returns:
             Name of a stored array -> its rows. The mapping can be passed to
             ``codec.fields[field].decode`` as ``codes``. The rows start at the first requested
-            token. For a lossy codec, they start at the last multiple of 64 tokens up to this token.
+            token. For a lossy codec, the rows start at the last multiple of 64 tokens before it, or
+            at this token if it is such a multiple.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]
@@ -264,7 +268,7 @@ class ActivationStore:
         return self._read_codes(i, codec, base, stop, chosen)
 
     def _span(self, i: int, codec: FieldCodec, tokens: slice | None) -> tuple[int, int, int]:
-        """Resolve a token slice to the tokens to return and the tokens to read.
+        """Convert a token slice to the range of tokens to return and the range of tokens to read.
 
         A lossy codec can decode only from a multiple of 64 tokens on. So reading may have to start
         before the first requested token.
@@ -279,7 +283,7 @@ class ActivationStore:
                 f"The token slice has step {step}, but only step 1 is supported. Slice the result "
                 "instead."
             )
-        # Only a field that is stored unchanged can be read from any token on.
+        # If the field is stored unchanged, reading can start at any token.
         base = start if codec.is_identity else start - start % self.manifest.alignment_tokens
         return base, start, max(start, stop)
 
@@ -379,7 +383,7 @@ class ActivationStore:
         block_tokens = {array.name: array.block_tokens for array in self.codec.arrays}
         for name, buffer in batch.items():
             # Set the padding to zero. The last chunk of a sequence may also contain rows of later
-            # sequences, which may have been decoded into the padding.
+            # sequences. These rows may have been decoded into the padding.
             for b, n_tokens in enumerate(lengths):
                 buffer[b, -(-n_tokens // block_tokens.get(name, 1)) :] = 0
         self._check_tokens(rows, batch)
@@ -387,8 +391,8 @@ class ActivationStore:
 
     def _check_tokens(self, sequences: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Raise StoreDamaged if a token id is not in the target's vocabulary."""
-        # An embedding lookup of such an id would crash the process, or it would fail a CUDA
-        # assertion, after which the process can no longer use the device.
+        # An embedding lookup of such an id would crash the process. On a GPU, the lookup would fail
+        # a CUDA assertion, after which the process can no longer use the device.
         tokens = arrays.get(TOKENS)
         vocab_size = self.manifest.target.get("vocab_size", np.iinfo(np.int32).max)
         if tokens is None or not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
@@ -403,7 +407,7 @@ class ActivationStore:
                 )
 
     def close(self) -> None:
-        """Close all files, and delete the downloaded copy of a remote target bundle.
+        """Close all files, and delete the target bundle if it was downloaded from a remote store.
 
         The store stays usable: a later read opens the files again.
         """
@@ -497,15 +501,16 @@ def read_manifest(store: StorePath) -> StoreManifest:
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
     """Read the manifest (store.json) and the learned state of the store's codec."""
     # The learned state is in the basis file. A process that adds fields replaces store.json, and
-    # then the basis file. If it does so between the two reads here, the two files do not match. So
-    # read both again.
+    # then the basis file. If another process does so between the two reads here, the two files do
+    # not match. In this case, read both files again.
     while True:
         manifest = read_manifest(store)
         check_manifest(store)
         try:
             return manifest, StoreCodec.open(manifest, store)
         except StoreDamaged:
-            # The basis is damaged only if store.json has not changed since it was read.
+            # If store.json has changed since it was read, the basis may be undamaged, so read both
+            # files again.
             if read_manifest(store) == manifest:
                 raise
 
@@ -534,7 +539,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         raise SelectionInvalid(
             f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
         ) from error
-    except IndexError as error:  # NumPy names the first index that is out of bounds.
+    except IndexError as error:  # NumPy's message names the first index that is out of bounds.
         raise SelectionInvalid(
             f"Field {spec.name!r} has {n_layers} layers, numbered from 0. `layers` does not fit "
             f"them ({error})."
@@ -575,7 +580,7 @@ def decode_tokens(
 ) -> None:
     """Decode tokens [start, stop) of a sequence into ``out``.
 
-    The first row in ``codes`` is for token ``base``, which is a multiple of 64.
+    The first row in ``codes`` belongs to token ``base``, which is a multiple of 64.
     """
     if layers == []:
         return

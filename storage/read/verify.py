@@ -1,8 +1,8 @@
 """Checks the files, chunks, counts and values of a store, or summarizes its contents.
 
-The parts of the store are checked one after another. First the checksums of a part's files are
-computed, and then its values are decoded, while the files are still in the page cache. A summary
-reads only the manifest, the plan and the commits, but no shards.
+The parts of the store are checked one after another. First, the checksums of a part's files are
+computed. Then the values of the part are decoded, while the files are still in the page cache. A
+summary reads only the manifest, the plan and the commits, but no shards.
 """
 
 import math
@@ -63,17 +63,17 @@ class Finding:
     part: int | None
     path: str  # Path of the file, relative to the store.
     message: str
-    # The error because of which the file could not be checked. If the file was checked and is
-    # damaged, the value is None.
+    # The error that prevented the check of the file. If the file was checked and is damaged, the
+    # value is None.
     error: OSError | MemoryError | None = None
 
 
-# Errors that a check adds to its report.
+# If a check raises an error of these classes, the error is added to the report.
 _REPORTED = (StoreError, OSError, MemoryError)
 
 
 def _finding(part: int | None, path: str, error: StoreError | OSError | MemoryError) -> Finding:
-    """Describe an error of a check.
+    """Return the finding for an error that a check has raised.
 
     A StoreError or a missing file means damage. Any other error means that the file could not be
     checked.
@@ -90,7 +90,7 @@ class VerifyReport:
     damages: list[Finding] = field(default_factory=list)
     # Files that could not be checked.
     unchecked: list[Finding] = field(default_factory=list)
-    # Number of a part -> its commit, for all commits that can be read.
+    # Maps the number of each part to its commit. Commits that cannot be read are left out.
     commits: dict[int, PartCommit] = field(default_factory=dict)
     # Number of committed parts.
     n_parts: int = 0
@@ -127,7 +127,7 @@ class VerifyReport:
 def missing_text(store: StorePath, manifest: schema.StoreManifest, n_pending: int) -> str:
     """Describe in words which parts and files of a store are not written yet.
 
-    For a complete store, the result is empty.
+    If the store is complete, the result is an empty text.
 
     Args:
         store: the store's path.
@@ -242,8 +242,8 @@ class _Verification:
         self.progress = progress.of("verify", "B")
         self.depth = depth
         self.map: Callable[..., Iterator[Any]] = map if depth == "sizes" else pool.map
-        # Name -> size of the files of all parts, from one listing of a remote store. A listing may
-        # be out of date, so the more thorough checks do not use it.
+        # Maps the names of the files of all parts to their sizes, from one listing of a remote
+        # store. A listing may be out of date, so only the least thorough check (``sizes``) uses it.
         self.listed = (
             backend_of(store / schema.PARTS_NAME).listed_sizes() if depth == "sizes" else {}
         )
@@ -270,9 +270,9 @@ class _Verification:
 
     @contextmanager
     def _checking(self, part: int | None, path: StorePath) -> Iterator[None]:
-        """Return a context manager that adds an error of its ``with`` block to the report.
+        """Return a context manager that catches errors of a check, and adds them to the report.
 
-        The error is not raised.
+        The errors in ``_REPORTED`` are caught.
         """
         try:
             yield
@@ -300,8 +300,8 @@ class _Verification:
         self.n_bytes = self.report.n_bytes
         consistent = commits.keys() - {damage.part for damage in self.report.damages}
         reader: ActivationStore | None = None
-        # Number of a part -> pairs (index of a sequence in ``reader``, row of the plan), for the
-        # sequences of the part.
+        # Maps the number of a part to a list with one pair for each sequence of the part: (index of
+        # the sequence in ``reader``, row of the sequence in the plan).
         rows: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
         if self.depth == "values":
             reader = ActivationStore(self.store, parts=consistent, cache=None, checks_sizes=False)
@@ -447,17 +447,18 @@ def _non_finite(
 
 @dataclass(frozen=True)
 class FieldSummary:
-    """The total size of a field in all committed parts."""
+    """The size of a field, summed over all committed parts."""
 
     spec: schema.FieldSpec
     raw_bytes: int  # Size of the field's values before encoding, without padding.
     stored_bytes: int
-    arrays: Mapping[schema.StoredArray, int]  # Stored array -> its size in bytes, encoded.
+    # Maps each stored array of the field to its encoded size in bytes.
+    arrays: Mapping[schema.StoredArray, int]
 
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """The summary that ``moa-data inspect`` shows. All counts are totals of the committed parts."""
+    """The summary that ``moa-data inspect`` shows. Counts are summed over all committed parts."""
 
     path: StorePath
     manifest: schema.StoreManifest
@@ -469,9 +470,9 @@ class StoreSummary:
     n_response_tokens: int
     raw_bytes: int
     stored_bytes: int
-    # stored_bytes / raw_bytes. It is NaN if no part is committed.
+    # The quotient stored_bytes / raw_bytes. The value is NaN if no part is committed.
     ratio: float
-    # Stored bytes per token. It is NaN if no part is committed.
+    # Stored bytes per token. The value is NaN if no part is committed.
     bytes_per_token: float
     # Histogram of the lengths of sequences, as ``length_histogram`` returns it.
     lengths: tuple[list[int], list[int]]
@@ -479,12 +480,13 @@ class StoreSummary:
     # Sentence that says which parts and files are not written yet. It is empty for a complete
     # store.
     missing: str
-    # Name of a field that is being added to the store -> number of parts that already have it.
+    # Maps the name of each field that is being added to the store to the number of parts that
+    # already have this field.
     unfinished: Mapping[str, int]
 
 
 def summarize_store(path: StoreLike) -> StoreSummary:
-    """Summarize a store. ``path`` is its folder or its URL."""
+    """Summarize a store. ``path`` is the folder or the URL of the store."""
     with ActivationStore(path, cache=None, checks_sizes=False) as store:
         manifest = store.manifest
         codec = store.codec
@@ -541,15 +543,15 @@ def length_histogram(lengths: np.ndarray, n_bins: int = 16) -> tuple[list[int], 
 def unfinished_fields(commits: Iterable[PartCommit], codec: StoreCodec) -> dict[str, int]:
     """Find fields that are being added to a store, and count the parts that already have them.
 
-    The commits of these parts list shards of the field, but store.json does not contain the field
-    yet.
+    If a field is being added, the commits of some parts list shards of the field, but store.json
+    does not contain the field yet.
 
     Args:
         commits: commits of all parts.
         codec: the codec of store.json.
 
     Returns:
-        Field name -> number of parts.
+        Maps the name of each such field to the number of parts that already have the field.
     """
     n_parts: Counter[str] = Counter()
     known = {array.name for array in codec.arrays}

@@ -1,4 +1,4 @@
-"""Adds fields to an existing store without changing the shards of its other fields.
+"""Adds fields to an existing store. The shards of the other fields do not change.
 
 Fields are added in two steps:
 
@@ -30,7 +30,7 @@ from .store import StoreWriter
 
 
 def lacking_fields(commit: PartCommit, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the ``fields`` for which the commit of a part does not list any shard."""
+    """Return the names of the ``fields`` that a part lacks: its commit lists no shards of them."""
     # The name of a shard starts with the name of its field, followed by a slash.
     lacking: list[str] = []
     for name in fields:
@@ -55,9 +55,9 @@ def extended_codec(old: StoreCodec, specs: Iterable[FieldSpec]) -> StoreCodec:
 
 
 def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> bool:
-    """Load the learned state of an interrupted addition of fields into ``codec``.
+    """Load into ``codec`` the learned state that an interrupted addition of fields has saved.
 
-    The interrupted addition has saved this state in ``codec/next-basis.safetensors``.
+    The state is in the file ``codec/next-basis.safetensors``.
 
     Args:
         store: the store's path.
@@ -84,14 +84,16 @@ def load_next_basis(store: StorePath, codec: StoreCodec, old: StoreCodec) -> boo
 def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     """Save the learned state of ``codec`` in ``codec/next-basis.safetensors``.
 
-    The state is for the old and the new fields. An interrupted addition may have written shards of
-    new fields. They are deleted, because they were encoded with a different basis.
+    The saved state is for the old and the new fields. An interrupted addition may have written
+    shards of new fields. These shards are deleted, because they were encoded with a different
+    basis.
 
     Raises:
         StoreLocked: in a bucket, an addition of other fields is unfinished.
     """
     path = writer.path / CODEC_NAME / NEXT_BASIS_NAME
-    # Raise the error before any shard is deleted, because the other addition may still be running.
+    # Raise this error before any shard is deleted, because another process may still be adding the
+    # other fields.
     if not isinstance(path, Path) and backend_of(path).exists():
         raise _unfinished(path)
     arrays = {array.name for array in writer.codec.arrays}
@@ -109,7 +111,8 @@ def save_next_basis(writer: StoreWriter, codec: StoreCodec) -> None:
     writer.remove_uncommitted()
     if isinstance(path, Path):
         # This process holds the store's lock, so no other addition is running. If the file exists
-        # already, an interrupted addition has left it, and it can be replaced.
+        # already, an interrupted addition has left it behind, and this process may replace the
+        # file.
         write_atomic(path, codec.files()[BASIS_NAME])
     elif not backend_of(path).put_if_absent(codec.files()[BASIS_NAME]):
         raise _unfinished(path)
@@ -123,7 +126,9 @@ def _unfinished(path: StorePath) -> StoreLocked:
 
 
 class StoreAddition:
-    """Adds fields to the committed parts of a store. :meth:`finish` makes them visible to readers.
+    """Adds fields to the committed parts of a store.
+
+    Readers see the new fields only after :meth:`finish`.
 
     Args:
         writer: the store, opened for writing with its current manifest and plan.
@@ -143,13 +148,13 @@ class StoreAddition:
         for part in writer.committed_parts():
             commit = read_part_commit(commit_path(writer.path, part))
             self._lacking[part] = lacking_fields(commit, self.fields)
-        # Number of committed parts. The new fields are added to all of them.
+        # Number of committed parts. The new fields are added to all of these parts.
         self.n_parts = len(self._lacking)
         self.part_tokens = {part: writer.part_tokens[part] for part in self._lacking}
         self._is_laid_out = False
 
     def pending_parts(self) -> list[int]:
-        """Return the numbers of the parts that do not have all new fields yet, in order."""
+        """Return the numbers of the parts that lack at least one new field, in ascending order."""
         return [part for part, fields in self._lacking.items() if fields]
 
     def part(self, part: int, pool: EncodePool | None = None) -> PartWriter:
@@ -166,8 +171,8 @@ class StoreAddition:
                 f"Part {part} already has all fields, or has no commit yet. Write only the parts "
                 "that pending_parts() returns."
             )
-        # Write the Zarr metadata of the new arrays only now, when the first part is opened, so that
-        # the store does not change earlier.
+        # Write the Zarr metadata of the new arrays only now, when the first part is opened. Until
+        # then, the store does not change.
         if not self._is_laid_out:
             self._writer.lay_out(self.codec)
             self._is_laid_out = True

@@ -26,7 +26,7 @@ at the same time. Three rules prevent this:
 - Files in ``locks/`` are opened only while ``store.lock`` is held, and deleted only while it is
   held exclusively.
 - ``opening.lock`` is deleted by the process that holds it. A process that has waited for
-  ``opening.lock`` checks that the file still exists (``files.lock_file``).
+  ``opening.lock`` then checks that the file still exists (``files.lock_file``).
 """
 
 import errno
@@ -42,9 +42,9 @@ from ...errors import StoreLocked
 from ...files import LockHeld, lock, lock_file, open_lock, read_only
 from ..schema import LOCK_NAME, LOCKS_NAME, OPENING_NAME
 
-# Number of seconds for which a process that wants to share ``store.lock`` retries. The lock may
-# still be held exclusively by a process that was just killed, because the kernel may release
-# ``opening.lock`` shortly before ``store.lock``.
+# Number of seconds for which a process keeps trying to share ``store.lock``. A process that was
+# just killed may still hold this lock exclusively, because the kernel may release the
+# ``opening.lock`` of the killed process shortly before its ``store.lock``.
 _GRACE_S = 1.0
 _RETRY_S = 0.05  # Seconds between two attempts to take the lock.
 
@@ -54,9 +54,8 @@ class StoreLock:
 
     Args:
         store: the store's folder.
-        shares: whether to share the lock with other processes. If no other process holds it, the
-            lock is first taken exclusively. The caller then opens the store and calls
-            :meth:`share`.
+        shares: whether to share the lock with other processes. If no other process holds the lock,
+            it is first taken exclusively. The caller then opens the store and calls :meth:`share`.
 
     Raises:
         StoreLocked: another process holds the lock.
@@ -64,7 +63,7 @@ class StoreLock:
 
     def __init__(self, store: Path, shares: bool = False) -> None:
         self._store = store
-        # Whether this process holds the lock exclusively, so that no other process can write.
+        # Whether this process holds the lock exclusively. If so, no other process can write.
         self.is_alone = False
         self._fd = -1
         self._opening_fd = -1
@@ -101,7 +100,7 @@ class StoreLock:
         self.is_alone = not shared
 
     def _retry(self, take: Callable[[], None], for_s: float) -> None:
-        """Call ``take``, which takes the lock, and retry for ``for_s`` seconds if it fails."""
+        """Call ``take``, which takes the lock. If it fails, try again for ``for_s`` seconds."""
         until_s = time.monotonic() + for_s
         while True:
             try:
@@ -118,7 +117,7 @@ class StoreLock:
         if self._opening_fd < 0:
             return
         try:
-            # A file that cannot be deleted does no harm.
+            # Ignore the error if the file cannot be deleted. The remaining file does no harm.
             with suppress(OSError):
                 os.unlink(self._store / OPENING_NAME)
         finally:
@@ -128,7 +127,7 @@ class StoreLock:
     def share(self) -> None:
         """Change an exclusive lock to a shared one, so that other processes can write too."""
         if self.is_alone:
-            # This change is not atomic: the kernel releases the exclusive lock before it takes the
+            # The change is not atomic: the kernel releases the exclusive lock before it takes the
             # shared lock. No other process can take the lock in between, because this process holds
             # ``opening.lock``.
             self._lock(shared=True)
@@ -138,7 +137,7 @@ class StoreLock:
         """Try to make a shared lock exclusive.
 
         If other processes still share the lock after ``waits_s`` seconds, this process releases the
-        lock. It must not write to the store any more.
+        lock, and must not write to the store any more.
 
         Args:
             waits_s: number of seconds to wait for other processes to release the lock.

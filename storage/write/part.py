@@ -24,8 +24,9 @@ The index is an array of 256 x 32 pairs (offset uint64, n_bytes uint64) in C ord
 layer of 64 tokens, a reader reads the index once and then one chunk.
 
 If both numbers of a pair are ``2**64 - 1``, the shard does not contain the chunk. This is the case
-only for chunks after the end of the part. Zarr libraries read such a chunk as zeros. So a chunk
-that is all zeros is written like any other chunk: otherwise a lost chunk would look like zeros.
+only for chunks after the end of the part. Zarr libraries read a missing chunk as zeros. Even so, a
+chunk of zeros is written like any other chunk. Otherwise, a lost chunk could not be distinguished
+from a chunk of zeros.
 """
 
 import os
@@ -53,12 +54,12 @@ _ABSENT = np.uint64(2**64 - 1)
 TASK_BYTES = 1 << 20
 """Number of raw bytes that a thread encodes in one task.
 
-Encoding this many bytes takes about 1.5 ms. Passing the task to the thread takes much less.
+Encoding this number of bytes takes about 1.5 ms. Passing a task to a thread takes much less time.
 """
 
 
 class ShardWriter:
-    """Writes one shard sequentially. Only its index and unwritten chunks are in memory.
+    """Writes one shard sequentially. Only the index and the chunks not yet written are in memory.
 
     Args:
         path: path of the new file.
@@ -93,7 +94,7 @@ class ShardWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether all inner chunks of the shard have been appended."""
+        """Whether all inner chunks of the shard have been passed to :meth:`append_row`."""
         return self._row == self._grid.rows_per_shard
 
     def append_row(self, values: np.ndarray) -> None:
@@ -117,8 +118,8 @@ class ShardWriter:
         """Write the remaining chunks and the index.
 
         Returns:
-            A future of the size and checksum of the file. It is done when the file is synced or
-            uploaded, and closed.
+            A future. It is done when the file is synced or uploaded, and closed. Its result is the
+            size and checksum of the file.
         """
         while self._encoding:
             self._write_oldest()
@@ -168,8 +169,7 @@ class ArrayWriter:
         counts: counts of the part (an item of ``plan.part_counts``).
         grid: grid of the array.
         pool: thread pool that encodes chunks and syncs files.
-        files: the files of the part that this writer writes. They determine the paths of the
-            shards.
+        files: the ``PartFiles`` of the part. This object determines the paths of the shards.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class ArrayWriter:
         files: PartFiles,
     ) -> None:
         self.array = array
-        # For each finished shard, a future of its size and checksum. The future is done when the
-        # shard is synced or uploaded.
+        # One future for each finished shard. The future is done when the shard is synced or
+        # uploaded. Its result is the shard's size and checksum.
         self.records: dict[str, Future[FileRecord]] = {}
         self._part = counts["part"]
         self._grid = grid
@@ -190,8 +190,8 @@ class ArrayWriter:
         self._files = files
         self._n_rows = array.n_rows(counts["allocated_tokens"])
         self.is_written = np.zeros(self._n_rows, bool)
-        # Index of the row after the last row that was written. Rows before it cannot be written any
-        # more.
+        # Index of the first row after all written rows. Rows with a smaller index cannot be written
+        # any more.
         self._next_row = 0
         self._row = np.zeros((grid.chunk_tokens, *array.row_shape), array.storage_dtype)
         self._row_is_clean = True
@@ -247,7 +247,7 @@ class ArrayWriter:
             )
 
     def _flush_rows(self, row: int) -> None:
-        """Append the buffered rows, then chunks of zeros, until chunk ``row`` is the next one.
+        """Append the buffered rows, then chunks of zeros, until chunk ``row`` is the next chunk.
 
         ``row`` is the index of a chunk along axis 0.
         """
@@ -301,8 +301,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         codec: codec of the fields to write.
         grids: array name -> grid.
         files: the part's files.
-        on_close: function that is called after the part was committed or discarded. Its argument is
-            whether the part is committed.
+        on_close: function that is called after the part was committed or discarded. The argument of
+            the function is whether the part is committed.
         pool: thread pool that encodes. With a pool, values must not change until :meth:`commit` has
             returned. If the argument is None, the calling thread encodes.
     """
@@ -320,10 +320,10 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        # False after the part was committed or discarded.
+        # Whether the part is open. After it was committed or discarded, the value is False.
         self.is_open = True
-        # False if `commit` found that another writer has already committed the part. Otherwise
-        # True.
+        # If `commit` has found that another writer committed the part first, the value is False.
+        # Otherwise, it is True.
         self.was_first = True
         self.codec = codec  # Codec of the fields to write.
         self._counts = counts
@@ -395,8 +395,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def commit(self) -> PartCommit:
         """Finish and sync all shards, rename them to their final names and write the commit.
 
-        If another writer has committed the part in the meantime, its commit and files stay, and the
-        files of this writer are deleted.
+        If another writer has committed the part in the meantime, the commit and the files of the
+        other writer stay, and the files of this writer are deleted.
 
         Returns:
             The commit that the part now has.
@@ -439,8 +439,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
     def discard(self) -> None:
         """Delete the files that were written, unless the part was committed.
 
-        Afterwards, a new part has no commit. A part to which fields were to be added still has its
-        old fields.
+        Afterwards, a new part has no commit. If the writer was adding fields, the part still has
+        its old fields.
         """
         if not self.is_open:
             return

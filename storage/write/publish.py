@@ -27,7 +27,8 @@ uploaded files. A part can have only one record at a time::
 A writer may find that another writer has already created a record. The other writer may have been
 killed, so nobody waits for it. Instead, the writer that finds the record executes steps 2 and 3 of
 the other writer's publication. It does no harm if several writers execute these steps. Afterwards,
-the writer publishes its own files. If the part has got a commit by then, it deletes them instead.
+the writer publishes its own files. But if the part has a commit by then, the writer deletes its own
+files instead.
 
 One record lists all files of a part, for two reasons:
 
@@ -38,9 +39,9 @@ One record lists all files of a part, for two reasons:
   blocks. So one small file must decide which writer publishes.
 
 Step 2 does nothing if another writer has already created the commit, or has already replaced it. So
-a file that readers may open is never overwritten with the file of another record. Uploads that no
-record lists are deleted when they are older than ``LEFTOVER_S``. A writer gives up a part if it has
-not published the part within ``COMMIT_WITHIN_S`` after its first upload.
+if readers may open a file, it is never overwritten by the publication of another record. Uploads
+that no record lists are deleted when they are older than ``LEFTOVER_S``. A writer gives up a part
+if it has not published the part within ``COMMIT_WITHIN_S`` after its first upload.
 """
 
 import json
@@ -94,8 +95,8 @@ LEFTOVER_S = 2 * COMMIT_WITHIN_S  # Age in seconds at which an unpublished uploa
 def partial_name(name: str, attempt: str) -> str:
     """Return the temporary name under which a file is written before it gets its final name.
 
-    ``attempt`` is a random string that identifies the writer. With it, two writers never use the
-    same temporary name.
+    ``attempt`` is a random string that identifies the writer. So two writers never use the same
+    temporary name.
     """
     return f"{name}.{attempt}{PARTIAL_SUFFIX}"
 
@@ -111,7 +112,7 @@ class Publication:
 
     # File name of the commit, e.g. ``"part-00007.json"``.
     commit: str
-    # Identifies the writer in the temporary names of the files (``partial_name``).
+    # Random text that identifies the writer in the temporary names of the files (``partial_name``).
     attempt: str
     # Final name of each file, relative to the store -> size of the file in bytes.
     files: Mapping[FileName, Natural]
@@ -127,7 +128,8 @@ class Publication:
     def publish(self, path: StorePath) -> bool:
         """Publish the files and the commit, unless another writer has published this commit first.
 
-        If the store is in a folder, the caller must hold its lock (:meth:`StoreFiles.publishing`).
+        If the store is in a folder, the caller must hold the lock of the part or document
+        (:meth:`StoreFiles.publishing`).
 
         Args:
             path: path of the commit.
@@ -138,8 +140,8 @@ class Publication:
         record = backend_of(publication_path(path))
         if record.uploads:
             # A bucket has no locks. Instead, only the writer that has created the publication
-            # record may publish. If there is a record of another writer, finish its publication,
-            # which deletes the record, and try again.
+            # record may publish. If there is a record of another writer, finish the publication of
+            # that writer, which deletes the record. Then try again.
             while not record.put_if_absent(self.to_json()):
                 finish_recorded(path)
         return self.finish(path)
@@ -148,7 +150,7 @@ class Publication:
         """Give the files their final names and write the commit. Then delete uploads and record.
 
         These are steps 2 and 3 of the module's docstring. Another writer may already have executed
-        them, completely or in part.
+        these steps, completely or in part.
 
         Args:
             path: path of the commit.
@@ -227,15 +229,15 @@ def name_files(store: StorePath, attempt: str, files: Mapping[str, int]) -> None
 class PartFiles:
     """The files of one part that a writer has written and not published yet.
 
-    For a store in a bucket, each shard is first written to a local temporary folder. It is then
-    uploaded, while the next shard is being encoded.
+    For a store in a bucket, each shard is first written to a local temporary folder. The shard is
+    uploaded while the next shard is being encoded.
 
     Args:
         store: the files of the store.
         part: number of the part.
         existing: file name -> size and checksum, for the files that the part's commit already
-            lists. For a new part, the mapping is empty. It has entries only if fields are added to
-            a committed part.
+            lists. For a new part, the mapping is empty. The mapping has entries only if fields are
+            added to a committed part.
     """
 
     def __init__(self, store: "StoreFiles", part: int, existing: Mapping[str, FileRecord]) -> None:
@@ -244,9 +246,9 @@ class PartFiles:
         self.existing = existing
         self.commit_path = commit_path(store.path, part)
         self._folder = store.scratch_path / PARTS_NAME
-        # In a bucket, this process may give up a part and write it again later. Another writer may
-        # still be publishing the first uploads. So each PartFiles of a bucket uses other temporary
-        # names.
+        # In a bucket, this process may give up a part and write it again later. By then, another
+        # writer may still be publishing the first uploads. So in a bucket, each PartFiles object
+        # uses different temporary names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
         self._paths: list[Path] = []  # Local files to which shards are written.
@@ -267,7 +269,7 @@ class PartFiles:
             with disk_full_guard(path):
                 os.fsync(fd)
             return
-        # Use the wall clock, which also counts the time while the machine is suspended.
+        # Use the wall clock. Unlike `time.monotonic`, it continues while the machine is suspended.
         self._first_upload_s = self._first_upload_s or time.time()
         name = name_below(self._folder, path)
         backend_of(self._store.path / PARTS_NAME / name).move_in(path)
@@ -281,8 +283,8 @@ class PartFiles:
             shards: names of the shards that this writer has written.
 
         Returns:
-            The commit that the part now has, and whether it is ``commit``. If it is not, another
-            writer has committed the part first.
+            The commit that the part now has, and whether this is ``commit``. If not, another writer
+            has committed the part first.
         """
         path = self.commit_path
         if time.time() - (self._first_upload_s or time.time()) > COMMIT_WITHIN_S:
@@ -297,7 +299,7 @@ class PartFiles:
         self._asked_for = commit
         with self._store.publishing(f"publish-{self._part:05}"):
             # In a folder, `publish` first checks whether the commit exists, and then renames the
-            # files. The lock is held for all of this, so that a part never has files of two
+            # files. The lock is held during both steps, so that a part never has files of two
             # writers.
             new = commit.to_json().decode()
             if Publication(path.name, self.attempt, files, old, new).publish(path):
@@ -313,11 +315,11 @@ class PartFiles:
     def withdraw(self) -> bool:
         """Give up the part, and delete its files.
 
-        Files that were published already are not deleted. In a bucket, uploads are not deleted
-        either if this writer has tried to publish them.
+        Files that were published already are not deleted. In a bucket, if this writer has tried to
+        publish its uploads, the uploads are not deleted either.
 
         Returns:
-            Whether the part has the commit of this writer nevertheless. This happens if an
+            Whether the part has the commit of this writer in spite of that. This happens if an
             interrupt arrives after the commit was written.
         """
         for path in self._paths:
@@ -326,9 +328,10 @@ class PartFiles:
             uploads = [name_below(self._folder, path) for path in self._paths]
             backend_of(self._store.path / PARTS_NAME).remove_files(uploads)
             return False
-        # This writer has tried to publish. So keep the uploads: the server may have the publication
-        # record, even if its response was lost. Other writers then need the uploads to finish the
-        # publication. If no record lists the uploads, a later run deletes them.
+        # This writer has tried to publish. So keep the uploads. The server may have created the
+        # publication record although its response was lost. In that case, other writers need the
+        # uploads to finish the publication. If no record lists the uploads, a later run deletes
+        # them.
         with suppress(OSError, StoreDamaged):
             return read_part_commit(self.commit_path) == self._asked_for
         return False
@@ -347,9 +350,11 @@ class StoreFiles:
 
     def __init__(self, path: StorePath, shares: bool = False) -> None:
         self.path = path
-        # Identifies this writer in the temporary names of its files (`partial_name`).
+        # Random text that identifies this writer in the temporary names of its files
+        # (`partial_name`).
         self.attempt = secrets.token_hex(4)
-        # The value is None for a bucket, which has publication records instead of locks.
+        # The lock of the store. A bucket has publication records instead of locks, so the value is
+        # None for a bucket.
         self._lock = StoreLock(path, shares) if isinstance(path, Path) else None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         if self._lock is None:
@@ -407,7 +412,7 @@ class StoreFiles:
                 target = self.path / TARGET_NAME / partial_name(file_name, attempt)
                 backend_of(target).move_in(local)
             # While the files are replaced, they do not match the old commit, and the target bundle
-            # would look damaged. So delete the commit first. Without a commit, the target bundle
+            # would look damaged. So delete the old commit first. A target bundle without a commit
             # counts as incomplete.
             was_there = content_of(commit) is not None
             self._retract(commit)
@@ -421,7 +426,7 @@ class StoreFiles:
             self._remove_others(TARGET_NAME, files)
 
     def _remove_others(self, folder: str, kept: Collection[str]) -> None:
-        """Delete the files of a folder, except those in ``kept`` and those with temporary names."""
+        """Delete the files of a folder. Keep files in ``kept`` and files with temporary names."""
         backend = backend_of(self.path / folder)
         others: list[str] = []
         for name in backend.names_below():
@@ -498,8 +503,8 @@ def refuse_links(store: StorePath) -> None:
     """Raise StoreDamaged if a store contains a symbolic link.
 
     Writing or deleting through a link would change files outside of the store. The store's folder
-    itself may be a link. In this folder, entries with names that a store does not use may also be
-    links, because no writer changes them (``schema.is_known``).
+    itself may be a link. Entries of this folder may also be links if a store does not use their
+    names (``schema.is_known``), because no writer changes such entries.
     """
     inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:
@@ -519,7 +524,7 @@ def refuse_links(store: StorePath) -> None:
 
 
 def changed_meanwhile(path: StorePath) -> StoreLocked:
-    """Return the error to raise if a file was changed after this process had read it."""
+    """Return the error to raise if another process has changed a file that this process had read."""
     return StoreLocked(
         f"{path} was changed by another process while this command ran. Wait until that process "
         "ends, then run the same command again."

@@ -33,8 +33,9 @@ def drop_damage(
     store = open_path(path)
     with check_guard(store):
         for file, error in find_manifest_damage(store, metadata=False):
-            # If only commits/store.json is damaged, it can be made again from the files that it
-            # lists. Damage to store.json or plan.parquet is an error.
+            # If only commits/store.json is damaged, it can be made again from store.json,
+            # plan.parquet and the zarr.json files. Damage to store.json or plan.parquet is an
+            # error.
             if file != manifest_commit_path(store):
                 raise error
         manifest = read_manifest(store)

@@ -3,8 +3,8 @@
 A part is a range of the store's sequences. The commit of a part is a JSON file that lists all files
 of the part. Readers ignore a part until it has a commit.
 
-A writer creates the files of a store in the order of the following list. It syncs each file before
-it renames the file, and syncs the folder after the rename. In the names of the files, ``A`` stands
+A writer creates the files of a store in the order of the following list. Each file is synced before
+it is renamed, and the folder is synced after the rename. In the names of the files, ``A`` stands
 for a random string that identifies the writer, and ``K`` for the number of a part::
 
     1  store.lock                        locked until the process ends in any way (``lock``)
@@ -112,7 +112,7 @@ _COMMIT_NAME = re.compile(r"part-(\d+)\.json")
 
 
 class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
-    """A store that is opened for writing.
+    """An activation store that is opened for writing.
 
     Use :meth:`create_or_resume` to create an object, and use the object in a ``with`` statement.
     """
@@ -128,16 +128,16 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
     ) -> None:
         super().__init__(path, shares)
         self.manifest = manifest
-        # All sequences (see ``plan.PLAN_SCHEMA``).
+        # Table of all sequences of the store (see ``plan.PLAN_SCHEMA``).
         self.plan = plan
-        # Whether other processes were writing to the store when it was opened. This is unknown for
-        # a store in a bucket. There, the value is True if the store existed already.
+        # Whether other processes were writing to the store when it was opened. For a store in a
+        # bucket, this is unknown, so the value is whether the store existed already.
         self.has_other_writers = self._lock is not None and not self._lock.is_alone
         # Damage that was found when the store was opened. The commits that list the damaged files
         # were deleted.
         self.damages: tuple[Finding, ...] = ()
-        # Whether a store from different inputs, without any committed part, was deleted at this
-        # path when the store was opened.
+        # Whether an older store was deleted at this path when this store was opened. The older
+        # store was made from different inputs and had no committed part.
         self.has_begun_anew = False
         self._counts = part_counts(plan, manifest.alignment_tokens)
         # Number of planned parts.
@@ -148,8 +148,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         self._grids: dict[str, ArrayGrid] = {}
         self._committed: set[int] = set()
         self._open_parts: set[int] = set()
-        # Number of a part that this process has locked -> its lock file. Closing the file releases
-        # the lock.
+        # Maps the number of each part that this process has locked to the lock file of the part.
+        # Closing the file releases the lock.
         self._part_locks: dict[int, IO[Any]] = {}
 
     @classmethod
@@ -179,13 +179,13 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
                 several processes can always write to it.
             begins_anew: whether an existing store from different inputs may be replaced. It is
                 replaced only if it has no committed part and no other process is writing to it.
-            depth: how thoroughly the files of existing parts are checked. They are not checked if
-                another process is writing to the store.
+            depth: how thoroughly the files of existing parts are checked. If another process is
+                writing to the store, the files are not checked.
             progress: reports the number of bytes that have been checked.
 
         Raises:
             OutputOccupied: the path contains files that do not belong to a store.
-            StoreLocked: another process is writing to the store and does not share it.
+            StoreLocked: another process is writing to the store and does not share its lock.
             StoreMismatch: the store was made from different inputs. The error contains every key
                 that differs.
             StorageUnavailable: a file could not be read or written, so it is unknown whether the
@@ -199,7 +199,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         writer = cls(store, manifest, plan, shares=shares)
         with writer._opening():
             # If other processes share the lock, the first of them has already created the store and
-            # deleted uncommitted files. Then only check that all processes have the same inputs.
+            # deleted uncommitted files. In this case, only check that this process has the same
+            # inputs as the other processes.
             if writer.has_other_writers:
                 writer._check_other_writers()
                 writer._open_codec()
@@ -261,16 +262,16 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             backend_of(self.path / name).make_folder()
         self._open_codec()
         if not manifest_commit.exists() or find_manifest_damage(self.path):
-            # The files that this commit lists were compared with the current inputs above, so they
-            # are right.
+            # The commit is missing or damaged, so write it again. The files that it lists were
+            # compared with the current inputs above, so these files are right.
             self._record_manifest()
 
     def _is_of_these_inputs(self, begins_anew: bool) -> bool:
         """Compare an existing store with the current manifest and plan.
 
         Returns:
-            True if the store was made from the same inputs. False if it was not, and may be
-            replaced.
+            True if the store was made from the same inputs. False if the store was made from
+            different inputs and may be replaced.
 
         Raises:
             StoreMismatch: the store was made from different inputs, and may not be replaced.
@@ -287,7 +288,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return True
 
     def _delete_all(self) -> None:
-        """Delete the files of a store without committed parts, except its lock and its texts.
+        """Delete the files of a store that has no committed parts.
+
+        The lock file and texts.arrow are kept.
 
         The manifest is deleted last. If the process is killed earlier, the next run finds the
         manifest of the old store, and deletes the remaining files.
@@ -295,14 +298,15 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend_of(self.path / name).exists():
                 shutil.rmtree(str(self.path / name))
-        # Keep texts.arrow, because this process may be reading it. A texts.arrow of other inputs
-        # does no harm, because the file contains a description of its inputs.
+        # Keep texts.arrow, because this process may be reading it. A texts.arrow that was made from
+        # other inputs does no harm, because readers recognize it by the description of its inputs
+        # in the file.
         folder = backend_of(self.path)
         folder.remove_files([CARD_NAME, PLAN_NAME, MANIFEST_NAME])
         folder.sync_names()
 
     def _restore(self) -> None:
-        """Repair a damaged or missing store.json or plan.parquet, if the inputs are the same."""
+        """Repair store.json and plan.parquet if the store was made from the current inputs."""
         documents = {
             MANIFEST_NAME: self.manifest.to_json().encode(),
             PLAN_NAME: plan_bytes(self.plan),
@@ -322,20 +326,20 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         return backend_of(target_commit_path(self.path)).exists()
 
     def committed_parts(self) -> list[int]:
-        """Return the numbers of the parts that have a commit, in order.
+        """Return the numbers of the parts that have a commit, in ascending order.
 
-        They include parts that other processes have committed in the meantime.
+        The result includes parts that other processes have committed in the meantime.
         """
         with check_guard(self.path):
             for name in backend_of(self.path / COMMITS_NAME).names_in():
                 if (match := _COMMIT_NAME.fullmatch(name)) and int(match[1]) < self.n_parts:
-                    # Keep the commits that are already known: the listing of a bucket may be out
-                    # of date, so that it lacks the latest commits of this process.
+                    # Keep the commits that are already known. The listing of a bucket may be out of
+                    # date, and lack the latest commits of this process.
                     self._committed.add(int(match[1]))
         return sorted(self._committed)
 
     def pending_parts(self) -> list[int]:
-        """Return the numbers of the parts that have no commit yet, in order."""
+        """Return the numbers of the parts that have no commit yet, in ascending order."""
         committed = set(self.committed_parts())
         return [part for part in range(self.n_parts) if part not in committed]
 
@@ -435,7 +439,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             documents = zarr_metadata((array, array_grid(array, *sizes)) for array in codec.arrays)
             contents = {f"{PARTS_NAME}/{name}": content for name, content in documents.items()}
             restore_files(self.path, contents)
-            # Write the zarr.json of a group before those of the groups and arrays in it.
+            # Write the zarr.json of a group before the zarr.json files of the groups and arrays
+            # inside it.
             for name, content in sorted(contents.items(), key=lambda item: item[0].count("/")):
                 path = self.path / name
                 file = backend_of(path)
@@ -453,7 +458,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         """
         # commits/store.json contains the checksum of store.json. So delete commits/store.json
         # first, and write it again last. In between, readers do not verify the files that it lists.
-        # If the disk is full, it stays missing until the store is opened for writing again.
+        # If the disk is full, commits/store.json stays missing until the store is opened for
+        # writing again.
         if manifest == self.manifest:
             return
         path = self.path / MANIFEST_NAME
@@ -488,8 +494,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             path = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}Z.json"
             if backend_of(path).put_if_absent(content):
                 return path
-            # Another run has a file with the same time in microseconds in its name. Try again with
-            # the current time.
+            # The name of the file contains the time in microseconds. Another run has already
+            # created a file with the same time. Try again with the current time.
 
     def close(self) -> None:
         """Release the locks and delete temporary local files."""
@@ -538,11 +544,11 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
             self._remove_others(TARGET_NAME, ())
 
     def sweep(self, waits_s: float = 0.0) -> bool:
-        """Stop sharing the store, and delete files that no commit lists.
+        """Take the store's lock exclusively, and delete files that no commit lists.
 
         Killed processes leave such files behind. If another process is still writing to the store,
-        nothing is deleted, because the files may belong to that process. The caller must not write
-        to the store afterwards.
+        nothing is deleted, because the files may belong to that process. Afterwards, the caller
+        must not write to the store.
 
         Args:
             waits_s: number of seconds to wait for other processes to stop writing.
@@ -586,8 +592,8 @@ def _check_unoccupied(store: StorePath) -> None:
     The path may be missing, or it may be an empty folder, a store, or a store whose creation was
     interrupted.
     """
-    # This check is skipped for a bucket, because only a listing of all files would show whether a
-    # folder exists there.
+    # In a bucket, only a listing of all files would show whether a folder exists. So skip this
+    # check.
     if isinstance(store, Path):
         folders = (store, *store.absolute().parents)
         existing = next(path for path in folders if path.exists() or path.is_symlink())
@@ -605,7 +611,9 @@ def _check_unoccupied(store: StorePath) -> None:
             read_manifest(store)
         except SchemaVersionError:
             if not any(path == manifest for path, _ in find_manifest_damage(store)):
-                raise  # store.json is undamaged, so its schema version really differs.
+                # store.json is undamaged, so the store really has a schema version that this
+                # release cannot read.
+                raise
         except StoreDamaged as error:
             # store.json is not a valid manifest. If commits/store.json exists, the folder is a
             # store with a damaged store.json, which ``StoreWriter._restore`` later repairs or
@@ -626,8 +634,8 @@ def _check_unoccupied(store: StorePath) -> None:
     all_names = backend_of(store).names_in()
     names = [name for name in all_names if not name.startswith(SPEED_TEST_PREFIX)]
     foreign = sorted(name for name in names if not is_known(name))
-    # Accept a store whose creation was interrupted. It has only names that a store may have. In a
-    # folder, it also has the lock file. A bucket has no lock file.
+    # Accept a store whose creation was interrupted. Such a store contains only names that may occur
+    # in a store. In a folder, the lock file must be one of them. A bucket has no lock file.
     if names and (foreign or (LOCK_NAME not in names and isinstance(store, Path))):
         shown = ", ".join((foreign or sorted(names))[:3])
         raise OutputOccupied(
@@ -670,7 +678,7 @@ def _plan_changes(old: pa.Table, new: pa.Table) -> dict[str, tuple[Any, Any]]:
     If the shorter plan is the start of the longer one, the difference is the number of rows.
 
     Returns:
-        Key -> (old value, new value), for the ``changes`` of a StoreMismatch.
+        The argument ``changes`` of StoreMismatch: maps a key to (old value, new value).
     """
     n_rows = min(old.num_rows, new.num_rows)
     row = bisect_left(
@@ -694,9 +702,9 @@ def _begin(
 ) -> None:
     """Create a store: write the codec's files, then plan.parquet, then store.json.
 
-    Some of these files may already exist. In a folder, which is locked, they were left by a killed
+    Some of these files may already exist. A folder is locked, so such files were left by a killed
     process, and are replaced. In a bucket, another writer may be creating the store at the same
-    time. So existing files stay there and are compared with the new content.
+    time. So in a bucket, existing files are not replaced, but compared with the new content.
     """
     if isinstance(store, Path):
         (store / PLAN_NAME).unlink(missing_ok=True)
@@ -717,8 +725,8 @@ def _begin(
 def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
     """Rename ``codec/next-basis.safetensors`` to ``codec/basis.safetensors``.
 
-    While fields are added, the first file contains the new basis of the codec. It is renamed only
-    if it exists and store.json already contains its hash.
+    While fields are added, ``codec/next-basis.safetensors`` contains the new basis of the codec.
+    The file is renamed only if it exists and store.json already contains its hash.
     """
     path = store / CODEC_NAME / NEXT_BASIS_NAME
     try:
@@ -727,8 +735,8 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
-    # Write the file with the new name before deleting the old name. So at any time, the basis that
-    # store.json requires has at least one of the two names. Readers try both names.
+    # Write the file under its final name before deleting the other file. So at any time, the basis
+    # that store.json requires exists under at least one of the two names. Readers try both names.
     folder = backend_of(path.parent)
     backend_of(path.parent / BASIS_NAME).put(content)
     folder.remove_files([path.name])
