@@ -193,7 +193,7 @@ def evaluate(config: EvalConfig) -> None:
         try:
             report = run_evaluate(config, progress=progress, provenance=collect_provenance())
         except ReportUnwritten as error:
-            # Print the report, so that its measurements are not lost.
+            # The file of the report could not be written. Print the report instead.
             show(error.markdown)
             raise
     show(markdown_report(report))
