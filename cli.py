@@ -6,7 +6,7 @@ import importlib
 import click
 
 from . import __version__
-from .commands.console import StageGroup, quiet_libraries
+from .commands.console import RUNNING, StageGroup, quiet_libraries
 
 GROUPS = {
     "First steps": {
@@ -86,7 +86,8 @@ class LazyGroup(StageGroup):
             return None
         module = importlib.import_module(f".commands.{COMMANDS[cmd_name]}", __package__)
         members = (member for member in vars(module).values() if isinstance(member, click.Command))
-        return next(member for member in members if member.name == cmd_name)
+        command = ctx.meta[RUNNING] = next(member for member in members if member.name == cmd_name)
+        return command
 
 
 @click.group(

@@ -26,7 +26,6 @@ preset, a YAML file (``--config``), ``--set``, flags.
 
 import difflib
 import json
-import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,11 +89,6 @@ The function takes the values that are given for this run. It returns the name o
 for messages, and the values of the earlier run. Both the given and the returned values are nested
 by group.
 """
-Spell = Callable[[str], str]
-"""Function that maps the name of a setting to the name that messages use.
-
-On the command line, messages use the setting's flag. In Python, they use the setting's name.
-"""
 
 
 class Setting(NamedTuple):
@@ -121,7 +115,7 @@ class Config(BaseModel):
         try:
             super().__init__(**type(self).grouped(values))
         except ValidationError as error:
-            raise OptionInvalid(_message(type(self), error, [("", values)], str)) from error
+            raise OptionInvalid(_message(type(self), error, [("", values)])) from error
 
     # This attribute tells pydantic not to call ``Config.__init__`` for the groups inside the
     # settings. With a call for each group, an error in a group would not name the group.
@@ -244,7 +238,7 @@ class Config(BaseModel):
         return self.of(**self.named() | named)
 
     def to_yaml(self) -> str:
-        """Return the settings as YAML that ``--config`` can read."""
+        """Return the settings as YAML that :func:`read_config_file` can read."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -386,18 +380,18 @@ def read_config_file(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionInvalid(
-            f"--config {path} cannot be read ({error.strerror or error}). Give the path of a YAML "
-            "file."
+            f"`config_path={path}` cannot be read ({error.strerror or error}). Give the path of a "
+            "YAML file."
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionInvalid(
-            f"--config {path} is not a valid YAML file ({' '.join(str(error).split())}). Correct the "
-            "file."
+            f"`config_path={path}` is not a valid YAML file ({' '.join(str(error).split())}). "
+            "Correct the file."
         ) from error
     if not isinstance(loaded, dict | None):
         raise OptionInvalid(
-            f"--config {path} contains a {type(loaded).__name__}, expected settings. Write them as "
-            "lines of the form 'name: value'."
+            f"`config_path={path}` contains a {type(loaded).__name__}, expected settings. Write "
+            "them as lines of the form 'name: value'."
         )
     return dict(_with_underscores(loaded or {}))
 
@@ -415,18 +409,13 @@ def read_assignments(texts: Iterable[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise OptionInvalid(
-                f"--set is {text!r}, expected NAME=VALUE, for example --set "
-                "optimizer.learning_rate=1e-4."
+                f"`assignments` has {text!r}, expected NAME=VALUE, for example "
+                "`assignments=optimizer.learning_rate=1e-4`."
             )
         keys[key.strip().replace("-", "_")] = (
             None if value.strip().lower() in ("none", "null") else value.strip()
         )
     return keys
-
-
-def option_name(name: str) -> str:
-    """Return the flag of a setting: ``max_length`` becomes ``--max-length``."""
-    return "--" + name.replace("_", "-")
 
 
 def resolve(
@@ -438,7 +427,6 @@ def resolve(
     # the value of this key is the name of the preset to use.
     presets: Presets | None = None,
     earlier: Earlier | None = None,
-    spell: Spell = option_name,
 ) -> Any:
     """Merge the settings from all sources.
 
@@ -449,8 +437,8 @@ def resolve(
         OptionInvalid: a setting cannot be used. The message names each such setting and its source.
     """
     sources = [
-        (f"--config {config_path}", read_config_file(config_path) if config_path else {}),
-        ("--set", read_assignments(assignments)),
+        (f"`config_path={config_path}`", read_config_file(config_path) if config_path else {}),
+        ("`assignments`", read_assignments(assignments)),
         ("", flags),
     ]
     layers = [(source, config_class.grouped(values)) for source, values in sources]
@@ -476,15 +464,10 @@ def resolve(
     try:
         return config_class.model_validate(merged)
     except ValidationError as error:
-        raise OptionInvalid(_message(config_class, error, layers, spell)) from error
+        raise OptionInvalid(_message(config_class, error, layers)) from error
 
 
-def _message(
-    config_class: type[Config],
-    error: ValidationError,
-    layers: Layers,
-    spell: Spell,
-) -> str:
+def _message(config_class: type[Config], error: ValidationError, layers: Layers) -> str:
     names = {setting.key: setting.name for setting in config_class.settings()}
     problems: dict[str, list[str]] = {}
     missing = []
@@ -492,23 +475,19 @@ def _message(
         key, kind = _key_of(config_class, item["loc"])
         name = names.get(key, key)
         if item["type"] == "missing":
-            missing.append(spell(name))
+            missing.append(f"`{name}`")
             continue
         source = _source_of(layers, key)
-        called = name if source or name not in names.values() else spell(name)
+        called = name if source else f"`{name}`"
         is_unknown = item["type"] == "extra_forbidden"
         text = _unknown(config_class, name, called, kind) if is_unknown else _problem(called, item)
         problems.setdefault(source and f"{source}: ", []).append(text)
     lines = [where + "; ".join(texts) for where, texts in problems.items()]
     if missing:
-        where = "" if spell is str else ". Give them on the command line or in --config FILE"
+        # Settings that are created in Python have a single source.
+        where = ". Give them, or a file with them as `config_path=FILE`" if layers[1:] else ""
         lines.append(f"required settings are missing ({', '.join(missing)}){where}")
-
-    def spelled(flag: re.Match[str]) -> str:
-        name = flag[1].replace("-", "_")
-        return spell(name) if name in names.values() else flag[0]
-
-    return re.sub("--([a-z][a-z-]+)", spelled, f"{'; '.join(lines)}.")
+    return f"{'; '.join(lines)}."
 
 
 def _source_of(layers: Layers, key: str) -> str:

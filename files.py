@@ -328,7 +328,7 @@ def refuse_other_inputs(
     recorded: Mapping[str, Any],
     current: Mapping[str, Any],
     free_to_change: Collection[str] = (),
-    advice: str = "Give the same settings as before, or choose another --out.",
+    advice: str = "Give the same settings as before, or choose another `out`.",
 ) -> None:
     """Refuse to continue an output that was started with other inputs.
 

@@ -76,7 +76,7 @@ def format_range(low: float, high: float, form: Callable[[float], str]) -> str:
 
 
 def activation_name(field: str) -> str:
-    """Return the name that the option ``--activations`` uses for a field of a store.
+    """Return the name that the setting ``activations`` uses for a field of a store.
 
     For example, ``hidden/layer_6`` becomes ``hidden:layer:6``. Every field of keys and values
     becomes ``kv``. This includes fields for some of the layers, such as ``kv/full_attention``.

@@ -112,7 +112,7 @@ class ChatConfig(Config):
     ),
 )  # fmt: skip
 @click.option(
-    "--web", type=click.IntRange(0, 65535), metavar="PORT",
+    "--web", "port", type=click.IntRange(0, 65535), metavar="PORT",
     help="Chat on a web page at http://127.0.0.1:PORT. The page shows which tokens were drafted, and "
     "has a switch that cuts the network.",
 )  # fmt: skip
@@ -121,7 +121,7 @@ def chat(
     prompt: str | None,
     session: Path | None,
     resume: Path | None,
-    web: int | None,
+    port: int | None,
 ) -> None:
     """Chat with a target on a server. If the network fails, a drafter on this machine continues.
 
@@ -141,7 +141,7 @@ def chat(
           --drafter runs/moa --session chat.json
       moa-data chat --server gpu-box:8001 --drafter runs/moa --web 8080
     """
-    if prompt is not None and (resume or web is not None):
+    if prompt is not None and (resume or port is not None):
         raise click.UsageError(
             "--prompt answers a single prompt, so it cannot be combined with --resume or --web. "
             "Leave out --prompt, or the other option."
@@ -169,8 +169,8 @@ def chat(
         timeouts=Timeouts(connect_s=config.connect_s), session_file=resume or session,
     ) as client:  # fmt: skip
         conversation = _Conversation(client, config, saved)
-        if web is not None:
-            _serve_page(conversation, web)
+        if port is not None:
+            _serve_page(conversation, port)
             return
         if saved is not None and not saved.finish:
             _show(partial(conversation.resume, saved))

@@ -5,6 +5,7 @@ import errno
 import importlib.metadata
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, TypeVar
 
 import click
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -31,6 +32,9 @@ FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
 """Exit codes. FOUND: a check found a problem. UNUSABLE: the input cannot be used. INCOMPLETE: parts
 of the store are missing. FAULT: a bug."""
 LOG_LINE_EVERY_S = 10.0
+# Key in the ``meta`` of click's contexts, for the command that runs. The group handles errors of
+# the command after the command's own context is closed.
+RUNNING = "moa_data.running"
 Report = TypeVar("Report")
 
 # When memory runs out, libraries raise errors of many classes. The message of each of these errors
@@ -244,7 +248,35 @@ def user_message(error: BaseException, command: str = "") -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return as_options(" ".join(str(error).split()))
+
+
+def as_options(text: str) -> str:
+    """Write the settings that a text of the library names as options of the running command.
+
+    The library is also used from Python, so its texts name settings in backticks::
+
+        `max_length`        ->  --max-length
+        `max_length=512`    ->  --max-length 512
+        `resume=true`       ->  --resume
+        `resume=false`      ->  --no-resume
+        `store`             ->  STORE, if the command takes the store by position
+
+    Everything else in backticks stays as it is, such as files, commands, and settings that are not
+    options of the command.
+    """
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return text
+    for parameter in context.meta.get(RUNNING, context.command).params:
+        name = f"`{parameter.name}"
+        # An argument has a name in the usage line. An option does not.
+        spelling = [*parameter.get_usage_pieces(context), *parameter.opts][0]
+        for opposite in parameter.secondary_opts:
+            text = text.replace(f"{name}=false`", opposite)
+        text = re.sub(f"{name}(=true)?`", spelling, text)
+        text = re.sub(f"{name}=([^`]*)`", rf"{spelling} \1", text)
+    return text
 
 
 def tell(text: str) -> None:
@@ -322,8 +354,13 @@ def run_stage(run: Callable[..., Report], *arguments: Any, **options: Any) -> Re
     """
     with ProgressLine() as progress:
         report = run(*arguments, progress=progress, **options)
-    out.print(report if isinstance(report, str) else cast(Any, report).describe())
+    show(report)
     return report
+
+
+def show(report: Any) -> None:
+    """Print a report of the library, which is a text or has a method that describes it."""
+    out.print(as_options(report if isinstance(report, str) else report.describe()))
 
 
 class _Log:

@@ -14,7 +14,16 @@ from ..errors import ReportUnwritten
 from ..evaluation.config import DecodingConfig, EvalConfig
 from ..files import write_atomic
 from ..serving.detokenizer import Detokenizer
-from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage, tell
+from .console import (
+    FOUND,
+    ProgressLine,
+    StageFailure,
+    collect_provenance,
+    out,
+    run_stage,
+    show,
+    tell,
+)
 from .options import stage_command
 
 if TYPE_CHECKING:
@@ -185,9 +194,9 @@ def evaluate(config: EvalConfig) -> None:
             report = run_evaluate(config, progress=progress, provenance=collect_provenance())
         except ReportUnwritten as error:
             # The file of the report could not be written. Print the report instead.
-            out.print(error.markdown)
+            show(error.markdown)
             raise
-    out.print(markdown_report(report))
+    show(markdown_report(report))
     for warning in report.warnings:
         tell(f"The drafters were not trained in the same way: {warning}.")
 

@@ -6,7 +6,7 @@ import click
 
 from ..pipeline.exchange.config import ExportConfig, ImportConfig
 from ..trainer.config import DrafterExportConfig
-from .console import collect_provenance, out, run_stage
+from .console import collect_provenance, out, run_stage, show
 from .options import stage_command
 
 
@@ -50,7 +50,7 @@ def export_drafter_command(config: DrafterExportConfig) -> None:
     """
     from ..trainer.export import export_drafter
 
-    out.print(export_drafter(config).describe())
+    show(export_drafter(config))
 
 
 @stage_command(ImportConfig, arguments=("folder",), name="import")

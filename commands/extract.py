@@ -9,7 +9,15 @@ from dataclasses import asdict
 import click
 
 from ..pipeline.config import AddConfig, ExtractConfig, RegenerateConfig
-from .console import FOUND, ProgressLine, StageFailure, collect_provenance, out, run_stage
+from .console import (
+    FOUND,
+    ProgressLine,
+    StageFailure,
+    collect_provenance,
+    out,
+    run_stage,
+    show,
+)
 from .options import stage_command
 from .signals import end_with_input
 from .store import check_store
@@ -68,7 +76,7 @@ def regenerate(config: RegenerateConfig, dry_run: bool) -> None:
             if dry_run
             else job.regenerate(config, progress).describe(config)
         )
-    out.print(text)
+    show(text)
 
 
 @stage_command(ExtractConfig)
@@ -135,7 +143,7 @@ def plan(config: ExtractConfig) -> None:
     with ProgressLine() as progress:
         extraction_plan = build_plan(config, progress=progress)
     refuse_addition(extraction_plan)
-    out.print(extraction_plan.describe())
+    show(extraction_plan)
     is_here = has_device(extraction_plan.forward.device)
     if is_here:
         extraction_plan.forward.check_memory()
@@ -150,7 +158,7 @@ def plan(config: ExtractConfig) -> None:
     else:
         out.print(describe_estimate(extraction_plan, config.scale.workers))
     for advice in extraction_plan.advice():
-        out.print(f"{advice.topic:<13}{advice.choice}: {advice.reason}")
+        show(f"{advice.topic:<13}{advice.choice}: {advice.reason}")
 
 
 @stage_command(AddConfig, arguments=("store",))
@@ -175,7 +183,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
 
     if dry_run:
         plan = plan_addition(config)
-        out.print(plan.describe())
+        show(plan)
         plan.check_disk()
         if plan.n_tokens and plan.forward.spec.fields:
             out.print(describe_estimate(plan))
@@ -194,7 +202,6 @@ def add(config: AddConfig, dry_run: bool) -> None:
 )
 @click.option(
     "--out",
-    "folder",
     required=True,
     help="Folder of the new store, or its URL in a bucket.",
 )
@@ -204,7 +211,7 @@ def add(config: AddConfig, dry_run: bool) -> None:
     help="Only with a transform codec: a drafter that was trained from STORE. Keys and values get "
     "more bits where errors would change its drafts.",
 )
-def recode(store: str, codec: str, folder: str, drafter: str | None) -> None:
+def recode(store: str, codec: str, out: str, drafter: str | None) -> None:
     """Copy a lossless store with another codec. The target is not needed.
 
     The new store is the same as `moa-data extract --codec` would have written; with a transform
@@ -232,8 +239,8 @@ def recode(store: str, codec: str, folder: str, drafter: str | None) -> None:
             from ..trainer.sensitivity import DrafterMetrics
 
             metrics = DrafterMetrics(load_drafter(drafter), progress)
-        report = run_recode(store, codec, folder, progress, collect_provenance(), metrics)
-    out.print(report.describe())
+        report = run_recode(store, codec, out, progress, collect_provenance(), metrics)
+    show(report)
 
 
 @click.command()

@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
-from ..config import Config, Earlier, Presets, Setting, option_name, plain_types, resolve
+from ..config import Config, Earlier, Presets, Setting, plain_types, resolve
 from ..errors import OptionInvalid
+from .console import as_options
 
 
 class StageCommand(click.Command):
@@ -38,6 +39,10 @@ class StageCommand(click.Command):
                 help=text,
             )
         )
+
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help page, which writes settings as options."""
+        return as_options(super().get_help(ctx))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the common options to the help page. ``--help-all`` shows all options by group."""
@@ -91,9 +96,6 @@ def stage_command(
     for setting in config_class.settings():
         settings.setdefault(setting.name, setting)
 
-    def spell(name: str) -> str:
-        return name.upper() if name in arguments else option_name(name)
-
     def decorate(command: Callable[..., Any]) -> StageCommand:
         def run(
             *args: Any, config_path: Path | None, assignments: tuple[str, ...], **kwargs: Any
@@ -106,10 +108,10 @@ def stage_command(
                     given_values[key] = value
             try:
                 config = resolve(
-                    config_class, given_values, config_path, assignments, presets, earlier, spell
+                    config_class, given_values, config_path, assignments, presets, earlier
                 )
             except OptionInvalid as error:
-                raise click.UsageError(str(error)) from error
+                raise click.UsageError(as_options(str(error))) from error
             return command(*args, config=config, **kwargs)
 
         # The decorator next to the function runs first and adds its parameter first. Reverse the
@@ -218,9 +220,9 @@ def type_text(setting: Setting) -> str:
 
 
 def _flag(setting: Setting) -> tuple[str, str | None]:
-    name = option_name(setting.name)
+    name = setting.name.replace("_", "-")
     kind = type_text(setting)
-    return (f"{name}/--no-{name[2:]}", None) if kind == "true|false" else (name, kind)
+    return (f"--{name}/--no-{name}", None) if kind == "true|false" else (f"--{name}", kind)
 
 
 def _help(setting: Setting) -> str:

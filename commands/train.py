@@ -9,7 +9,7 @@ from ..demo.config import DemoConfig
 from ..errors import RunWarning
 from ..text import counted
 from ..trainer.config import PRESETS, TrainConfig, earlier_settings
-from .console import ProgressLine, collect_provenance, out, run_stage, tell
+from .console import ProgressLine, as_options, collect_provenance, out, run_stage, tell
 from .options import stage_command
 
 
@@ -18,7 +18,7 @@ def _show_warning(
 ) -> None:
     """Show a warning about a training run as one line, and any other warning as Python does."""
     if issubclass(category, RunWarning):
-        tell(str(message))
+        tell(as_options(str(message)))
     else:
         others(message, category, *rest)
 
@@ -67,7 +67,7 @@ def train(config: TrainConfig) -> None:
     def announce(plan: RunPlan) -> None:
         out.print(run_plan_view(plan))
         for warning in plan.warnings:
-            tell(f"warning: {warning}.")
+            tell(f"warning: {as_options(warning)}.")
 
     if config.dry_run:
         announce(plan_run(config))

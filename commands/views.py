@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..text import counted, format_bytes, format_hours, format_range, printable
 from ..trainer.config import DRAFTER
+from .console import as_options
 
 if TYPE_CHECKING:
     from ..moa.decoding.loop import Generation
@@ -208,7 +209,7 @@ def run_plan_view(plan: "RunPlan") -> RenderableType:
     }
     for name, problems in plan.export_problems.items():
         if problems:
-            facts[f"no export to {name}"] = "; ".join(problems)
+            facts[f"no export to {name}"] = as_options("; ".join(problems))
     if plan.other_drafter is not None:
         facts["better drafter"] = f"{plan.other_drafter.choice}: {plan.other_drafter.reason}"
     title = (

@@ -180,7 +180,7 @@ def conform(
     if not any(answer["rounds"] for answer in answers):
         raise OptionInvalid(
             f"{engine} made no drafts for these prompts; allow longer answers "
-            "(--max-new-tokens), or give other prompts (--prompts)."
+            "(`max_new_tokens`), or give other prompts (`prompts`)."
         )
     return compare(loaded, target, texts, answers, max_new_tokens, progress)
 
@@ -235,7 +235,7 @@ def ask_engine(job: dict[str, Any], python: str, folder: Path) -> list[dict[str,
             ).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             raise OptionInvalid(
-                f"{python} did not run {job['engine']} ({error}). With --python, give the Python "
+                f"{python} did not run {job['engine']} ({error}). With `python`, give the Python "
                 "interpreter of the environment in which this engine is installed."
             ) from error
     if code or not written.is_file():

@@ -21,7 +21,7 @@ MODEL_DEFAULTS: dict[str, Any] = {
     "n_eval_prompts": 10,
     "draft_length": 3,
 }
-"""Default settings for a demo with --model. They were chosen for a target of 135 M parameters."""
+"""Defaults that apply if `model` is given. They were chosen for a target of 135 M parameters."""
 _OF_TRAINED_TARGET = (
     "n_store_chats", "vocab_size", "hidden_size", "n_layers", "n_heads", "n_kv_heads",
     "target_steps", "target_batch_tokens", "target_matrix_learning_rate", "target_learning_rate",
@@ -43,16 +43,16 @@ class DemoConfig(Config):
     drafter."""
     n_chats: Common[Count] = 4000
     """Number of training chats, from all of which the target learns. They are generated. With
-    --model, the target writes them, and the default is 176."""
+    `model`, the target writes them, and the default is 176."""
     n_store_chats: Common[Count] = 2400
     """Number of training chats that are extracted to the store, from which the drafter learns. With
-    --model, all training chats are extracted."""
+    `model`, all training chats are extracted."""
     n_held_out: Count = 200
     """Number of chats that are kept out of training. The evaluation takes its prompts from them.
-    Default with --model: 16."""
+    Default with `model`: 16."""
     activations: tuple[str, ...] = ("kv", "hidden:last")
     """Activations to extract, separated by commas. kv: keys and values of all layers. hidden:last:
-    hidden states after the final norm. Default with --model: hidden:last."""
+    hidden states after the final norm. Default with `model`: hidden:last."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE)] = 1024
     """Number of tokens in the vocabulary of the small target, special tokens included. The
     tokenizer is a byte-level BPE (byte-pair encoding)."""
@@ -75,21 +75,21 @@ class DemoConfig(Config):
     """Peak learning rate of the AdamW optimizer, which trains the small target's embeddings, norms
     and output layer."""
     drafter_steps: Common[Count] = 400
-    """Number of optimizer steps in the training of the drafter. Default with --model: 60."""
+    """Number of optimizer steps in the training of the drafter. Default with `model`: 60."""
     drafter_batch_size: Count = 16
-    """Number of sequences per batch in the training of the drafter. Default with --model: 8."""
+    """Number of sequences per batch in the training of the drafter. Default with `model`: 8."""
     drafter_learning_rate: Positive = 4e-4
     """Learning rate of the drafter at the end of its training. The peak is ten times as high.
-    Default with --model: 1e-4."""
+    Default with `model`: 1e-4."""
     n_eval_prompts: Common[Count] = 40
     """Number of held-out prompts that the evaluation decodes with and without the drafter. Default
-    with --model: 10."""
+    with `model`: 10."""
     max_new_tokens: Common[Count] = 128
-    """Maximum length in tokens of an answer in the evaluation. With --model it is also the maximum
+    """Maximum length in tokens of an answer in the evaluation. With `model` it is also the maximum
     length of an answer in the chats."""
     draft_length: Count = 5
     """Number of tokens that the drafter proposes per round in the evaluation. A round is one call
-    of the target, which verifies the proposed tokens. Default with --model: 3."""
+    of the target, which verifies the proposed tokens. Default with `model`: 3."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +113,7 @@ class DemoConfig(Config):
             )
         if self.n_eval_prompts > self.n_held_out:
             errors.append(
-                f"n_eval_prompts is {self.n_eval_prompts}, expected at most n_held_out "
+                f"`n_eval_prompts` is {self.n_eval_prompts}, expected at most `n_held_out` "
                 f"({self.n_held_out})"
             )
         if self.model is not None:
@@ -121,7 +121,7 @@ class DemoConfig(Config):
             for name in _OF_TRAINED_TARGET:
                 if getattr(self, name) != fields[name].default:
                     errors.append(
-                        f"{name} applies only to the small target that the demo trains without "
-                        "--model; leave it out"
+                        f"`{name}` applies only to the small target that the demo trains without "
+                        "`model`; leave it out"
                     )
         return errors

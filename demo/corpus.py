@@ -228,8 +228,8 @@ def _new_chat(rng: random.Random, name: str, seen: set[str]) -> Chat:
             return messages
     raise OptionInvalid(
         f"The demo cannot generate enough different chats of the family {name!r}: it found no new "
-        f"prompt in {MAX_REDRAWS} tries, after {len(seen)} prompts of all families. Lower --n-chats "
-        "or --n-held-out."
+        f"prompt in {MAX_REDRAWS} tries, after {len(seen)} prompts of all families. Lower "
+        "`n_chats` or `n_held_out`."
     )
 
 

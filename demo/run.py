@@ -202,7 +202,7 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
     except (KeyError, TypeError, ValueError) as error:
         raise OutputOccupied(
             f"{file}, the state of an earlier demo, cannot be read ({error}). Delete {folder}, or "
-            "choose another --out."
+            "choose another `out`."
         ) from error
     refuse_other_inputs(folder, before, settings)
     return finished

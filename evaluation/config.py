@@ -53,10 +53,10 @@ class DisconnectionSettings(Config):
     network. The target's answers are cut off at some positions, and each drafter writes this number
     of tokens after each cut. 0 skips this measurement."""
     cuts: Count = 3
-    """Only with --disconnect, which lets drafters continue answers without the target: number of
+    """Only with `disconnect`, which lets drafters continue answers without the target: number of
     positions at which each answer is cut off. They are evenly spaced."""
     scorer: str | None = None
-    """Only with --disconnect, which lets drafters continue answers without the target: your Python
+    """Only with `disconnect`, which lets drafters continue answers without the target: your Python
     function that scores the continued answers, as module:function or file.py:function. It gets two
     texts, the prompt and the whole answer, and returns a number. Default: answers are not
     scored."""
@@ -81,7 +81,7 @@ class EvalConfig(DecodingConfig):
     with a drafter, which may also come from the authors of EAGLE or MoA."""
     method: Common[tuple[Method, ...]] = ("plain", "chain", "auto")
     """Decoding methods to compare, separated by commas. plain: without drafts; this is the baseline
-    and must be the first. chain: chains of drafts (--draft-length). tree: trees of drafts (--tree).
+    and must be the first. chain: chains of drafts (`draft_length`). tree: trees of drafts (`tree`).
     auto: chains that end early, and no drafts while they would make decoding slower. prompt-lookup:
     drafts that are copied from the text, without a drafter. chain, tree and auto run once for each
     drafter."""
@@ -93,7 +93,7 @@ class EvalConfig(DecodingConfig):
     one question of each category in turn. Default: all."""
     draft_length: Count = 5
     """Number of tokens drafted per target call by the methods chain and prompt-lookup. The method
-    tree has its own option, --tree."""
+    tree has its own setting, `tree`."""
     batch_size: Count = 1
     """Number of prompts that are decoded together in one batch. Larger batches need more memory."""
     repeats: Count = 1
@@ -114,12 +114,12 @@ class EvalConfig(DecodingConfig):
         problems = super().problems()
         if self.method[:1] != ("plain",):
             problems.append(
-                f"method is {','.join(self.method) or 'empty'}, expected plain as the first method, "
-                "because it is the baseline"
+                f"`method` is {','.join(self.method) or 'empty'}, expected plain as the first "
+                "method, because it is the baseline"
             )
         if self.needs_drafters and not self.drafter:
             problems.append(
-                f"the methods {', '.join(DRAFTING)} and the setting disconnect need a drafter; give "
-                "--drafter RUN, or --method plain without --disconnect"
+                f"the methods {', '.join(DRAFTING)} and `disconnect` need a drafter; give "
+                "`drafter=RUN`, or `method=plain` without `disconnect`"
             )
         return problems

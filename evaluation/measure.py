@@ -523,7 +523,7 @@ def load_scorer(name: str) -> Scorer:
     except Exception as error:  # The user's module may raise any error.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
-            f"--scorer {name} cannot be loaded ({reason}). Write it as module:function or "
+            f"`scorer={name}` cannot be loaded ({reason}). Write it as module:function or "
             "file.py:function, and check that Python can import the function."
         ) from error
     return scorer
@@ -541,7 +541,7 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
     except Exception as error:  # The user's function may raise any error.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
-            "the function that --scorer names failed for an answer to the prompt "
+            "the function that `scorer` names failed for an answer to the prompt "
             f"{cut.row.prompt_id} ({reason}). Correct the function."
         ) from error
     return float(score)

@@ -428,8 +428,8 @@ def check_output(path: str | Path) -> Path:
     path = Path(path).expanduser()
     if path.suffix != ".json":
         raise OptionInvalid(
-            f"--out is {path}, expected a name that ends in .json, because the report is written as "
-            "JSON (with a .md file next to it)."
+            f"`out` is {path}, expected a name that ends in .json, because the report is written "
+            "as JSON (with a .md file next to it)."
         )
     notes = path.with_suffix(".md")
     try:
@@ -442,8 +442,8 @@ def check_output(path: str | Path) -> Path:
             is_ours = not notes.exists() or notes.read_bytes().startswith(TITLE.encode())
         if not is_ours:
             raise OptionInvalid(
-                f"--out is {path}, but this file or {notes.name} next to it exists and is not an "
-                "evaluation report, so it is not replaced. Choose another --out."
+                f"`out` is {path}, but this file or {notes.name} next to it exists and is not an "
+                "evaluation report, so it is not replaced. Choose another `out`."
             )
         probe = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
@@ -452,8 +452,8 @@ def check_output(path: str | Path) -> Path:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise OptionInvalid(
-            f"--out is {path}, which cannot be written ({error.strerror or error}). Choose another "
-            "--out."
+            f"`out` is {path}, which cannot be written ({error.strerror or error}). Choose another "
+            "`out`."
         ) from error
     return path
 

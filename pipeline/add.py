@@ -421,7 +421,7 @@ def _find_same_target(
     wanted = str(stored.extraction["device"])
     device = config.device if config.device != "auto" else wanted
     if (kind := torch.device(pick_device(device)).type) != wanted:
-        advice = "Give a --device of the kind (CPU or GPU) that the store was extracted with."
+        advice = "Give a `device` of the kind (CPU or GPU) that the store was extracted with."
         raise StoreMismatch(str(path), {"extraction.device": (wanted, kind)}, advice)
     folder = find_same_target(config.model, path, stored, progress)
     tokenizer = tokenizer_identities(folder, load_target_tokenizer(folder))

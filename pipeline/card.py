@@ -117,7 +117,7 @@ Made with `{command}`.
 
 The activations and the tokens derive from both. The tokens can be decoded to the text of the \
 dataset. The command overwrites this card each time it runs, so give the licences with \
-`--target-license` and `--dataset-license`, or edit the card after the last run.
+`target_license` and `dataset_license`, or edit the card after the last run.
 """
 
 

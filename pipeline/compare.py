@@ -290,7 +290,7 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
     if target.facts.has_states or lacking_layers:
         raise OptionInvalid(
             f"{exact.path} does not hold the entire cache (keys, values and recurrent states) of "
-            f"{model}, so the target cannot continue from it. Leave out --model."
+            f"{model}, so the target cannot continue from it. Leave out `model`."
         )
     return target
 

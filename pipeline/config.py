@@ -83,7 +83,7 @@ class StorageSettings(Config):
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the stored activations. On a GPU, the target also computes in this type unless
-    --compute-dtype is given."""
+    `compute_dtype` is given."""
     codec: Common[str] = "lossless"
     """Compression of the activations. lossless: exact values. int8: 8 bits per value, with small
     errors. transform:B: about B bits per value, for example transform:1; fewer bits make the store
@@ -114,7 +114,7 @@ class ForwardSettings(Config):
     the machine has one, otherwise the CPU."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type in which the target computes. auto: an existing store keeps the type that it was
-    started with; otherwise the target computes in --dtype on a GPU, and in float32 on a CPU. On
+    started with; otherwise the target computes in `dtype` on a GPU, and in float32 on a CPU. On
     CPUs with instructions for bfloat16 (avx512_bf16, AMX), bfloat16 is faster than float32, but it
     changes the activations by 1 to 2 percent."""
     source: Literal["transformers", "vllm"] = "transformers"
@@ -133,23 +133,23 @@ class ScaleSettings(Config):
     """Number of processes that extract in parallel, and the engine that schedules them."""
 
     workers: Count = 1
-    """Number of processes that extract in parallel. With --engine ray, it is their maximum number.
+    """Number of processes that extract in parallel. With `engine=ray`, it is their maximum number.
     Each process has a GPU of its own, or a share of the CPU cores. The stored bytes do not depend
     on this number."""
     engine: Literal["processes", "ray"] = "processes"
     """How the workers are started. processes: this command starts them on this machine. ray: Ray
-    starts them on the machines of a cluster. With ray, --model and --out must be paths that exist
+    starts them on the machines of a cluster. With ray, `model` and `out` must be paths that exist
     on every machine."""
     address: str | None = None
-    """Only with --engine ray: address of the Ray cluster as HOST:PORT, or auto for the cluster that
+    """Only with `engine=ray`: address of the Ray cluster as HOST:PORT, or auto for the cluster that
     this machine belongs to. Default: the environment variable RAY_ADDRESS; if it is not set, the
     command starts Ray on this machine."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Only with --engine ray: number of GPUs for each worker. 1 is a whole GPU, 0.5 lets two
+    """Only with `engine=ray`: number of GPUs for each worker. 1 is a whole GPU, 0.5 lets two
     workers share a GPU, and 0 computes on CPUs. Default: 1 if this machine has a GPU, otherwise
     0."""
     cpus_per_worker: Count = 1
-    """Only with --engine ray: number of CPU cores that Ray reserves for each worker. A worker may
+    """Only with `engine=ray`: number of CPU cores that Ray reserves for each worker. A worker may
     use more: the cores of its machine are divided among the workers that fit on it."""
 
     @override
@@ -158,16 +158,16 @@ class ScaleSettings(Config):
             if not (self.address or "").startswith("ray://"):
                 return []
             return [
-                f"--address is {self.address!r}, but Ray Client (ray://) is not supported; run the "
-                "command on a machine of the cluster with --address HOST:PORT, or start it there "
+                f"`address` is {self.address!r}, but Ray Client (ray://) is not supported; run the "
+                "command on a machine of the cluster with `address=HOST:PORT`, or start it there "
                 "with `ray job submit`"
             ]
         problems: list[str] = []
         for name in ("address", "gpus_per_worker"):
             if getattr(self, name) is not None:
                 problems.append(
-                    f"{name} has an effect only with --engine ray; give this option too, or leave out "
-                    f"{name}"
+                    f"`{name}` has an effect only with `engine=ray`; give this setting too, or "
+                    f"leave out `{name}`"
                 )
         return problems
 
@@ -213,7 +213,7 @@ class ExtractConfig(Config):
     target_layers: Common[Natural] = 0
     """Number of the target's last decoder layers whose weights are copied to the store. The hidden
     states that enter these layers are stored as well. Only drafters that are trained with
-    --target-layer-inference need these layers."""
+    `moa-data train --target-layer-inference N` need these layers."""
     data: DataSettings = Field(default_factory=DataSettings)
     storage: StorageSettings = Field(default_factory=StorageSettings)
     forward: ForwardSettings = Field(default_factory=ForwardSettings)
@@ -226,19 +226,19 @@ class ExtractConfig(Config):
         mistakes = []
         if not self.scale.is_alone:
             mistakes.append(
-                "--workers and --engine work only with --source transformers, and not with vllm; leave "
-                "them out"
+                "`workers` and `engine` work only with `source=transformers`, and not with vllm; "
+                "leave them out"
             )
         if self.forward.device != "auto":
             mistakes.append(
-                f"--device is {self.forward.device}, but vLLM chooses the device; leave out "
-                "--device"
+                f"`device` is {self.forward.device}, but vLLM chooses the device; leave out "
+                "`device`"
             )
         if self.storage.codec.startswith("transform"):
             mistakes.append(
-                "a transform codec must be fitted to activations from transformers, so --source "
-                "vllm does not support it; extract with --codec lossless, then compress the store "
-                "with `moa-data recode`"
+                "a transform codec must be fitted to activations from transformers, so "
+                "`source=vllm` does not support it; extract with `codec=lossless`, then compress "
+                "the store with `moa-data recode`"
             )
         return mistakes
 
@@ -258,7 +258,7 @@ class AddConfig(Config):
     target_layers: Natural = 0
     """Number of the target's last decoder layers whose weights are added to the store. The hidden
     states that enter these layers are added as well. Only drafters that are trained with
-    --target-layer-inference need these layers."""
+    `moa-data train --target-layer-inference N` need these layers."""
     device: str = "auto"
     """Device that runs the target. It must be of the same kind (CPU or GPU) as in the extraction of
     the store; auto chooses this kind."""
@@ -271,8 +271,8 @@ class AddConfig(Config):
         if self.activations or self.target_layers:
             return []
         return [
-            "the command has nothing to add; give --activations, for example hidden:layer:3, or "
-            "--target-layers"
+            "the command has nothing to add; give `activations`, for example hidden:layer:3, or "
+            "`target_layers`"
         ]
 
 
@@ -282,21 +282,21 @@ class QuestionSettings(RowSettings):
     max_rows: Count | None = None
     """Maximum number of rows to read from the start of the dataset. Default: all."""
     max_length: Count = 2048
-    """Maximum length of a chat in tokens, answers included. Give the same value as --max-length to
+    """Maximum length of a chat in tokens, answers included. Give the same value as `max_length` to
     `moa-data extract` later."""
     keep_cut: bool = True
     """Keep answers that were cut off at max_new_tokens or max_length. Their rows have the
     finish_reason length, so that `moa-data extract` does not add an end of turn after them. If
     false, a chat ends before such an answer, or is left out if it has no earlier answer."""
     question_temperature: Positive = 1.0
-    """Only with --self-prompted: sampling temperature of the questions that the target writes.
+    """Only with `self_prompted`: sampling temperature of the questions that the target writes.
     Higher values give more varied questions."""
     question_top_p: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Only with --self-prompted: top-p of the questions that the target writes. Each token is
+    """Only with `self_prompted`: top-p of the questions that the target writes. Each token is
     sampled from the smallest set of most likely tokens whose probabilities add up to at least this
     value."""
     question_tokens: Count = 256
-    """Only with --self-prompted: maximum length in tokens of a question that the target writes.
+    """Only with `self_prompted`: maximum length in tokens of a question that the target writes.
     Longer questions are left out."""
 
 
@@ -304,10 +304,10 @@ class ServerSettings(Config):
     """Time limits of requests to a server."""
 
     answer_s: Positive = 600.0
-    """Only with --server: maximum time in seconds to wait for an answer. A chat whose answer takes
+    """Only with `server`: maximum time in seconds to wait for an answer. A chat whose answer takes
     longer ends before this answer. If it has no earlier answer, it is left out."""
     patience_s: Positive = 120.0
-    """Only with --server: time in seconds for which a request is repeated if the server is
+    """Only with `server`: time in seconds for which a request is repeated if the server is
     overloaded or cannot be reached."""
 
 
@@ -316,7 +316,7 @@ class RegenerateConfig(Config):
 
     model: Common[str | None] = None
     """The target, which writes the answers: a folder, a GGUF file, or a Hugging Face Hub id
-    (OWNER/NAME). With --server, the name of the model on the server; by default the server's only
+    (OWNER/NAME). With `server`, the name of the model on the server; by default the server's only
     model."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hugging Face Hub. Default: main."""
@@ -332,7 +332,7 @@ class RegenerateConfig(Config):
     or arrow file, or a folder of such files. The questions of the benchmark Spec-Bench work too."""
     self_prompted: Common[Count | None] = None
     """Number of chats that the target writes on its own, questions included. Give this or
-    --dataset. To get a question, the chat template is cut off where the user's message begins, and
+    `dataset`. To get a question, the chat template is cut off where the user's message begins, and
     the target continues from there."""
     out: Common[str]
     """File for the answered chats (.jsonl), or a folder for this file. If the file is incomplete,
@@ -345,14 +345,14 @@ class RegenerateConfig(Config):
     """Maximum length of an answer in tokens. A longer answer is cut off there, and its chat ends
     with it."""
     tree: str | None = None
-    """Only with --drafter: how many tokens are drafted per target call. 5: a chain of five drafts.
+    """Only with `drafter`: how many tokens are drafted per target call. 5: a chain of five drafts.
     LENGTH@PROBABILITY, such as 10@0.2: a chain of at most ten drafts, which ends when the
     probability that all of them are accepted falls below 0.2 (an estimate of the drafter).
     DEPTHxBREADTHxNODES, such as 6x8x62: a tree of drafts (docs/decoding.md). Default: 10@0.2, or 5
     if the temperature is above 0."""
     batch_size: Common[Count | None] = None
     """Number of chats that are answered at the same time. More chats are faster in total, but need
-    more memory. Default: 8, or 32 with --server."""
+    more memory. Default: 8, or 32 with `server`."""
     dtype: Common[Dtype] = "float32"
     """Data type of the weights and computations of target and drafter. bfloat16 and float16 need
     half the memory of float32, but may change answers slightly."""
@@ -367,25 +367,25 @@ class RegenerateConfig(Config):
     def problems(self) -> list[str]:
         if (self.dataset is None) == (self.self_prompted is None):
             return [
-                "questions come from --dataset or from --self-prompted; give exactly one of them"
+                "questions come from `dataset` or from `self_prompted`; give exactly one of them"
             ]
         if self.server is None:
             if self.model is None:
-                return ["neither a model nor a server is given; give --model MODEL or --server URL"]
+                return ["neither a model nor a server is given; give `model=MODEL` or `server=URL`"]
             if self.tree is not None and self.drafter is None:
                 return [
-                    f"--tree is {self.tree!r}, but no drafter is given; give --drafter RUN, or "
-                    "leave out --tree"
+                    f"`tree` is {self.tree!r}, but no drafter is given; give `drafter=RUN`, or "
+                    "leave out `tree`"
                 ]
             return self.refusal_of(self.shape)
         for name in ("drafter", "tree", "revision", "self_prompted"):
             if getattr(self, name) is not None:
                 return [
-                    f"{name} works only with a target that this command loads itself, and not with "
-                    "--server; leave out one of them"
+                    f"`{name}` works only with a target that this command loads itself, and not "
+                    "with `server`; leave out one of them"
                 ]
         if not self.server.startswith(("http://", "https://")):
-            return [f"--server is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
+            return [f"`server` is {self.server!r}, expected a URL such as http://127.0.0.1:8000/v1"]
         return []
 
     def shape(self) -> "TreeShape":
@@ -472,13 +472,13 @@ def parse_activations(
         layer = int(number[1]) if number else n_layers
         if not -n_layers <= layer < n_layers:
             raise OptionInvalid(
-                f"--activations contains {name!r}, expected kv, hidden:last or hidden:layer:K, where "
-                f"K is a decoder layer of the target from 0 to {n_layers - 1}."
+                f"`activations` contains {name!r}, expected kv, hidden:last or hidden:layer:K, "
+                f"where K is a decoder layer of the target from 0 to {n_layers - 1}."
             )
         layers.add(layer % n_layers)
     if target_layers > n_layers:
         raise OptionInvalid(
-            f"--target-layers is {target_layers}, but the target has only {n_layers} decoder "
+            f"`target_layers` is {target_layers}, but the target has only {n_layers} decoder "
             "layers. Give a lower number."
         )
     if 0 < target_layers < n_layers:

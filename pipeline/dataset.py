@@ -132,7 +132,7 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     if not split_of_file:
         raise DatasetError(
             f"Folder {path} has no file with one of the suffixes {', '.join(SUFFIXES)}. Point "
-            "--dataset at chats in one of these formats."
+            "`dataset` at chats in one of these formats."
         )
     wanted = split or DEFAULT_SPLIT
     chosen = [file for file, name in split_of_file.items() if name == wanted]
@@ -150,7 +150,7 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
     raise DatasetError(
         f"Folder {path} does not have the split {wanted!r} (the default is {DEFAULT_SPLIT}). It "
         f"has these splits, with their numbers of files: {', '.join(shown)}. Choose one with "
-        "--split, or point --dataset at a single file."
+        "`split`, or point `dataset` at a single file."
     )
 
 
@@ -272,7 +272,7 @@ class ChatSource:
             if config_name or revision:
                 raise DatasetError(
                     f"{dataset} is a local file or folder, so it has no configuration and no "
-                    "revision. Leave out --dataset-config and --dataset-revision."
+                    "revision. Leave out `dataset_config` and `dataset_revision`."
                 )
             self._files, self._split, self._n_others = choose_files(path, split)
         else:
@@ -378,7 +378,7 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
             raise trouble from error
         raise DatasetError(
             f"Dataset {dataset} is not a local file or folder, and its split {split!r} cannot be "
-            f"loaded from the Hub ({first_line(error)}). Check the name, --split, --dataset-config "
+            f"loaded from the Hub ({first_line(error)}). Check the name, `split`, `dataset_config` "
             "and the network, or give a local path."
         ) from error
 
@@ -588,11 +588,11 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Makes a chat from the columns of a row, as the option ``--columns`` describes it.
+    """Makes a chat from the columns of a row, as the setting ``columns`` describes it.
 
     Some datasets have one column per role. Others have the entire chat in a column, but not in the
-    column ``messages``. The option ``--columns`` either lists the column of each role in the order
-    of the chat, or names a known format. Some values of the option, each with a row that it fits::
+    column ``messages``. The setting ``columns`` either lists the column of each role in the order
+    of the chat, or names a known format. Some values of the setting, each with a row that it fits::
 
         alpaca              {"instruction": "Add.", "input": "1, 2", "output": "3"}
         prompt-completion   {"prompt": "Add 1 and 2.", "completion": "3"}
@@ -634,7 +634,7 @@ class Columns:
                 renamed[role] = columns[0]
             else:
                 raise OptionInvalid(
-                    f"--columns has {text!r}. Expected the name of a format "
+                    f"`columns` has {text!r}. Expected the name of a format "
                     f"({' or '.join(FORMATS)}), or ROLE=COLUMN, as in "
                     "user=instruction+input,assistant=output. The roles are user, assistant, "
                     "messages, tools and system. The last three may be given once only, and "
@@ -643,7 +643,7 @@ class Columns:
         roles = {role for role, _ in turns}
         if texts and roles != (set() if "messages" in renamed else _TURN_ROLES):
             raise OptionInvalid(
-                f"--columns is {','.join(texts)}. Expected either messages=COLUMN, or columns for "
+                f"`columns` is {','.join(texts)}. Expected either messages=COLUMN, or columns for "
                 "both user and assistant."
             )
         return cls(tuple(turns), renamed)

@@ -311,7 +311,7 @@ def worker_devices(device: str, n_workers: int) -> list[str]:
     if n_workers > n_devices:
         raise OptionInvalid(
             f"Each of the {n_workers} workers needs its own device, but this machine has only "
-            f"{n_devices} of the kind {device}. Lower --workers, or leave out --device."
+            f"{n_devices} of the kind {device}. Lower `workers`, or leave out `device`."
         )
     if kind.index is not None:
         return [device]
@@ -376,7 +376,7 @@ def repair(
         return extract(config, progress, provenance, repairs=True)
     except StoreMismatch as error:
         advice = (
-            "Give the --model and the --dataset that the store was made from. If only "
+            "Give the `model` and the `dataset` that the store was made from. If only "
             "codec.basis_sha256 differs, run repair on the machine that extracted the store, "
             f"restore {CODEC_NAME}/ from a copy, or extract to another folder."
         )

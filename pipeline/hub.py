@@ -83,7 +83,7 @@ def push(path: Path, repo: str, private: bool = False) -> str:
         url = str(api.create_repo(repo, repo_type=repo_type, private=private, exist_ok=True))
         if private and not api.repo_info(repo, repo_type=repo_type).private:
             raise DatasetError(
-                f"The repository {repo} exists already and is public, although --private was "
+                f"The repository {repo} exists already and is public, although `private` was "
                 "given. Make it private on the Hub, or choose another name."
             )
         if repo_type == "dataset":

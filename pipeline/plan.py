@@ -213,7 +213,7 @@ def build_plan(
     }
     if config.scale.engine == "ray" and importlib.util.find_spec("ray") is None:
         raise OptionInvalid(
-            "--engine ray needs Ray, which is not installed. Install it with pip install "
+            "`engine=ray` needs Ray, which is not installed. Install it with pip install "
             "'moa-data[ray]'."
         )
     out = open_path(config.out)
@@ -304,8 +304,8 @@ def _plan_forwards(
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
             f"Layers of {facts.model_type} cache keys and values in different ways, which "
-            "--source vllm does not support. Leave out --source vllm, or extract only hidden "
-            "states (--activations hidden:last)."
+            "`source=vllm` does not support. Leave out `source=vllm`, or extract only hidden "
+            "states (`activations=hidden:last`)."
         )
     n_positions = facts.max_position_embeddings
     # Leave room for one more token, because vLLM appends a sampled token to each sequence.
@@ -320,12 +320,12 @@ def _plan_forwards(
     try:
         codec = StoreCodec(config.storage.codec, field_specs(spec, facts, config.storage.dtype))
     except CodecUnknown as error:
-        raise OptionInvalid(f"{error} Change --codec.") from error
+        raise OptionInvalid(f"{error} Change `codec`.") from error
     if codec.learned and not has_device(device):
         raise OptionInvalid(
             f"Codec {config.storage.codec} is fitted to activations that this machine computes "
             "before the first part is written, but this machine has no GPU. Start the command on a "
-            "machine of the cluster that has a GPU, or choose another --codec."
+            "machine of the cluster that has a GPU, or choose another `codec`."
         )
     forward = ForwardPlan(
         folder=folder,
@@ -380,7 +380,7 @@ def _pick_device(config: ExtractConfig) -> str:
     if config.scale.engine == "ray" and n_gpus is not None:
         if (wanted == "cpu" and n_gpus) or (wanted not in ("auto", "cpu") and not n_gpus):
             raise OptionInvalid(
-                f"--device {wanted} and --gpus-per-worker {n_gpus:g} contradict each other. Leave "
+                f"`device={wanted}` and `gpus_per_worker={n_gpus:g}` contradict each other. Leave "
                 "out one of the two options."
             )
         return "cuda" if n_gpus else "cpu"
@@ -571,7 +571,7 @@ def check_identities(store: StorePath, stored: Mapping[str, str], found: Mapping
         if stored.get(key, value) != value:
             changes[f"identities.{key}"] = stored[key], value
     if changes:
-        raise StoreMismatch(str(store), changes, "Give the --model that the store was made with.")
+        raise StoreMismatch(str(store), changes, "Give the `model` that the store was made with.")
 
 
 def recorded_config(store: StorePath) -> ExtractConfig:

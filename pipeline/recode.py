@@ -92,7 +92,7 @@ def recode(
             raise OptionInvalid(
                 f"{source.path} has codec {source.codec.name}, but only a lossless store can be "
                 "recoded, because the loss of a codec cannot be undone. Give a lossless store, or "
-                "extract again with --codec lossless."
+                "extract again with `codec=lossless`."
             )
         folders = str(target_store), str(source.path)
         # Compare local paths with ``samefile``. The URL of a bucket is not a local path, so URLs
@@ -100,7 +100,7 @@ def recode(
         are_local = all(map(os.path.exists, folders))
         if os.path.samefile(*folders) if are_local else folders[0] == folders[1]:
             raise OptionInvalid(
-                f"--out {target_store} is the store that is recoded. Choose another folder."
+                f"`out={target_store}` is the store that is recoded. Choose another folder."
             )
         metric = {} if kv_metrics is None else {"drafter.weights_sha256": kv_metrics.identity}
         manifest = dataclasses.replace(
@@ -149,17 +149,17 @@ def _learned_codec(
     try:
         codec = StoreCodec(name, source.manifest.fields)
     except CodecUnknown as error:
-        raise OptionInvalid(f"{error} Change --codec.") from error
+        raise OptionInvalid(f"{error} Change `codec`.") from error
     kv = codec.fields.get("kv")
     if kv_metrics is not None and kv is None:
         raise OptionInvalid(
             f"{source.path} stores no keys and values, so a drafter cannot decide how many bits "
-            "each of them gets. Leave out --drafter."
+            "each of them gets. Leave out `drafter`."
         )
     if kv_metrics is not None and not isinstance(kv, TransformCodec):
         raise OptionInvalid(
-            f"Codec {name} gives all keys and values the same number of bits, so --drafter has no "
-            "effect. Give --codec transform:BITS, or leave out --drafter."
+            f"Codec {name} gives all keys and values the same number of bits, so `drafter` has no "
+            "effect. Give `codec=transform:BITS`, or leave out `drafter`."
         )
     if not codec.learned:
         return codec
@@ -179,8 +179,8 @@ def _learned_codec(
         if not len(answered):
             raise OptionInvalid(
                 f"No sequence of {source.path} has a response of at least {_MIN_RESPONSE} tokens, "
-                "but --drafter needs such responses to measure which values the drafter depends "
-                "on. Leave out --drafter."
+                "but `drafter` needs such responses to measure which values the drafter depends "
+                "on. Leave out `drafter`."
             )
         spread = sample_rows(source.lengths[answered], _METRIC_TOKENS)
         kv.metrics = kv_metrics(source, kv, answered[spread].tolist())

@@ -272,7 +272,7 @@ def count_work(config: RegenerateConfig, progress: Progress = SILENT) -> Work:
     if not n_answers:
         raise DatasetError(
             f"Dataset {source.name} has no chat with a question among {n_rows:,} rows. Point "
-            "--dataset at chats, or name their columns with --columns."
+            "`dataset` at chats, or name their columns with `columns`."
         )
     dataset = {"name": source.describe()} | (source.origin() or {"sha256": source.identity(n_rows)})
     settings = {"dataset": dataset, "columns": list(questions.columns)}
@@ -316,8 +316,8 @@ def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFi
     folder = Path(config.dataset or out).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise OptionInvalid(
-            f"--out {config.out} is inside the dataset {config.dataset}, so the answers would "
-            "become a part of the dataset. Choose another --out."
+            f"`out={config.out}` is inside the dataset {config.dataset}, so the answers would "
+            "become a part of the dataset. Choose another `out`."
         )
     work = count_work(config, progress)
     answering = LocalTarget(config) if config.server is None else Server(config)
@@ -368,7 +368,7 @@ def open_chat_file(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OutputOccupied(
-                f"Another process is writing {path}. Wait until it ends, or choose another --out."
+                f"Another process is writing {path}. Wait until it ends, or choose another `out`."
             ) from error
         yield ChatFile(path, file, settings, n_rows, **others)
 
@@ -436,13 +436,13 @@ class ChatFile:
             with parsing(
                 f"{self.record} is not a record of `moa-data regenerate`",
                 OutputOccupied,
-                "Choose another --out.",
+                "Choose another `out`.",
             ):
                 recorded = _Record.model_validate_json(self.record.read_bytes())
         elif n_bytes:
             raise OutputOccupied(
                 f"{self.path} exists already, and was not written by `moa-data regenerate`. "
-                "Choose another --out."
+                "Choose another `out`."
             )
         # The settings must be the same as those of the earlier run, unless the earlier run has
         # answered nothing.
@@ -454,7 +454,7 @@ class ChatFile:
         if n_bytes < recorded.n_bytes or (recorded.sha256 and n_bytes > recorded.n_bytes):
             raise OutputOccupied(
                 f"{self.path} was changed after `moa-data regenerate` had written it. Choose "
-                f"another --out, or delete this file and {self.record}."
+                f"another `out`, or delete this file and {self.record}."
             )
         self.file.truncate(recorded.n_bytes)
         if recorded.rows.n_rows:
@@ -504,7 +504,7 @@ class ChatFile:
             reasons = "; ".join(reason_lines(counts.rejected, counts.examples))
             raise DatasetError(
                 f"{n_rejected:,} of the first {counts.n_rows:,} rows were rejected, which is more "
-                f"than --max-rejected-fraction {self.max_rejected_fraction} allows for all "
+                f"than `max_rejected_fraction={self.max_rejected_fraction}` allows for all "
                 f"{self.n_rows:,} rows. Reasons: {reasons}. Raise "
                 "this fraction and run the same command again, which keeps the answers so far, or "
                 "correct the data."
@@ -624,9 +624,9 @@ class LocalTarget:
                 reasons = "; ".join(reason_lines(dropped, {}))
                 raise DatasetError(
                     f"The target wrote {dropped.total():,} unusable questions and only "
-                    f"{n_answered:,} usable ones. Reasons: {reasons}. Choose another --out and "
-                    "change --question-temperature, --question-top-p or --question-tokens, or give "
-                    "a --dataset instead of --self-prompted."
+                    f"{n_answered:,} usable ones. Reasons: {reasons}. Choose another `out` and "
+                    "change `question_temperature`, `question_top_p` or `question_tokens`, or give "
+                    "a `dataset` instead of `self_prompted`."
                 )
             n_before = n_answered + len(questions) + dropped.total()
             generations = generate_batch(
@@ -702,7 +702,7 @@ _RETRIED = (409, 425, 429, 500, 502, 503, 504)
 _REFUSALS = (400, 408, 413, 422)
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 20.0
-_ADVICE = "Check --server, --model and OPENAI_API_KEY."
+_ADVICE = "Check `server`, `model` and OPENAI_API_KEY."
 
 
 class Server:
@@ -776,7 +776,7 @@ class Server:
         if wanted in names or (wanted is None and len(names) == 1):
             return wanted or names[0]
         raise ServingError(
-            f"--model is {wanted or 'missing'}, expected a model of the server {self._url}, which "
+            f"`model` is {wanted or 'missing'}, expected a model of the server {self._url}, which "
             f"has {', '.join(names) or 'no model'}."
         )
 
@@ -838,7 +838,7 @@ class Server:
             raise ServingError(
                 f"The server {self._url} returns the reasoning separately from the answer, so the "
                 "answer is not all that the model wrote. Start the server without a reasoning "
-                "parser, or turn off thinking with --template-kwargs enable_thinking=false."
+                "parser, or turn off thinking with `template_kwargs=enable_thinking=false`."
             )
         questions = self._config.questions
         if ended in ("stop", "length"):
@@ -872,7 +872,7 @@ class Server:
             if time.monotonic() + wait_s > last_s:
                 raise ServingError(
                     f"The server {self._url} {problem}, although the request was repeated for "
-                    f"{self._config.serving.patience_s:g} s (--patience-s). The answers so far are "
+                    f"{self._config.serving.patience_s:g} s (`patience_s`). The answers so far are "
                     "kept. Start the server, then run the same command again to continue."
                 )
             await asyncio.sleep(wait_s)

@@ -378,7 +378,7 @@ def _in_forks(contents: Sequence[Any], tokenise: Tokenise, n_processes: int) -> 
     except (EOFError, ConnectionError) as error:
         raise WorkerError(
             "A process that tokenised chats was killed, most likely because memory ran out. Use "
-            "fewer processes, such as `--tokenize-processes 1`, or free some memory."
+            "fewer processes, such as `tokenize_processes=1`, or free some memory."
         ) from error
     finally:
         for pid, receiver in forks:
@@ -438,8 +438,8 @@ def _check_fits(row: int, chat: TokenizedChat, facts: TargetFacts, config: Extra
     if len(chat.tokens) > n_positions:
         raise DatasetError(
             f"Row {row} of {config.dataset} has {len(chat.tokens):,} tokens after truncation to "
-            f"--max-length {config.data.max_length:,}, but the target has only {n_positions:,} "
-            f"positions. Use --max-length {n_positions}."
+            f"`max_length={config.data.max_length:,}`, but the target has only {n_positions:,} "
+            f"positions. Use `max_length={n_positions}`."
         )
     if largest >= facts.vocab_size:
         raise DatasetError(
@@ -453,17 +453,17 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     """Refuse a dataset without usable rows, or with too many rejected rows."""
     if sequences.n_rows == 0:
         raise DatasetError(
-            f"Dataset {source.name} has no rows. Point --dataset at a file or folder with chats."
+            f"Dataset {source.name} has no rows. Point `dataset` at a file or folder with chats."
         )
     rejections = sequences.rejections
     reasons = "; ".join(reason_lines(rejections, sequences.examples))
     if len(sequences) == 0:
-        hint = "Choose another --dataset, or correct this one."
+        hint = "Choose another `dataset`, or correct this one."
         if set(rejections) == {RejectReason.NO_MESSAGES.value}:
             hint = (
                 "Expected a column `messages` or `conversations`. If questions and answers are in "
-                "other columns, name them: --columns user=question,assistant=answer, or "
-                f"{' or '.join(FORMATS)}. For a column of messages: --columns messages=NAME."
+                "other columns, name them: `columns=user=question,assistant=answer`, or "
+                f"{' or '.join(FORMATS)}. For a column of messages: `columns=messages=NAME`."
             )
         raise DatasetError(
             f"Dataset {source.name} has no usable chat among {sequences.n_rows:,} rows. Reasons: "
@@ -473,9 +473,9 @@ def check_counts(sequences: Sequences, source: ChatSource, config: ExtractConfig
     if fraction > config.data.max_rejected_fraction:
         raise DatasetError(
             f"{sequences.n_rejected:,} of {sequences.n_rows:,} rows ({fraction:.1%}) cannot be "
-            "used, which is more than --max-rejected-fraction "
-            f"{config.data.max_rejected_fraction} allows. Reasons: {reasons}. Correct the dataset, "
-            "or raise this fraction."
+            "used, which is more than "
+            f"`max_rejected_fraction={config.data.max_rejected_fraction}` allows. Reasons: "
+            f"{reasons}. Correct the dataset, or raise this fraction."
         )
 
 

@@ -295,7 +295,7 @@ def direct(
         raise WorkerError(
             f"{len(lost)} workers ended too early, and some parts are not finished. The last of "
             f"these workers was {''.join(lost[-1:])}. Finished parts are kept. Run the same "
-            "command again to continue, with fewer --workers if memory ran out."
+            "command again to continue, with fewer `workers` if memory ran out."
         )
     return timings, lost
 
@@ -452,7 +452,7 @@ def _connected(scale: ScaleSettings) -> Iterator[Any]:
     except ConnectionError as error:
         raise OptionInvalid(
             f"No Ray cluster was found at {address} ({first_line(error)}). Start one with `ray "
-            "start --head`, or leave out --address."
+            "start --head`, or leave out `address`."
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():

@@ -72,7 +72,7 @@ def read_tokens(path: str | Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise RequestInvalid(
             f"the token file {path} cannot be read: {error}. Give a text file with one token per "
-            "line as --token-file."
+            "line as `token_file`."
         ) from error
     tokens: list[str] = []
     for line in text.splitlines():
@@ -83,7 +83,7 @@ def read_tokens(path: str | Path) -> list[str]:
         return tokens
     raise RequestInvalid(
         f"the token file {path} contains no token. Write one token per line into it, or leave out "
-        "--token-file if no token is needed."
+        "`token_file` if no token is needed."
     )
 
 
@@ -115,7 +115,7 @@ class BearerTokens:
         if header[: len(_SCHEME)].lower() != _SCHEME:
             raise NotAllowed(
                 "this server requires a token; send the header `authorization: Bearer TOKEN`, or "
-                "give `moa-data chat` the option --token-file."
+                "run `moa-data chat --token-file FILE`."
             )
         digest = _hash(header[len(_SCHEME) :].strip())
         # Compare with all tokens, so that the time does not depend on which token matches.
@@ -209,8 +209,8 @@ class Guard:
             if self.checks_hosts and not self._is_own(host):
                 message = (
                     f"{host[:120]!r} is not an allowed host name of this server. Use the server's "
-                    "IP address instead, or start the server with --allowed-host NAME or "
-                    "--token-file FILE."
+                    "IP address instead, or start the server as `moa-data serve "
+                    "--allowed-host NAME` or `moa-data serve --token-file FILE`."
                 )
                 return ApiError(403, message, None, "foreign_host")
         for origin in map(str.lower, headers.getlist("origin")):
@@ -219,7 +219,8 @@ class Guard:
             if authority not in hosts and not is_allowed:
                 message = (
                     f"web pages of {origin[:120]!r} may not use this server. To allow them, start "
-                    "the server with --allowed-host NAME or --token-file FILE."
+                    "the server as `moa-data serve --allowed-host NAME` or `moa-data serve "
+                    "--token-file FILE`."
                 )
                 return ApiError(403, message, None, "foreign_origin")
         types = headers.getlist("content-type")

@@ -30,7 +30,7 @@ class EngineOptions(Config):
     """Maximum number of sequences that one target call (forward pass of the target) processes. A
     higher value serves more requests at the same time, but makes each of them slower."""
     max_waiting: Count = 256
-    """Maximum number of sequences that wait because --max-sequences others are being processed.
+    """Maximum number of sequences that wait because `max_sequences` others are being processed.
     Further requests are refused with the HTTP error 503."""
     prefill_chunk: Count = 256
     """Maximum number of prompt tokens that one target call (forward pass of the target) processes,
@@ -85,8 +85,8 @@ class LimitOptions(Config):
     HTTP error 429. A client is identified by its bearer token, or by its IP address if the server
     has no tokens. 0 sets no limit."""
     requests_at_once: Count = 32
-    """Only with --requests-per-s: number of requests that a client may send at once after a pause.
-    It may be higher than --requests-per-s."""
+    """Only with `requests_per_s`: number of requests that a client may send at once after a pause.
+    It may be higher than `requests_per_s`."""
     max_connections: Count = 1024
     """Maximum number of open connections. If there are more, the connection that has been without a
     request for the longest time is closed. If all connections are busy with requests, the new
@@ -136,7 +136,7 @@ class ServeConfig(TargetSettings):
     a folder with a drafter. The first one drafts for requests that name no drafter. Default:
     none."""
     name: Common[str | None] = None
-    """Name of the model, which requests must give. Default: the last part of --model."""
+    """Name of the model, which requests must give. Default: the last part of `model`."""
     host: Common[str] = "127.0.0.1"
     """IP address on which the server listens. With 127.0.0.1, only programs on the same machine can
     reach the server. 0.0.0.0 means all addresses of the machine."""
@@ -146,15 +146,15 @@ class ServeConfig(TargetSettings):
     """Port of the gRPC server for clients that draft themselves, such as `moa-data chat`. 0 takes
     any free port. With the value none, no gRPC server is started."""
     allowed_host: tuple[str, ...] = ()
-    """Only without --token-file: further host names, separated by commas, under which web pages and
+    """Only without `token_file`: further host names, separated by commas, under which web pages and
     proxies may reach the server. localhost and IP addresses are always allowed."""
     token_file: Common[str | None] = None
     """File with bearer tokens, one per line. Only clients that send one of them have access.
     Default: all clients have access."""
     tls_cert: Common[str | None] = None
-    """File with the server's TLS certificate chain (PEM). Also give --tls-key. Default: no TLS."""
+    """File with the server's TLS certificate chain (PEM). Also give `tls_key`. Default: no TLS."""
     tls_key: Common[str | None] = None
-    """File with the private key (PEM) of the certificate in --tls-cert."""
+    """File with the private key (PEM) of the certificate in `tls_cert`."""
     grace_s: NonNegative = 30.0
     """Time in seconds that running answers have to finish after Ctrl-C or SIGTERM. Answers that
     take longer are cut off."""
@@ -167,7 +167,7 @@ class ServeConfig(TargetSettings):
         return (
             [
                 (
-                    "--tls-cert and --tls-key must be given together, because TLS needs both a "
+                    "`tls_cert` and `tls_key` must be given together, because TLS needs both a "
                     "certificate and its key"
                 )
             ]

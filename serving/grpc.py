@@ -88,8 +88,8 @@ class Identities:
         if not self.drafters:
             raise RequestInvalid(
                 "the client's drafter needs activations of the target, but this server has no "
-                "drafter and therefore does not send any; start `moa-data serve` with the client's "
-                "drafter as --drafter."
+                "drafter and therefore does not send any; start the server as `moa-data serve "
+                "--drafter DRAFTER` with the client's drafter."
             )
         for name, known_identity in self.drafters.items():
             if not identity or not known_identity or known_identity == identity:
@@ -198,7 +198,7 @@ class DraftingServer:
         except RuntimeError as error:
             raise ServingError(
                 f"the gRPC server cannot listen on {address}: {first_line(error)}. Choose another "
-                "--grpc-port."
+                "`grpc_port`."
             ) from error
         await server.start()
         self._sweeper = asyncio.create_task(self._sweep())

@@ -183,8 +183,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0].rstrip(".")
         raise RequestInvalid(
-            f"the server cannot listen on {host}, port {port}: {reason}. Choose another --host or "
-            "--port."
+            f"the server cannot listen on {host}, port {port}: {reason}. Choose another `host` or "
+            "`port`."
         ) from error
     # Connections inherit the send buffer's size from this socket. By default the kernel would
     # buffer megabytes of text for a client that does not read.
@@ -210,6 +210,6 @@ def check_tls(cert: Path, key: Path) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:
         raise RequestInvalid(
-            f"--tls-cert {cert} and --tls-key {key} cannot be used for TLS: {error}. Give a "
+            f"`tls_cert={cert}` and `tls_key={key}` cannot be used for TLS: {error}. Give a "
             "certificate chain and its private key as PEM files."
         ) from error

@@ -29,7 +29,7 @@ from .paths import StorePath, name_below
 from .plan import MAX_PLAN_BYTES
 
 _REDO = "Run the same `moa-data extract` command again: it rewrites only the damaged part."
-_RESTORE = "Restore the file from a copy, or run `moa-data repair` with --model."
+_RESTORE = "Restore the file from a copy, or run `moa-data repair STORE --model MODEL`."
 _WRITE_ANEW = (
     "Run `moa-data repair`, or the command that made the store. Both write the file again."
 )

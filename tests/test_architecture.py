@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -215,3 +216,47 @@ def test_only_commands_print_and_exit() -> None:
                     f"{path.relative_to(ROOT)}:{node.lineno} calls {ast.unparse(node.func)}"
                 )
     assert not offences, f"only commands print and exit: {offences}"
+
+
+# Files whose texts may have flags outside backticks: they put a command together, or name a flag of
+# another program.
+FLAGS = {
+    "moa/formats/block.py", "moa/targets/gguf.py", "pipeline/exchange/speculators_backend.py",
+    "pipeline/exchange/transfer.py", "pipeline/hub.py", "pipeline/regenerate.py", "text.py",
+}  # fmt: skip
+F_STRING: Any = type(ast.parse('f""', mode="eval").body)
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a module, such as its messages, with their lines, but no docstrings.
+
+    The help text of a setting is not a docstring. Values in a text are replaced by ``{}``.
+    """
+    inner: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and isinstance(node.body[0], ast.Expr):
+            inner.add(node.body[0].value)
+        if isinstance(node, F_STRING):
+            inner.update(node.values)
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            yield node.lineno, "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inner:
+            yield node.lineno, node.value
+
+
+def test_only_commands_write_flags() -> None:
+    offences = []
+    for module, path in modules().items():
+        name = str(path.relative_to(ROOT))
+        if module.split(".")[0] in ABOVE or name in FLAGS:
+            continue
+        source = path.read_text(encoding="utf-8")
+        if "--" not in source:
+            continue
+        for line, text in texts(ast.parse(source)):
+            # Whole commands in backticks may have flags. A text of one word is no message.
+            rest = re.sub(r"`[a-z-]+ [^`]*`", "", text)
+            if " " in text and re.search(r"(?<![\w-])--[a-z]", rest):
+                offences.append(f"{name}:{line}: {text}")
+    assert not offences, f"name a setting in backticks, such as `max_length`: {offences}"

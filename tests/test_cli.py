@@ -91,9 +91,9 @@ FAULT = f"This is a bug in moa-data {__version__}"
     [
         (partial(raised, KeyboardInterrupt()), 130, "run the same command again to continue"),
         (
-            partial(raised, Interrupted("stopped at step 3; --resume")),
+            partial(raised, Interrupted("stopped with `max_length=9`, not `resume`")),
             130,
-            "stopped at step 3; --resume",
+            "stopped with --max-length 9, not `resume`",
         ),
         (cleaning_up_fails, 143, "Finished work is kept"),
         (partial(raised, DatasetError("empty")), 2, "empty"),

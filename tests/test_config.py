@@ -138,7 +138,7 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "facts"),
     [
-        ("layer: 3", ("--config", "run.yaml", "'layer'", "'layers'")),
+        ("layer: 3", ("`config_path=", "run.yaml", "'layer'", "'layers'")),
         ("sice: 3", ("'sice'", "'size'")),
         ("steps: {limit: 3}", ("'steps.limit'", "'limit'")),
         ("zzz: 3", ("'zzz'", "animal, fins, layers")),
@@ -158,7 +158,7 @@ def test_a_kind_has_its_own_settings(tmp_path: Path) -> None:
         ("preset: smal", ("'smal'", "'small'")),
         ("preset: xyz", ("'xyz'", "small, wrong")),
         ("preset: wrong", ("preset wrong", "'stebs'", "'steps'")),
-        ("limit: 3", ("--store", "--config FILE")),
+        ("limit: 3", ("`store`", "`config_path=FILE`")),
     ],
 )  # fmt: skip
 def test_bad_values_say_what_was_wrong(
@@ -170,11 +170,11 @@ def test_bad_values_say_what_was_wrong(
 
 def test_all_problems_are_named_at_once() -> None:
     with raises_naming(
-        OptionInvalid, "--limit", "'x'", "n_steps", "'0'", "'a'", "--store"
+        OptionInvalid, "`limit`", "'x'", "n_steps", "'0'", "'a'", "`store`"
     ) as error:
         resolve(Stage, {"limit": "x"}, None, ["a=1", "steps.n_steps=0"])
     assert "\n" not in str(error.value)
-    with raises_naming(OptionInvalid, "--set", "'resume'", "NAME=VALUE"):
+    with raises_naming(OptionInvalid, "`assignments`", "'resume'", "NAME=VALUE"):
         resolve(Stage, {}, None, ["resume"])
     with raises_naming(OptionInvalid, "absent.yaml"):
         resolve(Stage, {}, Path("absent.yaml"))

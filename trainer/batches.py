@@ -125,8 +125,8 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     n_last = config.target_layer_inference
     if n_last >= n_layers:
         raise TrainingError(
-            f"target_layer_inference is {n_last}, but it must be below the number of the target's "
-            f"layers, {n_layers}. Lower --target-layer-inference."
+            f"`target_layer_inference` is {n_last}, but it must be below the number of the "
+            f"target's layers, {n_layers}. Lower `target_layer_inference`."
         )
     if n_last:
         # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
@@ -149,7 +149,7 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
             )
         raise SelectionInvalid(
             f"{store.path} lacks the fields {', '.join(missing)}, which this drafter reads. "
-            f"{advice}, or train another --drafter."
+            f"{advice}, or train another `drafter`."
         )
     fields_of_drafter: list[FieldRead] = []
     for attribute, name in wanted:

@@ -435,7 +435,7 @@ def stopped_at(step: int) -> str:
     """Return the message for the user after a signal has stopped a run and its state was saved."""
     return (
         f"stopped at step {step} after saving its state. Continue with the same command and "
-        "--resume."
+        "`resume`."
     )
 
 

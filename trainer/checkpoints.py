@@ -34,7 +34,7 @@ from .config import CHECKPOINTS, DrafterSettings
 
 FULL_DISK_ADVICE = (
     "If there is a previous checkpoint, it is intact. Free some space and run the same command "
-    "again, with --resume if there is a checkpoint."
+    "again, with `resume` if there is a checkpoint."
 )
 # Replaces a file of a run atomically. Checkpoints are written by :class:`CheckpointFiles` instead.
 write_beside = partial(write_atomic, advice=FULL_DISK_ADVICE)
@@ -51,7 +51,7 @@ def damaged_checkpoint(path: Path, reason: str) -> DrafterError:
     return DrafterError(
         f"{path} is damaged, or it is not a checkpoint of this run ({reason}). Nothing was read "
         "from it. If there is a best.ckpt, copy it over this file. Otherwise train again with "
-        "another --out."
+        "another `out`."
     )
 
 
@@ -203,7 +203,7 @@ def initial_drafter(
     """Build the drafter of a run with the weights of an existing drafter.
 
     Args:
-        source: the value of ``--init-from``: a run, or a folder with a drafter in any format that
+        source: the value of ``init_from``: a run, or a folder with a drafter in any format that
             can be loaded.
         fresh: the drafter of the run with random weights.
         settings: settings of the run's drafter.
@@ -214,7 +214,7 @@ def initial_drafter(
     if other.kind != fresh.kind:
         raise TrainingError(
             f"{source} holds a drafter of kind {other.kind}, but this run trains a drafter of kind "
-            f"{fresh.kind}. Give --drafter {other.kind}, or choose another --init-from."
+            f"{fresh.kind}. Give `drafter={other.kind}`, or choose another `init_from`."
         )
     needed: list[str] = []
     foreign: list[str] = []
@@ -225,7 +225,7 @@ def initial_drafter(
             continue
         if name in type(settings).model_fields:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            needed.append(f"--set drafter.{name}={text.lower()}")
+            needed.append(f"`{name}={text.lower()}`")
         elif item.default is False and value:
             foreign.append(name)
     if needed:
@@ -236,6 +236,6 @@ def initial_drafter(
     if foreign:
         raise TrainingError(
             f"the drafter of {source} has {', '.join(foreign)}, and moa-data can run such drafters "
-            "but not train them. Choose another --init-from."
+            "but not train them. Choose another `init_from`."
         )
     return build_drafter(fresh.config, other.state_dict(), source)

@@ -209,7 +209,7 @@ class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSe
     """Number N of the target's last decoder layers that the drafter's hidden states also pass
     through before the LM head (Target Layer Inference). This makes drafts better, but each draft
     more expensive. The store must contain the weights of these layers: extract it with
-    --target-layers N."""
+    `moa-data extract --target-layers N`."""
     self_attention_kv_heads: Count | None = None
     """Number of key and value heads in the drafter's self-attention. Default: half of the target's
     number of key and value heads."""
@@ -365,8 +365,8 @@ class DSparkSettings(BlockSettings):
     previous draft. A higher rank makes the head more expressive and drafts more expensive."""
     confidence_head: bool = True
     """Train an additional head that predicts how likely each draft is to be accepted. Decoding can
-    use it to end a chain of drafts early: --tree 7c0.3 stops before the first draft whose predicted
-    probability is below 0.3."""
+    use it to end a chain of drafts early: `moa-data generate --tree 7c0.3` stops before the
+    first draft whose predicted probability is below 0.3."""
     confidence_with_markov: bool = True
     """Let the confidence head, which predicts whether a draft is accepted, also read the Markov
     head's embedding of the previous token."""
@@ -435,17 +435,17 @@ class ScheduleSettings(Config):
     """How long the run is, and how the learning rate changes."""
 
     max_steps: Common[Count | None] = None
-    """Length of the run in optimizer steps. Give either this or --epochs. Default: the length that
-    --epochs gives."""
+    """Length of the run in optimizer steps. Give either this or `epochs`. Default: the length that
+    `epochs` gives."""
     epochs: Common[Positive | None] = None
     """Length of the run in epochs, which are passes over the training split. Give either this or
-    --max-steps. The MoA paper uses 40. Default: as many epochs as a million tokens take, from 1 to
+    `max_steps`. The MoA paper uses 40. Default: as many epochs as a million tokens take, from 1 to
     10."""
     warmup_steps: Natural | None = None
     """Number of steps at the start in which the learning rate rises linearly from 0 to its peak.
     Default: a tenth of the run, at most 50."""
     peak_multiplier: Positive | None = None
-    """Ratio of the peak learning rate to the final learning rate (--learning-rate). 1 keeps the
+    """Ratio of the peak learning rate to the final learning rate (`learning_rate`). 1 keeps the
     learning rate constant after the warm-up. Default: 10. If the target's hidden size is 2,048 or
     more and the run has at least 20 million training tokens: 20, as in the MoA paper."""
     decay_steps: Annotated[int, Field(ge=-1)] | None = None
@@ -454,13 +454,13 @@ class ScheduleSettings(Config):
     run has at least 20 million training tokens in epochs of 1,000 steps or more: the end of the
     first epoch, as in the MoA paper."""
     stop_after_steps: Count | None = None
-    """Stop after this step and save everything, so that --resume can continue later. The learning
+    """Stop after this step and save everything, so that `resume` can continue later. The learning
     rate still follows the schedule of the whole run."""
 
     @override
     def problems(self) -> list[str]:
         both = self.max_steps is not None and self.epochs is not None
-        line = "--max-steps and --epochs both set the length of the run; leave out one of them"
+        line = "`max_steps` and `epochs` both set the length of the run; leave out one of them"
         return [line] if both else []
 
     def n_steps(self, steps_per_epoch: int) -> int:
@@ -483,12 +483,12 @@ class OptimizerSettings(Config):
     hidden size is 2,048 or more and the run has at least 20 million training tokens, otherwise
     muon."""
     learning_rate: Common[Positive | None] = None
-    """Learning rate at the end of the schedule. The peak is --peak-multiplier times as high.
+    """Learning rate at the end of the schedule. The peak is `peak_multiplier` times as high.
     Default: 1e-4. If the target's hidden size is 2,048 or more and the run has at least 20 million
     training tokens: 3e-5, as in the MoA paper."""
     matrix_learning_rate: Positive | None = None
     """Learning rate of Muon, which trains the matrices, at the end of the schedule. It rises and
-    falls in proportion to --learning-rate. Default: 2e-3."""
+    falls in proportion to `learning_rate`. Default: 2e-3."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay, as in AdamW: in each step, weights shrink by this value times the
     learning rate, relative to their size. 0 turns it off."""
@@ -522,7 +522,7 @@ class BatchSettings(Config):
     download the data again. Several processes and stores can share the folder. Default: the
     environment variable MOA_DATA_CACHE_DIR; if it is not set, nothing is cached."""
     cache_gb: Positive | None = None
-    """Maximum size in gigabytes of the cache in --cache-dir. The data that was not used for the
+    """Maximum size in gigabytes of the cache in `cache_dir`. The data that was not used for the
     longest time is deleted first. Default: the environment variable MOA_DATA_CACHE_GB, or 100."""
 
 
@@ -549,7 +549,7 @@ class RecordSettings(Config):
     log_every: Count | None = None
     """Number of steps between two rows of the log. Default: a twentieth of the run, at most 10."""
     checkpoint_every: Count = 100
-    """Number of steps between two checkpoints, from which --resume can continue. A crash loses at
+    """Number of steps between two checkpoints, from which `resume` can continue. A crash loses at
     most this number of steps."""
     logger: Literal["wandb", "mlflow"] | None = None
     """Also log to Weights & Biases (wandb) or MLflow (mlflow). The account and the server are read
@@ -629,8 +629,8 @@ class TrainConfig(Config):
     """Start from the weights of an existing drafter: a run, or a folder with a drafter in another
     format. The optimizer state and the learning rate schedule start from the beginning."""
     resume: Common[bool] = False
-    """Continue the run in --out from its last checkpoint, with its settings. To make the run
-    longer, also give a larger --max-steps."""
+    """Continue the run in `out` from its last checkpoint, with its settings. To make the run
+    longer, also give a larger `max_steps`."""
     dry_run: Common[bool] = False
     """Train on a few micro-batches, print how much time, memory and disk space the whole run needs,
     and write nothing."""
@@ -696,7 +696,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"batch_size": 8},
     },
 }
-"""Named sets of settings for ``--preset``.
+"""Named sets of settings for ``preset``.
 
 ``paper`` is Mixture of Attentions as published. ``small`` is for short runs. With ``small``, the
 optimizer is Muon, and the learning rate is higher and decays until the end of the run.

@@ -213,12 +213,12 @@ def device_share(config: TrainConfig, n_ranks: int) -> int:
     share, rest = divmod(known(config.data.batch_size), n_ranks)
     if rest:
         raise TrainingError(
-            f"--batch-size {config.data.batch_size} is not a multiple of the {n_ranks} devices. "
+            f"`batch_size={config.data.batch_size}` is not a multiple of the {n_ranks} devices. "
             "Choose a multiple of this number."
         )
     if share % (config.data.micro_batch_size or share):
         raise TrainingError(
-            f"--micro-batch-size {config.data.micro_batch_size} does not divide the {share} "
+            f"`micro_batch_size={config.data.micro_batch_size}` does not divide the {share} "
             "sequences that each device processes per step. Choose a divisor of this number."
         )
     return share
@@ -456,7 +456,7 @@ class StoreDataModule(L.LightningDataModule):
         if len(train) < batch_size:
             raise TrainingError(
                 f"{store.path} has {len(train)} training sequences in its finished parts, too few "
-                f"for a batch of {batch_size}. Extract more sequences, or lower --batch-size."
+                f"for a batch of {batch_size}. Extract more sequences, or lower `batch_size`."
             )
         fields_read(store, config)  # Refuse a store that lacks a field for this drafter.
         self.steps_per_epoch = len(train) // batch_size

@@ -177,23 +177,23 @@ def schedule_warnings(config: TrainConfig, steps_per_epoch: int) -> list[str]:
     messages = []
     if n_steps < _FEW_STEPS:
         messages.append(
-            f"{n_steps} steps are too few to train a drafter well. Give more --epochs, or a "
-            "smaller --batch-size"
+            f"{n_steps} steps are too few to train a drafter well. Give more `epochs`, or a "
+            "smaller `batch_size`"
         )
     if 2 * warmup > n_steps:
         messages.append(
             f"the warm-up takes {min(warmup, n_steps)} of {n_steps} steps. Give fewer "
-            "--warmup-steps"
+            "`warmup_steps`"
         )
     if decays and decay_end <= warmup < n_steps:
         messages.append(
             f"the decay of the learning rate would end at step {decay_end}, before the warm-up "
             f"does, so the learning rate drops to its final value after step {warmup}. Give "
-            "--decay-steps -1, which decays until the end of the run"
+            "`decay_steps=-1`, which decays until the end of the run"
         )
     if decays and decay_end > n_steps:
         messages.append(
             f"the run ends at step {n_steps}, before the learning rate reaches its final value at "
-            f"step {decay_end}. Give --decay-steps -1, which decays until the end of the run"
+            f"step {decay_end}. Give `decay_steps=-1`, which decays until the end of the run"
         )
     return messages

@@ -33,7 +33,7 @@ from ..storage.schema import MANIFEST_NAME, TARGET_NAME
 from .config import RUN_FILE, DrafterExportConfig
 from .data import target_identity
 
-_GIVE = "Give the target with --model."
+_GIVE = "Give the target with `model`."
 
 
 @dataclass(frozen=True)

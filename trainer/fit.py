@@ -235,7 +235,7 @@ def _how_to_continue(out: Path, interrupt: KeyboardInterrupt) -> str:
     if isinstance(interrupt, callbacks.StoppedAtOnce):
         return (
             f"stopped without saving. Continue from the checkpoint of step {step} with the same "
-            "command and --resume."
+            "command and `resume`."
         )
     return callbacks.stopped_at(step)
 
@@ -409,7 +409,7 @@ def _write_report(file: Path, report: TrainReport) -> None:
 def build_module(data: StoreDataModule) -> DrafterModule:
     """Build the module to train: frozen target weights from the store, and a drafter.
 
-    The drafter has random weights, or the weights of the drafter given as ``--init-from``.
+    The drafter has random weights, or the weights of the drafter given as ``init_from``.
     """
     config = data.config
     store = data.store
@@ -426,9 +426,9 @@ def build_module(data: StoreDataModule) -> DrafterModule:
     max_depth = drafter.config.max_depth
     if max_depth is not None and config.validation.draft_length > max_depth:
         raise TrainingError(
-            f"--draft-length {config.validation.draft_length} is more than the {max_depth} tokens "
-            f"in a row that this {sizes.kind} drafter can draft. Lower --draft-length, or raise "
-            "the drafter's block_size or medusa_heads."
+            f"`draft_length={config.validation.draft_length}` is more than the {max_depth} tokens "
+            f"in a row that this {sizes.kind} drafter can draft. Lower `draft_length`, or raise "
+            "`block_size` or `medusa_heads`."
         )
     # Use a separate generator, so that the initial weights do not depend on other random draws.
     drafter.initialize(torch.Generator().manual_seed(config.seed))
@@ -474,9 +474,9 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
         )
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
-            f"this machine cannot train with --accelerator {machine.accelerator} --devices "
-            f"{machine.devices} --num-nodes {machine.num_nodes} --precision {machine.precision} "
-            f"({error}). Choose other values, or auto."
+            f"this machine cannot train with `accelerator={machine.accelerator}` "
+            f"`devices={machine.devices}` `num_nodes={machine.num_nodes}` "
+            f"`precision={machine.precision}` ({error}). Choose other values, or auto."
         ) from error
     # Check the number of processes now. If one were missing, the others would wait for it forever.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
@@ -512,7 +512,7 @@ def _loggers(config: TrainConfig) -> list[Logger]:
         # All exceptions are caught here: the tracker's package may be missing, or its client may
         # refuse the account or the server with errors of its own.
         raise TrainingError(
-            f"--logger {name} cannot be used ({first_line(error)}). Run `pip install "
+            f"`logger={name}` cannot be used ({first_line(error)}). Run `pip install "
             f"'moa-data[{name}]'`, and set the tracker's account and server in its environment "
             "variables."
         ) from error
@@ -529,9 +529,9 @@ def _check_processes(machine: MachineSettings, n_devices: int) -> None:
         launched = int(os.environ["SLURM_NTASKS"])
     if launched != n_devices:
         raise TrainingError(
-            f"{launched} processes were launched for the {n_devices} devices of --devices "
-            f"{machine.devices} and --num-nodes {machine.num_nodes}. Launch one process per "
-            "device. --devices is the number of devices of one machine."
+            f"{launched} processes were launched for the {n_devices} devices of "
+            f"`devices={machine.devices}` and `num_nodes={machine.num_nodes}`. Launch one process "
+            "per device. `devices` is the number of devices of one machine."
         )
 
 
@@ -605,7 +605,7 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
         if not last.exists():
             raise TrainingError(
                 f"there is nothing to resume, because {last} does not exist. Run the command "
-                "without --resume."
+                "without `resume`."
             )
         checkpoints.read_step(last)
         refuse_other_inputs(
@@ -613,14 +613,14 @@ def _check_folder(config: TrainConfig, out: Path) -> None:
             _recorded_config(out).named(),
             config.named(),
             _FREE_TO_CHANGE,
-            advice="Give the earlier settings, or choose another --out without --resume.",
+            advice="Give the earlier settings, or choose another `out` without `resume`.",
         )
     elif (out / RUN_FILE).is_file():
         # If the earlier run in this folder ended before its first checkpoint, there is nothing to
         # resume, so the run starts again.
         if last.is_file():
             raise OutputOccupied(
-                f"{out} already holds a run. Give --resume to continue it, or another --out."
+                f"{out} already holds a run. Give `resume` to continue it, or another `out`."
             )
     else:
         refuse_other_files(out, "a training run", {RUN_FILE + PARTIAL_SUFFIX, LOCK_FILE})
@@ -659,7 +659,7 @@ def _lock_run(out: Path) -> Iterator[None]:
         lock = lock_file(out / LOCK_FILE)
     except LockHeld as held:
         raise OutputOccupied(
-            f"{held.holder} is training in {out}. Wait until it ends, or choose another --out."
+            f"{held.holder} is training in {out}. Wait until it ends, or choose another `out`."
         ) from held
     try:
         yield
@@ -704,14 +704,14 @@ def _check_resumed(data: StoreDataModule, out: Path) -> None:
             recorded,
             facts,
             free_to_change=facts.keys() - recorded.keys(),
-            advice="Give the store that the run was trained from, or choose another --out without "
-            "--resume.",
+            advice="Give the store that the run was trained from, or choose another `out` without "
+            "`resume`.",
         )
     step = checkpoints.read_step(out / LAST)
     if data.max_steps < step:
         raise OutputOccupied(
             f"the run in {out} has taken {step} steps, more than the {data.max_steps} steps that "
-            "are requested now. Give a larger --max-steps or --epochs."
+            "are requested now. Give a larger `max_steps` or `epochs`."
         )
     before = _recorded_config(out).schedule.decay_end_step(data.steps_per_epoch)
     now = data.config.schedule.decay_end_step(data.steps_per_epoch)
@@ -719,8 +719,8 @@ def _check_resumed(data: StoreDataModule, out: Path) -> None:
         raise OutputOccupied(
             f"with the new number of steps, the learning rate would fall until step {now} and not "
             f"until step {before}, but the run in {out} has already taken {step} steps. Give "
-            f"--decay-steps {before} to continue with the final rate, or start a new run from its "
-            f"weights with --init-from {out}."
+            f"`decay_steps={before}` to continue with the final rate, or start a new run from its "
+            f"weights with `init_from={out}`."
         )
 
 

@@ -50,14 +50,14 @@ def check_measurable(drafter: Drafter, store: ActivationStore) -> Reads:
     Raises:
         MoaDataError: the drafter does not fit the store, or reads no keys and values.
     """
-    store.refuse_groups("--drafter")
+    store.refuse_groups("`drafter`")
     identity = {"weights_sha256": store.manifest.identities.get("target.weights_sha256", "")}
     check_target_fits(drafter.config, store.manifest.target, identity)
     reads: Reads = drafter.config.reads
     if not reads.kv:
         raise TrainingError(
             f"this {drafter.kind} drafter reads no keys and values, so it cannot show which of "
-            "them matter. Choose a --drafter that reads them."
+            "them matter. Choose a `drafter` that reads them."
         )
     names = [*reads.fields.values(), *(f"hidden/layer_{layer}" for layer in reads.outputs)]
     if missing := [name for name in names if name not in store.fields]:

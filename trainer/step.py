@@ -59,8 +59,9 @@ PLUS_MINUS = "±"
 # Half width of the 95 % interval of a normal distribution, in standard deviations.
 _NORMAL_95 = 1.96
 WHAT_HELPS = (
-    "a lower --micro-batch-size, --precision bf16-mixed, smaller sizes of the drafter (for eagle3 "
-    "above all drafter.draft_vocabulary), or a store of shorter sequences (extract --max-length)."
+    "a lower `micro_batch_size`, `precision=bf16-mixed`, smaller sizes of the drafter (for eagle3 "
+    "above all `draft_vocabulary`), or a store of shorter sequences (`moa-data extract "
+    "--max-length N`)."
 )
 # Fraction of the free memory that trial steps leave unused. A run needs this memory, because
 # batches differ in length, so that free memory becomes fragmented.
@@ -227,7 +228,7 @@ class DrafterModule(L.LightningModule):
             raise TrainingError(
                 f"the activations that were read for step {self.global_step} contain NaN or "
                 f"infinity. Find the damaged parts with `moa-data verify {self.config.store}`, and "
-                "extract them again with `moa-data repair` and --model."
+                "extract them again with `moa-data repair STORE --model MODEL`."
             )
 
     def configure_gradient_clipping(
@@ -269,8 +270,8 @@ class DrafterModule(L.LightningModule):
         if bad:
             raise TrainingError(
                 f"the gradients of {len(bad)} weights are not finite at step {self.global_step}, "
-                f"for example the gradient of {bad[0]}. Lower --learning-rate, use --precision "
-                "32-true, or look for NaN in the store with `moa-data verify`."
+                f"for example the gradient of {bad[0]}. Lower `learning_rate`, use "
+                "`precision=32-true`, or look for NaN in the store with `moa-data verify`."
             )
 
     def on_validation_epoch_start(self) -> None:

@@ -121,9 +121,9 @@ class Chain:
         confidence = self._drafter.confidence(self._path[-1][1][:, 0])
         if confidence is None:
             raise DrafterError(
-                "--tree LENGTHcCONFIDENCE needs a drafter with a confidence head, but this "
-                f"{self._drafter.kind} drafter has none. Give a fixed length such as --tree 7, or "
-                "--tree LENGTH@PROBABILITY such as --tree 10@0.2, which ends a chain when its "
+                "`tree=LENGTHcCONFIDENCE` needs a drafter with a confidence head, but this "
+                f"{self._drafter.kind} drafter has none. Give a fixed length such as `tree=7`, or "
+                "`tree=LENGTH@PROBABILITY` such as `tree=10@0.2`, which ends a chain when its "
                 "drafts become unlikely."
             )
         return confidence.float()

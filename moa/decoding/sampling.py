@@ -118,9 +118,9 @@ class SamplingConfig:
         # draws. But the answer for a seed must not depend on other rows.
         if self.temperature > 0 and shape.stop_below:
             raise DrafterError(
-                f"--tree {shape} ends a chain when its drafts become unlikely, which works only at "
-                f"temperature 0. Give a fixed length such as --tree {shape.depth}, or "
-                "--temperature 0."
+                f"`tree={shape}` ends a chain when its drafts become unlikely, which works only at "
+                f"temperature 0. Give a fixed length such as `tree={shape.depth}`, or "
+                "`temperature=0`."
             )
 
 

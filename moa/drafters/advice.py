@@ -40,8 +40,8 @@ def advise(
             last hidden state alone.
     """
     times = f"{kv_growth:.0f} times the bytes"
-    drafter = "train --drafter eagle"
-    activations = "--activations hidden:last"
+    drafter = "`moa-data train --drafter eagle`"
+    activations = "`activations=hidden:last`"
     reads = f"eagle reads no other activations; with kv as well, each token would take {times}."
     if not has_kv:
         reason = _NO_KV
@@ -51,8 +51,8 @@ def advise(
     elif n_tokens < FEW_TOKENS:
         reason = _FEW
     else:
-        drafter = "train --drafter moa, the default"
-        activations = "--activations kv,hidden:last, the default"
+        drafter = "`moa-data train --drafter moa`, the default"
+        activations = "`activations=kv,hidden:last`, the default"
         reason = _MANY
         reads = f"moa reads both, and together they take {times} of hidden:last alone."
     advice = [
@@ -71,7 +71,7 @@ def other_drafter(kind: str, n_tokens: int, is_on_cpu: bool) -> Advice | None:
     Returns None if ``moa`` suits best, or if ``kind`` is not ``moa``.
     """
     advice = advise(n_tokens, is_on_cpu)[0]
-    return advice if kind == "moa" and "moa" not in advice.choice else None
+    return advice if kind == "moa" and "drafter moa" not in advice.choice else None
 
 
 _ON_CPU = (

@@ -160,9 +160,10 @@ class KVEncoderSizes(DrafterSizes):
         # the KV width.
         if kv_width % heads and (heads != facts.n_heads or kv_width // heads % 2):
             raise DrafterError(
-                f"layer_attention_heads is {heads}, which does not divide {kv_width}, the KV width "
-                "(the number of values in all keys and values of one token in one target layer). "
-                f"Give --layer-attention-heads {_layer_attention_heads(kv_width, facts.n_heads)}."
+                f"`layer_attention_heads` is {heads}, which does not divide {kv_width}, the KV "
+                "width (the number of values in all keys and values of one token in one target "
+                "layer). Give "
+                f"`layer_attention_heads={_layer_attention_heads(kv_width, facts.n_heads)}`."
             )
         if given.get("unrotated_keys"):
             facts.check_rotation()

@@ -123,7 +123,7 @@ class DrafterSizes:
         if self.max_depth is not None and depth > self.max_depth:
             raise DrafterError(
                 f"this {self.kind} drafter can draft at most {self.max_depth} tokens in a row, but "
-                f"{depth} were requested. Give a --tree with at most {self.max_depth} levels, or a "
+                f"{depth} were requested. Give a `tree` with at most {self.max_depth} levels, or a "
                 "drafter that was trained for more."
             )
 
@@ -294,7 +294,7 @@ def check_default_layers(layers: Sequence[int], n_layers: int) -> None:
         raise DrafterError(
             f"by default, this drafter reads {len(layers)} layers of the target, but a target with "
             f"{n_layers} layers has too few for that. Choose the layers yourself, for example "
-            f"evenly spread over the target: --fused-layers {','.join(map(str, spread))}."
+            f"evenly spread over the target: `fused_layers={','.join(map(str, spread))}`."
         )
 
 

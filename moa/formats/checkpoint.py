@@ -137,7 +137,7 @@ def _why_no_drafter(folder: Path) -> str:
             "`moa-data train`."
         )
     if (folder / "run.yaml").is_file():
-        resume = " with --resume" * (folder / "checkpoints" / "last.ckpt").is_file()
+        resume = " with `resume`" * (folder / "checkpoints" / "last.ckpt").is_file()
         return (
             f"{folder} is a training run that was stopped before it wrote a drafter. "
             f"Run the same command again{resume}."
@@ -279,13 +279,13 @@ def write_layout(
         raise DrafterError(
             f"the format {layout.name} is for drafters of kind {layout.kind}, but this drafter is "
             f"of kind {drafter.kind}. Its formats are: {', '.join(fitting) or 'none'}. Choose one "
-            "of them with --format."
+            "of them with `format`."
         )
     if refusals := layout.refusals(sizes):
         raise DrafterError(
             f"{layout.reader} cannot run this drafter as it was trained, because "
-            f"{'; '.join(refusals)}. Train a drafter with other sizes (--set drafter.NAME=VALUE), "
-            "or choose another --format."
+            f"{'; '.join(refusals)}. Train a drafter with other sizes "
+            "(`moa-data train --set drafter.NAME=VALUE`), or choose another `format`."
         )
     weights = _layout_weights(drafter, layout, dtype, target)
     config = layout.config(sizes, target.get("config")) | {

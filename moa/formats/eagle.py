@@ -163,7 +163,7 @@ def _eagle_notes(sizes: EagleSizes) -> list[str]:
     return [
         "this format has no norm before the first layer. Therefore the folder has an additional "
         "first layer, which returns its input and takes about as much time as any other layer. To "
-        "avoid it, train with --set drafter.eagle_input_norm=false"
+        "avoid it, train with `moa-data train --no-eagle-input-norm`"
     ] * sizes.eagle_input_norm
 
 

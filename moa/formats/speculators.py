@@ -59,7 +59,7 @@ def _config(
     if (folder / FROZEN_FILE).is_file():
         raise DrafterError(
             "the formats of speculators refer to the target's weight files, which a store does not "
-            "contain. Give the target's folder or Hub id with --model."
+            "contain. Give the target's folder or Hub id with `model`."
         )
     verifier_path = str(folder.resolve() if folder.is_dir() else folder)
     return {

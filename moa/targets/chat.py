@@ -149,7 +149,7 @@ class RejectReason(StrEnum):
     """Reasons for rejecting a row. The values are shown to the user."""
 
     MALFORMED_ROW = "the row is not a JSON object"
-    NO_COLUMN = "the row lacks a column that --columns names"
+    NO_COLUMN = "the row lacks a column that `columns` names"
     NO_MESSAGES = "the row has neither messages nor conversations"
     MALFORMED_MESSAGES = "messages is not a list of objects with a role and a content"
     UNKNOWN_ROLE = "a message has an unknown role"

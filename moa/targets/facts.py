@@ -254,8 +254,8 @@ class TargetFacts:
         if not self.family.keeps_kv:
             raise TargetError(
                 f"moa-data does not know what the layers of {self.model_type} cache, so it cannot "
-                "store their keys and values. Store hidden states instead, with --activations "
-                "hidden:last,hidden:layer:1,..."
+                "store their keys and values. Store hidden states instead, with "
+                "`activations=hidden:last,hidden:layer:1,...`."
             )
 
     def check_rotation(self) -> None:
@@ -280,12 +280,12 @@ class TargetFacts:
         if not self.family.has_llama_layers:
             raise TargetError(
                 f"the layers of {self.model_type} cannot run on the output of a drafter, as target "
-                "layer inference requires. Leave --target-layers and --target-layer-inference at 0."
+                "layer inference requires. Leave `target_layers` and `target_layer_inference` at 0."
             )
         if config.hidden_act != "silu":
             raise TargetError(
                 "target layer inference supports only the hidden_act silu, not "
-                f"{config.hidden_act!r}. Leave --target-layer-inference at 0."
+                f"{config.hidden_act!r}. Leave `target_layer_inference` at 0."
             )
         has_bias = bool(getattr(config, "attention_bias", False))
         return DecoderBlockSizes(

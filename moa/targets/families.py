@@ -178,7 +178,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
             return cast(nn.ModuleList, body.get_submodule(name))
     raise TargetError(
         f"moa-data cannot find the decoder layers of {type(body).__name__}, so it cannot store "
-        "the outputs of single layers. Leave hidden:layer:K out of --activations."
+        "the outputs of single layers. Leave hidden:layer:K out of `activations`."
     )
 
 
@@ -198,7 +198,7 @@ def layer_outputs(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tenso
             raise TargetError(
                 f"the layers of {model.config.model_type} do not output one hidden state for each "
                 "token, so moa-data cannot store their outputs. Leave hidden:layer:K out of "
-                "--activations."
+                "`activations`."
             )
 
     modules: Any = decoder_layers(model) if layers else []

@@ -64,8 +64,8 @@ def resolve_model_folder(
     if folder.exists():
         if revision:
             raise TargetError(
-                f"{path_or_id} is a local path, which has no revisions, so --revision {revision} "
-                "cannot be used. Leave out --revision."
+                f"{path_or_id} is a local path, which has no revisions, so `revision={revision}` "
+                "cannot be used. Leave out `revision`."
             )
         return gguf.model_folder(folder)
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
@@ -157,7 +157,7 @@ def pick_device(device: str) -> str:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise TargetError(
-                f"device {device!r} cannot be used ({first_line(error)}). Try --device cpu."
+                f"device {device!r} cannot be used ({first_line(error)}). Try `device=cpu`."
             ) from error
         return device
     if torch.cuda.is_available():
@@ -309,8 +309,8 @@ class Target:
             if self.facts.has_states:
                 raise TargetError(
                     f"the layers of {self.facts.model_type} carry a state from token to token, so "
-                    "they cannot verify a tree of drafts. Draft a chain: give --tree 5, or "
-                    "--method chain for `moa-data eval`."
+                    "they cannot verify a tree of drafts. Draft a chain: give `tree=5`, or "
+                    "`moa-data eval --method chain`."
                 )
             cache.begin_call(n_tokens, device)
             positions = to_device(cache.lengths, device)[:, None] + seen.sum(dim=2) - 1

@@ -250,7 +250,7 @@ def _check_memory(
             raise _misfit(folder, facts.config, problem)
         narrow = n_values * torch.bfloat16.itemsize
         advice = (
-            f"With --dtype bfloat16 they take {format_bytes(narrow)}."
+            f"With `dtype=bfloat16` they take {format_bytes(narrow)}."
             if narrow <= n_free
             else "Free some memory."
         )

@@ -255,7 +255,7 @@ def check_finite(
             raise error_class(
                 f"{source}: {n_bad:,} values of {name} {list(values.shape)} are NaN or infinity in "
                 f"{dtype}. Restore the file. Numbers that are too large for float16 need "
-                "--dtype bfloat16 or float32."
+                "`dtype=bfloat16` or float32."
             )
 
 

@@ -113,7 +113,7 @@ def prove_norm(target: Target) -> nn.Module:
         raise TargetError(
             f"moa-data does not know which norm {target.facts.model_type} applies after its last "
             "layer. Use a source that gives hidden states after the final norm, such as `moa-data "
-            "extract` with --source transformers."
+            "extract --source transformers`."
         )
     return norm
 

@@ -353,8 +353,8 @@ class ChatTemplate:
         if not tokens or end is None:
             raise TemplateError(
                 "the target cannot write questions, because its chat template writes nothing "
-                "before the text of a user, or no special token after it. Give --dataset and not "
-                "--self-prompted."
+                "before the text of a user, or no special token after it. Give `dataset` and not "
+                "`self_prompted`."
             )
         return list(tokens), int(self.tokenizer.convert_tokens_to_ids(end.group()))
 
@@ -638,6 +638,6 @@ def choose_template_arguments(
             "the drafters were trained on chats that were rendered with different arguments of the "
             "chat template: "
             + "; ".join(f"{name} {text}" for name, text in recorded.items())
-            + ". Choose the arguments for decoding with --set template_kwargs=NAME=VALUE."
+            + ". Choose the arguments for decoding with `template_kwargs=NAME=VALUE`."
         )
     return parse_template_arguments([next(iter(recorded.values()), "{}")])

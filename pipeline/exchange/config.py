@@ -20,36 +20,36 @@ class ExportConfig(Config):
     projects can train from. index writes one Parquet file that lists all sequences, without their
     activations."""
     out: str
-    """Folder to write, or with --format index the file to write. If the folder is incomplete, the
+    """Folder to write, or with `format=index` the file to write. If the folder is incomplete, the
     same command continues it."""
     max_sequences: Count | None = None
     """Maximum number of sequences to write, from the start of the store. Default: all."""
     layers: tuple[int, ...] = ()
     """Decoder layers whose outputs are written, in addition to the output of the last layer. The
-    numbers count from 0 and are separated by commas. Only with --format speculators or specforge.
+    numbers count from 0 and are separated by commas. Only with `format=speculators` or specforge.
     Change them if your drafter reads other layers. The store must contain the outputs of these
     layers. Default for a target of L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     kv: bool = False
     """Also write the keys and values of two layers of the target. The arrays kv_last_local_k and
     kv_last_local_v are from its last layer with a sliding window, and the arrays kv_last_global_k
     and kv_last_global_v are from its last layer without one. If the target does not have one of
-    these layers, the arrays of this layer are left out. Only with --format speculators."""
+    these layers, the arrays of this layer are left out. Only with `format=speculators`."""
 
     rows_only: bool = False
     """Write only token ids and loss masks, without hidden states, so that the export takes little
     disk space. The trainer of speculators then reads the hidden states from the store. The command
-    for this is in docs/interop.md. Only with --format speculators."""
+    for this is in docs/interop.md. Only with `format=speculators`."""
 
     @override
     def problems(self) -> list[str]:
         problems = _layer_problems(self.format, self.layers)
         if self.kv and self.format != "speculators":
             problems.append(
-                "--kv is supported only with --format speculators, because the other formats do "
+                "`kv` is supported only with `format=speculators`, because the other formats do "
                 "not contain keys and values; leave it out"
             )
         if self.rows_only and self.format != "speculators":
-            problems.append("--rows-only is supported only with --format speculators; leave it out")
+            problems.append("`rows_only` is supported only with `format=speculators`; leave it out")
         return problems
 
 
@@ -69,7 +69,7 @@ class ImportConfig(Config):
     """Maximum number of sequences to read, from the start of the folder. Default: all."""
     layers: tuple[int, ...] = ()
     """Decoder layers whose outputs the files contain, in addition to the output of the last layer.
-    The numbers count from 0 and are separated by commas. Only with --format speculators or
+    The numbers count from 0 and are separated by commas. Only with `format=speculators` or
     specforge. Default for a target of L layers: 1, L / 2 - 1 and L - 4, which EAGLE-3 reads."""
     target_layers: Natural = 0
     """Number of the target's last decoder layers whose weights are copied into the store, which
@@ -94,12 +94,12 @@ def _layer_problems(name: str, layers: tuple[int, ...]) -> list[str]:
     problems = []
     if layers and name in ("eagle", "index"):
         problems.append(
-            f"--layers has no effect with --format {name}, whose files do not contain the outputs "
+            f"`layers` has no effect with `format={name}`, whose files do not contain the outputs "
             "of chosen layers; leave it out"
         )
     if len(set(layers)) < len(layers):
         problems.append(
-            f"--layers is {','.join(map(str, layers))}, but each layer may be listed only once; "
+            f"`layers` is {','.join(map(str, layers))}, but each layer may be listed only once; "
             "leave out the repetition"
         )
     return problems

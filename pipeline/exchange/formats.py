@@ -118,7 +118,7 @@ class FileFormat(ABC):
         if not paths:
             raise DatasetError(
                 f"{folder} has no file named like {self.pattern}, so it is not in the format "
-                f"{self.name}. Check the folder and --format."
+                f"{self.name}. Check the folder and `format`."
             )
         return sorted(paths, key=words)
 
@@ -219,7 +219,7 @@ class SpecForgeFormat(EagleFormat):
         if layers.shape[1] != count * width:
             raise DatasetError(
                 f"The tensor aux_hidden_state in {path} has width {layers.shape[1]}, expected "
-                f"{count} layers of width {width}. Give the layers of these files with --layers."
+                f"{count} layers of width {width}. Give the layers of these files with `layers`."
             )
         return dict(zip(self.fields, (last, *layers.split(width, dim=1)), strict=True))
 
@@ -315,7 +315,7 @@ class SpeculatorsFormat(FileFormat):
             raise DatasetError(
                 f"The tensor hidden_states in {path} has shape {list(states.shape)}, expected "
                 f"[tokens, {len(self._states)} layers, width]. Give the layers of these files "
-                "with --layers."
+                "with `layers`."
             )
         if states.dtype == torch.float8_e4m3fn:
             scales = _read_tensor(path, "hidden_states_scales")  # float32, with one scale per token
@@ -374,12 +374,12 @@ def make_format(
     except DrafterError as error:
         raise OptionInvalid(
             f"The target has {n_layers} decoder layers, which are too few for the default of "
-            "--layers. Choose layers, for example --layers 0,1."
+            "`layers`. Choose layers, for example `layers=0,1`."
         ) from error
     for layer in layers:
         if not 0 <= layer < n_layers:
             raise OptionInvalid(
-                f"--layers has {layer}, but the target has only the decoder layers 0 to "
+                f"`layers` has {layer}, but the target has only the decoder layers 0 to "
                 f"{n_layers - 1}. Choose from these."
             )
     if name == "specforge":
@@ -463,7 +463,7 @@ def _load_rows(folder: Path) -> pa.Table:
 def _read_tensor(path: Path, key: str) -> Tensor:
     if key not in read_header(path, DatasetError, _ADVICE):
         raise DatasetError(
-            f"{path} lacks the tensor {key}. Check --format, or make the file again."
+            f"{path} lacks the tensor {key}. Check `format`, or make the file again."
         )
     with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(key)
@@ -475,7 +475,7 @@ def _tensor(record: Mapping[str, Any], key: str, path: Path) -> Tensor:
     if not isinstance(value, Tensor):
         raise DatasetError(
             f"{path} lacks the tensor {key}. It has {', '.join(map(str, record)) or 'no entries'}. "
-            "Check --format."
+            "Check `format`."
         )
     return value
 

@@ -34,7 +34,7 @@ def check_fields(store: ActivationStore, names: Sequence[str], project: str) -> 
     if missing:
         raise SelectionInvalid(
             f"{store.path} lacks {', '.join(missing)}, which {project} needs. Add these fields "
-            f"with {add_command(str(store.path), missing)}, or choose other --layers."
+            f"with {add_command(str(store.path), missing)}, or choose other `layers`."
         )
 
 

@@ -81,7 +81,7 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
             return _write_index(store, folder, n, progress)
         n_layers = int(store.manifest.target["n_layers"])
         if config.kv:
-            store.refuse_groups("--kv")
+            store.refuse_groups("`kv`")
         windows = load_facts(store.target_path).layer_windows if config.kv else []
         last_layers: dict[str, int] = {}
         for layer, window in enumerate(windows):
@@ -107,7 +107,7 @@ def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
                 elif not np.array_equal(file_format.read_tokens(path), tokens):
                     raise OutputOccupied(
                         f"{path} exists already, and its tokens differ from those of sequence {i} "
-                        "of the store. Choose another --out, or delete the file."
+                        "of the store. Choose another `out`, or delete the file."
                     )
                 if len(pending) > _N_WRITERS:
                     pending.popleft().result()
@@ -177,7 +177,7 @@ def _check_index(path: Path, identity: str) -> None:
         about = {}
     if about.get("sha256") != identity:
         raise OutputOccupied(
-            f"{path} exists already and is not the index of this store. Choose another --out."
+            f"{path} exists already and is not the index of this store. Choose another `out`."
         )
 
 
@@ -222,7 +222,7 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             n_recorded = whole_number(recorded.get("n_sequences"), "n_sequences")
         except ValueError as error:
             raise OutputOccupied(
-                f"{path} is not the record of an export ({error}). Choose another --out."
+                f"{path} is not the record of an export ({error}). Choose another `out`."
             ) from error
         # The hash of the store's manifest covers both entries, so they need not be compared.
         free_to_change = {"target", "identities"}
@@ -233,7 +233,7 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             recorded,
             record,
             free_to_change,
-            advice="Give the earlier store and settings, or choose another --out.",
+            advice="Give the earlier store and settings, or choose another `out`.",
         )
     else:
         refuse_other_files(folder, "an earlier export of this program")
@@ -334,7 +334,7 @@ def _read_texts(
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise DatasetError(
                 f"{path} has token ids {tokens.min()} to {tokens.max()}, but the target's "
-                f"vocabulary has {vocab_size:,} tokens. Give the --model that the files were made "
+                f"vocabulary has {vocab_size:,} tokens. Give the `model` that the files were made "
                 "with."
             )
         has_response = has_response or bool(mask.any())
@@ -358,7 +358,7 @@ def _field_specs(
         raise DatasetError(
             f"{first} contains hidden states of type {values.dtype} and width {values.shape[1]}, "
             f"expected one of the types {', '.join(_DTYPES.values())}, and the target's width "
-            f"{target_width}. Check --model."
+            f"{target_width}. Check `model`."
         )
     width = values.shape[1]
     dtype = _DTYPES[values.dtype]

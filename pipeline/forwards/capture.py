@@ -129,7 +129,7 @@ class Capture:
                 raise TargetError(
                     f"Sequence {names[index]} has NaN or infinity in {where}, because the target "
                     "computes numbers that its data type cannot represent. Choose bfloat16 or "
-                    "float32 for --dtype and --compute-dtype. Their range is larger than that of "
+                    "float32 for `dtype` and `compute_dtype`. Their range is larger than that of "
                     "float16."
                 )
 

@@ -90,7 +90,7 @@ def check_settings(vllm_config: Any, kv_cache_config: Any) -> None:
             if kind not in _TAKEN or getattr(spec, "sliding_window", None):
                 raise ValueError(
                     f"Layer {name} has a KV cache of type {kind}, which drops or compresses "
-                    "tokens, so its keys and values cannot be stored. Leave out --source vllm."
+                    "tokens, so its keys and values cannot be stored. Leave out `source=vllm`."
                 )
 
 
@@ -180,7 +180,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if sorted(by_layer) != list(range(len(by_layer))):
             raise ValueError(
                 f"vLLM numbers the layers {sorted(by_layer)}, expected each number from 0 once. "
-                "Leave out --source vllm."
+                "Leave out `source=vllm`."
             )
         self._layers = [by_layer[layer] for layer in sorted(by_layer)]
         cache = self._layers[0][1]
@@ -191,7 +191,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ):
             raise ValueError(
                 "vLLM stores bfloat16 keys in the AMX tile format of this CPU, which cannot be "
-                "read. Use --compute-dtype float32."
+                "read. Use `compute_dtype=float32`."
             )
 
     @override
@@ -294,7 +294,7 @@ def tokens_of(cache: Tensor, blocks: tuple[int, ...], n_tokens: int) -> Tensor:
     if len(blocks) * cache.shape[2] < n_tokens:
         raise ValueError(
             f"vLLM's KV cache gave {len(blocks)} blocks of {cache.shape[2]} tokens for a sequence "
-            f"of {n_tokens} tokens, which are too few. Leave out --source vllm."
+            f"of {n_tokens} tokens, which are too few. Leave out `source=vllm`."
         )
     index = torch.tensor(blocks, device=cache.device)
     return cache.index_select(0, index).transpose(1, 2).flatten(0, 1)[:n_tokens]
@@ -337,7 +337,7 @@ def layer_number(name: str) -> int:
     if len(numbers) != 1:
         raise ValueError(
             f"vLLM has a layer with the name {name}, expected a name with exactly one number in "
-            "it. Leave out --source vllm."
+            "it. Leave out `source=vllm`."
         )
     return int(numbers[0])
 

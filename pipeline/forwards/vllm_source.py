@@ -61,26 +61,26 @@ def check_vllm(facts: TargetFacts, max_length: int) -> dict[str, str]:
     name, version = _installed()
     if version is None:
         raise WorkerError(
-            "--source vllm needs vllm, which is not installed. Install it next to moa-data with "
+            "`source=vllm` needs vllm, which is not installed. Install it next to moa-data with "
             f"`pip install vllm=={VLLM_VERSIONS[0]}`."
         )
     if version not in VLLM_VERSIONS:
         raise WorkerError(
-            f"{name} {version} is installed, but --source vllm supports only the releases "
+            f"{name} {version} is installed, but `source=vllm` supports only the releases "
             f"{VLLM_VERSIONS[0]} and {VLLM_VERSIONS[1]} of vllm. Run `pip install "
-            f"vllm=={VLLM_VERSIONS[0]}`, or leave out --source vllm."
+            f"vllm=={VLLM_VERSIONS[0]}`, or leave out `source=vllm`."
         )
     if any(window is not None for window in facts.layer_windows):
         raise WorkerError(
             "The target has layers with sliding-window attention, and vLLM frees their keys and "
-            "values before a prompt is finished. Leave out --source vllm."
+            "values before a prompt is finished. Leave out `source=vllm`."
         )
     n_positions = facts.config.max_position_embeddings
     if max_length >= n_positions:
         raise WorkerError(
-            f"--max-length is {max_length}, which is too much with --source vllm. The target has "
+            f"`max_length` is {max_length}, which is too much with `source=vllm`. The target has "
             f"{n_positions} positions, and vLLM needs one of them for the token that it appends "
-            f"to each sequence. Use --max-length {n_positions - 1}."
+            f"to each sequence. Use `max_length={n_positions - 1}`."
         )
     return {"name": "vllm", "version": version}
 
@@ -184,7 +184,7 @@ class VllmSource:
         except Exception as error:  # Catch all: vLLM raises many unrelated types of errors.
             raise WorkerError(
                 f"vLLM does not start ({first_line(error)}). See vLLM's log for the cause, or "
-                "leave out --source vllm."
+                "leave out `source=vllm`."
             ) from error
 
     def capture(self, sequences: Sequence[np.ndarray]) -> Capture:

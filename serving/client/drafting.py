@@ -121,7 +121,7 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
                 return bundle_folder
         raise RequestInvalid(
             f"{base_folder} has no file {FROZEN_FILE} with the target's frozen weights. Give a "
-            "store, or its folder target/, as --bundle."
+            "store, or its folder target/, as `bundle`."
         )
     run = Path(folder).expanduser()
     for base_folder in (run, run.parent):
@@ -134,11 +134,11 @@ def find_bundle(folder: str | Path, bundle: str | Path | None = None) -> Path:
                 return bundle_folder
             raise RequestInvalid(
                 f"{base_folder} was trained from the store {bundle_folder.parent}, whose folder "
-                "target/ is missing on this machine. Give a copy of that folder with --bundle."
+                "target/ is missing on this machine. Give a copy of that folder with `bundle`."
             )
     raise RequestInvalid(
         f"{run} is not a run of `moa-data train`, so the store that it was trained from is not "
-        "known. Give that store, or its folder target/, with --bundle."
+        "known. Give that store, or its folder target/, with `bundle`."
     )
 
 

@@ -233,13 +233,13 @@ class Link:
             reason = " ".join(str(failure.details()).split()).rpartition("last error: ")[2]
             if "WRONG_VERSION_NUMBER" in reason:
                 return ProtocolMismatch(
-                    f"the server {self.address} does not use TLS. Leave out --ca and https://, or "
-                    "start the server with --tls-cert and --tls-key."
+                    f"the server {self.address} does not use TLS. Leave out `ca` and https://, or "
+                    "start the server as `moa-data serve --tls-cert FILE --tls-key FILE`."
                 )
             if "certificate" in reason.lower():
                 return ProtocolMismatch(
                     f"the certificate of the server {self.address} is not from a trusted "
-                    "authority. Give the certificate file of its authority with --ca."
+                    "authority. Give the certificate file of its authority with `ca`."
                 )
             if "HTTP/2" in reason or "ALPN" in reason:
                 return ProtocolMismatch(f"{self.address} is not a gRPC port; {_GRPC_PORT}.")
@@ -329,12 +329,12 @@ def _credentials(ca: str | Path | None) -> grpc.ChannelCredentials:
         certificates = Path(ca).expanduser().read_bytes()
     except OSError as error:
         raise RequestInvalid(
-            f"--ca {ca} cannot be read ({error.strerror}). Give the certificate file of an "
+            f"`ca={ca}` cannot be read ({error.strerror}). Give the certificate file of an "
             "authority."
         ) from error
     if b"-----BEGIN CERTIFICATE-----" not in certificates:
         raise RequestInvalid(
-            f"--ca {ca} contains no certificate in PEM format. Give the certificate file of the "
+            f"`ca={ca}` contains no certificate in PEM format. Give the certificate file of the "
             "authority that signed the server's certificate."
         )
     return grpc.ssl_channel_credentials(root_certificates=certificates)

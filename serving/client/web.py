@@ -115,8 +115,7 @@ class ChatPage(AbstractContextManager["ChatPage"]):
             self._listener = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise OptionInvalid(
-                f"The web page cannot use port {port} ({error.strerror}). Choose another port with "
-                "--web."
+                f"The web page cannot use port {port} ({error.strerror}). Choose another `port`."
             ) from error
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/"

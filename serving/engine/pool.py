@@ -86,7 +86,7 @@ class Pool:
             raise NotEnoughMemory(
                 f"a KV cache of {n_tokens:,} tokens takes {format_bytes(n_bytes)}, more than the "
                 f"memory of the {device.type} device can hold ({first_line(error)}).",
-                "Lower --kv-tokens.",
+                "Lower `kv_tokens`.",
             ) from error
         self._held: list[PooledKV] = []  # Sequences that hold blocks, in the order of the blocks.
 

@@ -28,7 +28,7 @@ NEXT_BASIS_NAME = "next-basis.safetensors"
 _MAX_BASIS_BYTES = 16 << 30
 _LAYER = "hidden/layer_"
 _LAST_LAYER = 1 << 20
-_RESTORE = "Restore the file from a copy, or run `moa-data repair` with --model."
+_RESTORE = "Restore the file from a copy, or run `moa-data repair STORE --model MODEL`."
 
 
 class StoreCodec:

@@ -197,7 +197,8 @@ class ActivationStore:
         with the same shapes has a field of its own.
 
         Args:
-            what: name of the option that does not support such stores, for the error message.
+            what: name of the setting, in backticks, that does not support such stores. It is for
+                the error message.
         """
         if any(spec.layers is not None for spec in self.fields.values()):
             raise SelectionInvalid(

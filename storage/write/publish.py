@@ -292,7 +292,7 @@ class PartFiles:
                 f"{path} was not written, because the upload of this part has taken more than "
                 f"{COMMIT_WITHIN_S / 3600:.0f} hours, and other processes may have deleted its "
                 "first files as leftovers. Run the same command again. For a new store, choose a "
-                "smaller --part-tokens."
+                "smaller `part_tokens`."
             )
         old = replace(commit, files=self.existing).to_json().decode() if self.existing else None
         files = {f"{PARTS_NAME}/{name}": commit.files[name].bytes for name in shards}

@@ -4,11 +4,12 @@ import runpy
 from pathlib import Path
 
 import click
+import pytest
 from click.testing import CliRunner
 
 from moa_data.cli import main
+from moa_data.commands.console import as_options
 from moa_data.commands.options import stage_command
-from moa_data.config import option_name
 from moa_data.tests.test_config import Stage
 from moa_data.trainer.config import TrainConfig
 
@@ -59,6 +60,35 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert "required settings are missing (STORE)." in missing.output
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("`n_steps` is 0, expected at least 1", "--n-steps is 0, expected at least 1"),
+        ("give `n_steps=4` or `names=a,b`.", "give --n-steps 4 or --names a,b."),
+        ("give `layers={}`", "give --layers {}"),
+        ("with `resume`, not without `resume`", "with --resume, not without --resume"),
+        ("`resume=true` or `resume=false`", "--resume or --no-resume"),
+        ("`animal=fish` has `fins`", "--animal fish has --fins"),
+        ("`config_path=a.yaml`, `assignments=a=b`", "--config a.yaml, --set a=b"),
+        ("`dry_run` writes nothing to `store`", "--dry-run writes nothing to STORE"),
+        ("n_steps and store", "n_steps and store"),
+    ],
+)  # fmt: skip
+def test_settings_in_a_text_are_written_as_options(text: str, shown: str) -> None:
+    with click.Context(command):
+        assert as_options(text) == shown
+    assert as_options(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`max_length` and `max_length=5`", "`moa-data verify store`", "`store.json`", "`n_steps `"],
+)  # fmt: skip
+def test_everything_else_in_backticks_stays(text: str) -> None:
+    with click.Context(command):
+        assert as_options(text) == text
+
+
 def test_help_shows_what_is_common_and_help_all_everything() -> None:
     short = CliRunner().invoke(command, ["--help"], terminal_width=200).output
     for text in (
@@ -85,8 +115,10 @@ def test_the_settings_of_a_stage_are_listed_with_type_and_default() -> None:
     assert shown.exit_code == 0, shown.output
     text = " ".join(shown.output.split())
     for setting in TrainConfig.settings():
-        assert (option_name(setting.name) if setting.name != "store" else "STORE") in text
+        option = f"--{setting.name.replace('_', '-')}"
+        assert (option if setting.name != "store" else "STORE") in text
     assert "Drafter (eagle3):" in text
+    assert "Give either this or --max-steps." in text
     assert "(tokens committed per target call). [default: 5]" in text
 
 

@@ -529,7 +529,7 @@ def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
     with raises_naming(OptionInvalid, "transformers", failing, "ValueError: no model") as error:
         ask_engine(job, str(failing), tmp_path)
     assert "\n" not in str(error.value)
-    with raises_naming(OptionInvalid, tmp_path / "python", "--python"):
+    with raises_naming(OptionInvalid, tmp_path / "python", "`python`"):
         ask_engine(job, str(tmp_path / "python"), tmp_path)
 
 

@@ -193,7 +193,7 @@ def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
 ) -> None:
     scorer = tmp_path / "scores.py"
     scorer.write_text(f"def score(prompt, answer):\n    {body}\n")
-    with raises_naming(OptionInvalid, "--scorer", "prompt 1", named):
+    with raises_naming(OptionInvalid, "`scorer`", "prompt 1", named):
         evaluate(cutting.replaced(scorer=f"{scorer}:score"))
     assert not list(Path(cutting.out).parent.glob("report*"))
 
@@ -201,7 +201,7 @@ def test_a_scorer_without_a_number_is_named_and_nothing_is_written(
 @pytest.mark.parametrize("name", ["{}/broken.py:score", ".scores:score", "scores", "json:score"])
 def test_a_scorer_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "broken.py").write_text("raise RuntimeError('no\\nluck')\n")
-    with raises_naming(OptionInvalid, "--scorer", name.format(tmp_path)):
+    with raises_naming(OptionInvalid, "`scorer=", name.format(tmp_path)):
         load_scorer(name.format(tmp_path))
 
 

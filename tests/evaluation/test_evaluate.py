@@ -150,14 +150,14 @@ def test_outputs_that_cannot_be_written_are_refused_before_anything_is_measured(
     (tmp_path / "file").touch()
     long = ("x" * 300 + "/report.json", "x" * 245 + ".json")
     for name in (*long, "file/report.json", "notes.json", "list.json", "text.json", ""):
-        with raises_naming(OptionInvalid, "--out", tmp_path):
+        with raises_naming(OptionInvalid, "`out`", tmp_path):
             evaluate(config.replaced(out=str(tmp_path / name)))
     assert (tmp_path / "notes.json").read_text() == '{"mine": 1}'
     assert (tmp_path / "text.md").read_text() == "mine"
 
 
 def test_unusable_inputs_are_refused(config: EvalConfig, target: Target, tmp_path: Path) -> None:
-    with raises_naming(TargetError, "'nothing'", "--device cpu"):
+    with raises_naming(TargetError, "'nothing'", "`device=cpu`"):
         evaluate(config.replaced(device="nothing"))
     long = write_jsonl(tmp_path / "long.jsonl", [chat("x" * MAX_POSITIONS)])
     with raises_naming(OptionInvalid, "1 prompts"):

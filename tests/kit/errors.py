@@ -11,12 +11,9 @@ _MIN_WORDS = 4
 
 
 def _has_fact(message: str, fact: object) -> bool:
-    """Return whether a message has a fact as a word of its own, so that 15 does not have 5.
-
-    A setting may also be written as its option: ``--max-length`` for ``max_length``.
-    """
+    """Return whether a message has a fact as a word of its own, so that 15 does not have 5."""
     text = str(fact)
-    pattern = re.escape(text).replace("_", "[_-]")
+    pattern = re.escape(text)
     if text[0].isalnum():
         pattern = r"(?<!\w)(?<!\d[.,])" + pattern
     if text[-1].isalnum():

@@ -94,7 +94,7 @@ def test_another_target_is_refused_and_without_the_dataset_the_content_hash_is_c
     with pytest.raises(StoreMismatch) as caught:
         audit(store, str(model), 2, 0, "cpu")
     assert "identities.target.weights_sha256" in caught.value.changes
-    assert "--model" in caught.value.hint
+    assert "`model`" in caught.value.hint
     copy = tmp_path / "store"
     shutil.copytree(store, copy)
     for run in (copy / "runs").iterdir():

@@ -406,12 +406,12 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
     dataset = folder(tmp_path, names)
     for split in (one, other):
         assert read(dataset, split) == sorted(name for name in names if split in name)
-    with raises_naming(DatasetError, dataset, one, other, "'nope'", "--split"):
+    with raises_naming(DatasetError, dataset, one, other, "'nope'", "`split`"):
         ChatSource(dataset, "nope")
     if one == "train_sft":
         assert read(dataset, None) == read(dataset, one)
     else:
-        with raises_naming(DatasetError, dataset, one, other, "'train_sft'", "--split"):
+        with raises_naming(DatasetError, dataset, one, other, "'train_sft'", "`split`"):
             ChatSource(dataset, None)
 
 
@@ -426,20 +426,20 @@ def test_a_folder_of_splits_gives_one_of_them_or_names_them(
             TRAIN,
             "train_sft",
             None,
-            ("train", 2, "'train_sft'", "--split"),
+            ("train", 2, "'train_sft'", "`split`"),
         ),
         (["train.jsonl", "stats.jsonl"], "train", ["train.jsonl"], ", split train (1 of 2 files)"),
         (
             ["train.jsonl", "stats.jsonl"],
             None,
             None,
-            ("train", 1, "'train_sft'", "--split"),
+            ("train", 1, "'train_sft'", "`split`"),
         ),
         (
             ["cooking/train.jsonl", "cooking/test.jsonl"],
             "cooking",
             None,
-            ("test", "train", "'cooking'", "--split"),
+            ("test", "train", "'cooking'", "`split`"),
         ),
     ],
 )

@@ -142,7 +142,8 @@ def test_plan_advises_what_to_store_and_to_train(config: ExtractConfig) -> None:
     )
     assert planned.exit_code == 0, planned.output
     lines = dict(line.split(None, 1) for line in planned.stdout.splitlines())
-    assert lines["drafter"].startswith("train --drafter eagle: ")
+    assert lines["drafter"].startswith("`moa-data train --drafter eagle`: ")
     # A token has 3 layers of 2 heads with 8 keys and 8 values, and a hidden state of width 32.
+    assert lines["activations"].startswith("--activations hidden:last: ")
     assert lines["activations"].endswith("each token would take 4 times the bytes.")
     assert lines["time"].endswith(" to run the target, encode and write")

@@ -484,7 +484,7 @@ def test_damaged_pieces_are_extracted_again(config: ExtractConfig, tmp_path: Pat
     before = read_tree(store)
     with raises_naming(StoreMismatch, store, "identities.target.weights_sha256") as caught:
         repair(store, str(other))
-    assert "--model" in caught.value.hint
+    assert "`model`" in caught.value.hint
     assert read_tree(store) == before
 
     report = repair(store, config.model)

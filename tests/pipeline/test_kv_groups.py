@@ -122,7 +122,7 @@ def test_stores_are_sound_and_alike_however_they_are_made(
     assert all(int(worst[field]) in layers for field, (layers, _) in GROUPS[name].items())
     with raises_naming(OptionInvalid, "transform:2", "'kv/"):
         recode(folder / "store", "transform:2", tmp_path / "small")
-    with raises_naming(OptionInvalid, "--source vllm"):
+    with raises_naming(OptionInvalid, "`source=vllm`"):
         build_plan(config_of(folder, source="vllm", device="auto"))
     recode(folder / "store", "int8", tmp_path / "int8")
     assert verify_store(tmp_path / "int8").ok
@@ -134,7 +134,7 @@ def test_stores_are_sound_and_alike_however_they_are_made(
         )
         batches.append(reader.batch(np.arange(3), NO_DRAWS).inputs.required_kv().float())
     assert (batches[1] - batches[0]).norm() < 0.02 * batches[0].norm()
-    with raises_naming(SelectionInvalid, "--kv"):
+    with raises_naming(SelectionInvalid, "`kv`"):
         export_store(
             ExportConfig.of(
                 store=str(folder / "store"),

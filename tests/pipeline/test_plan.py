@@ -124,13 +124,13 @@ def test_embeddings_that_do_not_fit_the_vocabulary_are_named_before_chats_are_re
 @pytest.mark.parametrize(
     ("change", "rows", "options", "error", "facts"),
     [
-        (None, [], {}, DatasetError, ("--dataset",)),
+        (None, [], {}, DatasetError, ("`dataset`",)),
         (
             None,
             [{"text": "hi"}] * 3,
             {},
             DatasetError,
-            ("3 rows", "row 0", "text", "`messages`", "`conversations`", "--columns"),
+            ("3 rows", "row 0", "text", "`messages`", "`conversations`", "`columns="),
         ),
         (None, ["{broken", "nonsense"], {}, DatasetError, ("2 rows", "row 0", "JSON")),
         (
@@ -151,8 +151,8 @@ def test_embeddings_that_do_not_fit_the_vocabulary_are_named_before_chats_are_re
         (without("config.json"), GOOD, {}, TargetError, ("config.json",)),
         (without("tokenizer.json"), GOOD, {}, TargetError, ("tokenizer.json",)),
         (rotate, GOOD, {}, TargetError, ("config.json", "'dynamic'")),
-        (None, GOOD, {"device": "nonsense"}, TargetError, ("'nonsense'", "--device")),
-        (None, None, {"codec": "zip"}, OptionInvalid, ("'zip'", "lossless", "--codec")),
+        (None, GOOD, {"device": "nonsense"}, TargetError, ("'nonsense'", "`device=cpu`")),
+        (None, None, {"codec": "zip"}, OptionInvalid, ("'zip'", "lossless", "`codec`")),
         # The group is too wide.
         (
             None,
@@ -475,7 +475,7 @@ def test_what_is_in_the_cache_is_not_taken_for_another_commit(
 
 
 def test_local_inputs_have_no_revision(target_folder: Path, chats_file: Path) -> None:
-    with raises_naming(TargetError, target_folder, "--revision", "v1"):
+    with raises_naming(TargetError, target_folder, "`revision`", "v1"):
         resolve_model_folder(str(target_folder), revision="v1")
     for names in ({"config_name": "a"}, {"revision": "v1"}):
         with raises_naming(DatasetError, chats_file, "dataset_config", "dataset_revision"):

@@ -528,7 +528,7 @@ def test_our_server_gives_the_answers_of_the_target(
     settings = record(served)["settings"]
     assert settings["server_model"] == MODEL
     assert "batch_size" not in settings
-    with raises_naming(ServingError, "--model", MODEL):
+    with raises_naming(ServingError, "`model`", MODEL):
         regenerate(asking(config, live.address, model="other"))
 
 
@@ -673,7 +673,7 @@ def test_a_run_that_was_stopped_goes_on(config: RegenerateConfig, scripted: Scri
         else (200, said(body["messages"][-1]["content"]))
     )
     served = asking(config, URL, batch_size=1)
-    with raises_naming(ServingError, URL, 404, "--server"):
+    with raises_naming(ServingError, URL, 404, "`server`"):
         regenerate(served)
     n_before = len(scripted.bodies)
     scripted.script = lambda body: (200, said(body["messages"][-1]["content"]))

@@ -220,7 +220,7 @@ def test_when_no_worker_is_left_the_same_command_goes_on(
             os.write(2, b"\nTraceback\nAcceleratorError: the link fell off\n\n")
             os._exit(70)
 
-    with raises_naming(WorkerError, 2, "the link fell off", "--workers") as caught:
+    with raises_naming(WorkerError, 2, "the link fell off", "`workers`") as caught:
         crew.run(2, die_late)
     assert caught.value.exit_code == 2
     assert verify_store(crew.path).n_parts >= 5
@@ -517,7 +517,7 @@ def test_gpus_of_workers_need_not_be_on_this_machine(
         "cuda",
     )
     assert build_plan(on_gpus.replaced(gpus_per_worker=0)).forward.device == "cpu"
-    with raises_naming(OptionInvalid, "--device cpu", "gpus_per_worker"):
+    with raises_naming(OptionInvalid, "`device=cpu`", "gpus_per_worker"):
         build_plan(on_gpus.replaced(device="cpu"))
     with raises_naming(OptionInvalid, "transform:1"):
         build_plan(on_gpus.replaced(codec="transform:1"))

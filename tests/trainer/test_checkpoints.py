@@ -177,7 +177,7 @@ def test_a_full_disk_after_a_checkpoint_advises_to_resume(
         write(path, data)
 
     monkeypatch.setattr(files, "write_file", full)
-    with raises_naming(StorageUnavailable, name, "--resume"):
+    with raises_naming(StorageUnavailable, name, "`resume`"):
         run(store_path, copied, **SETTINGS, resume=True)
 
 

@@ -222,5 +222,5 @@ def test_refusals(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }.items():
         monkeypatch.setenv(name, value)
     for n_devices in (1, 3):
-        with raises_naming(TrainingError, "2 processes", n_devices, "--devices"):
+        with raises_naming(TrainingError, "2 processes", n_devices, "`devices`"):
             run(store_path, tmp_path / "run", devices=n_devices, batch_size=6)

@@ -294,7 +294,7 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
             hidden_store,
             {"drafter": "eagle3", "fused_layers": None},
             DrafterError,
-            ("3 layers", "--fused-layers 0,1,2"),
+            ("3 layers", "`fused_layers=0,1,2`"),
         ),
         (
             hidden_store,
@@ -306,7 +306,7 @@ def test_refusals(store_path: Path, hidden_store: Path, tmp_path: Path) -> None:
             hidden_store,
             {"drafter": "medusa", "medusa_heads": 2},
             TrainingError,
-            ("--draft-length 3", "2 tokens", "medusa_heads"),
+            ("`draft_length=3`", "2 tokens", "medusa_heads"),
         ),
     ]
     for store, changes, error, facts in cases:

@@ -76,7 +76,7 @@ def test_every_format_from_a_run(
     run, out = runs[LAYOUTS[name].kind], tmp_path / "out"
     given: dict[str, Any] = {"drafter": str(run), "format": name, "out": str(out)}
     if name.startswith("speculators"):  # Its folders name the target's folder.
-        with raises_naming(DrafterError, "--model"):
+        with raises_naming(DrafterError, "`model`"):
             export_drafter(DrafterExportConfig.of(**given))
         given["model"] = str(target)
     report = export_drafter(DrafterExportConfig.of(**given))
@@ -150,7 +150,7 @@ def test_what_cannot_be_exported_is_named(
     with raises_naming(OptionInvalid, "'eagle4'", "moa-vllm", "'int8'", "float32"):
         DrafterExportConfig.of(drafter=eagle, format="eagle4", out=out, dtype="int8")
     assert get_args(DrafterExportConfig.model_fields["format"].annotation) == tuple(LAYOUTS)
-    with raises_naming(DrafterError, "moa", "eagle", "--format"):
+    with raises_naming(DrafterError, "moa", "eagle", "`format`"):
         export_drafter(DrafterExportConfig(drafter=eagle, format="moa", out=out))
     with raises_naming(DrafterError, tmp_path / "nowhere"):
         export_drafter(
@@ -169,10 +169,10 @@ def test_what_cannot_be_exported_is_named(
                 DrafterExportConfig(drafter=str(other), format="eagle", out=out, model=model)
             )
     gone = make_run(tmp_path / "gone", target, tmp_path / "no-store", "eagle")
-    with raises_naming(TargetError, gone, tmp_path / "no-store", "--model"):
+    with raises_naming(TargetError, gone, tmp_path / "no-store", "`model`"):
         export_drafter(DrafterExportConfig(drafter=str(gone), format="eagle", out=out))
     (gone / "run.yaml").unlink()
-    with raises_naming(TargetError, gone / "drafter", "--model"):
+    with raises_naming(TargetError, gone / "drafter", "`model`"):
         export_drafter(DrafterExportConfig(drafter=str(gone / "drafter"), format="eagle", out=out))
     assert not Path(out).exists()
 

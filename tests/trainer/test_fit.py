@@ -145,7 +145,7 @@ def test_the_last_step_is_validated(
         "a run to go on with has no end yet"
     )
     strike(DrafterModule, "on_validation_epoch_start", 1, signal.SIGINT)
-    with raises_naming(Interrupted, "step 7", "--resume"):
+    with raises_naming(Interrupted, "step 7", "`resume`"):
         run(store_path, tmp_path / "parts", **settings, resume=True)
     monkeypatch.undo()
     again = run(store_path, tmp_path / "parts", **settings, resume=True)
@@ -190,7 +190,7 @@ def test_a_validation_that_did_not_end_is_done_again(
     (tmp_path / "before.ckpt").replace(tmp_path / "parts" / "checkpoints" / "last.ckpt")
     for _ in range(2):
         strike(DrafterModule, "on_validation_epoch_start", 1, signal.SIGINT)
-        with raises_naming(Interrupted, "step 2", "--resume"):
+        with raises_naming(Interrupted, "step 2", "`resume`"):
             run(store_path, tmp_path / "parts", **settings, resume=True)
         monkeypatch.undo()
     (tmp_path / "parts" / "metrics-000.csv").unlink()
@@ -309,7 +309,7 @@ def test_a_rate_that_falls_until_the_end_is_not_stretched(store_path: Path, tmp_
     out, unvalidated = tmp_path / "run", {"validation_fraction": 0.0, "drafter": "eagle"}
     run(store_path, out, max_steps=4, **unvalidated)
     with raises_naming(
-        OutputOccupied, out, "step 4", "step 8", "--decay-steps 4", "--init-from"
+        OutputOccupied, out, "step 4", "step 8", "`decay_steps=4`", "`init_from="
     ) as refusal:
         run(store_path, out, max_steps=8, resume=True, **unvalidated)
     assert str(out) in str(refusal.value)
@@ -347,12 +347,10 @@ def test_weights_are_taken_and_nothing_else(store_path: Path, tmp_path: Path) ->
 def test_weights_of_another_drafter_are_refused(store_path: Path, tmp_path: Path) -> None:
     run(store_path, tmp_path / "first", max_steps=1)
     first = str(tmp_path / "first")
-    with raises_naming(TrainingError, first, "kind moa", "kind eagle", "--drafter moa"):
+    with raises_naming(TrainingError, first, "kind moa", "kind eagle", "`drafter=moa`"):
         run(store_path, tmp_path / "other", max_steps=1, drafter="eagle", init_from=first)
     other = {"max_steps": 1, "layer_groups": 1, "unrotated_keys": False, "init_from": first}
-    with raises_naming(
-        TrainingError, first, "--set drafter.layer_groups=2", "--set drafter.unrotated_keys=true"
-    ):
+    with raises_naming(TrainingError, first, "`layer_groups=2`", "`unrotated_keys=true`"):
         run(store_path, tmp_path / "other", **other)
     with raises_naming(DrafterError, tmp_path / "nope"):
         run(store_path, tmp_path / "other", max_steps=1, init_from=str(tmp_path / "nope"))

@@ -63,7 +63,7 @@ def test_a_signal_in_each_phase(
         with pytest.raises(Interrupted) as stop:
             train(store_path, parts, resume=index > 0)
         monkeypatch.undo()
-        advice = "Continue with the same command and --resume."
+        advice = "Continue with the same command and `resume`."
         assert str(stop.value) == f"stopped at step {step} after saving its state. {advice}", name
         assert stop.value.signum == signum, name
         assert {signum: signal.getsignal(signum) for signum in STOPS} == before, (

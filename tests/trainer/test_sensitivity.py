@@ -150,7 +150,7 @@ def test_what_cannot_be_measured_is_refused(
     for weight in broken.parameters():
         weight.data.fill_(torch.nan)
     cases: list[tuple[Any, type[Exception], tuple[object, ...]]] = [
-        (build("eagle", model), TrainingError, ("eagle", "--drafter")),
+        (build("eagle", model), TrainingError, ("eagle", "`drafter`")),
         (build_drafter(build_model()), TargetError, ("n_layers", 4, 3)),
         (stranger, TargetError, ("cdcdcdcdcdcd", "abababababab")),
         (
@@ -178,10 +178,10 @@ def test_stores_that_no_drafter_can_be_measured_on_are_refused(
 ) -> None:
     metrics = DrafterMetrics(build("glide", tiny_model()))
     without = build_store(tmp_path / "without", ("hidden:last",), n_sequences=4)
-    with raises_naming(OptionInvalid, tmp_path / "without", "--drafter"):
+    with raises_naming(OptionInvalid, tmp_path / "without", "`drafter`"):
         recode(without, "transform:2", tmp_path / "new", kv_metrics=metrics)
     monkeypatch.setattr("moa_data.pipeline.recode._MIN_RESPONSE", 100)
-    with raises_naming(OptionInvalid, store_path, 100, "--drafter"):
+    with raises_naming(OptionInvalid, store_path, 100, "`drafter`"):
         recode(store_path, "transform:2@layer", tmp_path / "new", kv_metrics=metrics)
 
 

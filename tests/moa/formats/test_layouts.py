@@ -371,7 +371,7 @@ def test_what_holds_no_drafter_says_what_it_is(tmp_path: Path) -> None:
         with raises_naming(DrafterError, folder):
             load_drafter(folder)
     (run / "checkpoints" / "last.ckpt").touch()
-    with raises_naming(DrafterError, run, "--resume"):
+    with raises_naming(DrafterError, run, "`resume`"):
         load_drafter(run)
 
 
@@ -926,7 +926,7 @@ def test_values_that_overflow_in_float16_are_named(tmp_path: Path) -> None:
     drafter.kv_to_hidden.weight.data[0, 0] = 7e4
     save_drafter(drafter, tmp_path)
     load_drafter(tmp_path, torch.bfloat16)
-    with raises_naming(DrafterError, 1, "kv_to_hidden.weight", "float16", "--dtype bfloat16"):
+    with raises_naming(DrafterError, 1, "kv_to_hidden.weight", "float16", "`dtype=bfloat16`"):
         load_drafter(tmp_path, torch.float16)
 
 
@@ -1197,7 +1197,7 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     [
         ((), "does not exist"),
         (("run.yaml",), "stopped before .* again[.]"),
-        (("run.yaml", "checkpoints/last.ckpt"), "again with --resume"),
+        (("run.yaml", "checkpoints/last.ckpt"), "again with `resume`"),
         (("store.json", "plan.parquet"), "is a store"),
         (("notes",), "holds no drafter"),
     ],

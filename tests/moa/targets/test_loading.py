@@ -313,7 +313,7 @@ def test_values_that_overflow_in_float16(folder: Path) -> None:
 
     change_weights(folder, put)
     load_target_model(folder, torch.bfloat16, "cpu")
-    refused(folder, f"67 values of {EMBEDDINGS} [67, 48]", "--dtype bfloat16", dtype=torch.float16)
+    refused(folder, f"67 values of {EMBEDDINGS} [67, 48]", "`dtype=bfloat16`", dtype=torch.float16)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -345,7 +345,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     )
     with raises_naming(TargetError, tmp_path, "float32") as caught:
         load_target_model(tmp_path, torch.float32, "cpu")
-    assert ("--dtype bfloat16" in str(caught.value)) == fits_in_bfloat16
+    assert ("`dtype=bfloat16`" in str(caught.value)) == fits_in_bfloat16
 
 
 def test_weights_that_cannot_be_mapped_are_named(

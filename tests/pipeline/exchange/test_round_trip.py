@@ -214,7 +214,7 @@ def test_chosen_layers_and_max_sequences(store: Path, target: Path, tmp_path: Pa
     i = by_id(back)[original.sequences["sequence_id"][4].as_py()]
     for field in ("hidden/layer_1", "hidden/layer_4"):
         np.testing.assert_array_equal(back.read(i, field), original.read(4, field))
-    with raises_naming(DatasetError, 3, 32, 64, "--layers"):
+    with raises_naming(DatasetError, 3, 32, 64, "`layers`"):
         bring_in(folder, "specforge", target, tmp_path / "wrong")
 
 
@@ -379,7 +379,7 @@ class Evil:
         ({"hidden_state": torch.randn(5, 16)}, (16, 32)),
         ({"hidden_state": torch.randn(5, 32).double()}, ("float64",)),
         ({"hidden_state": torch.full((5, 32), torch.nan).half()}, ("hidden/last", "NaN")),
-        ({"hidden_state": None}, ("hidden_state", "--format")),
+        ({"hidden_state": None}, ("hidden_state", "`format`")),
         ({"input_ids": torch.tensor([1, 2, 3, 4, 4000])}, (4000, 400)),
         ({"loss_mask": torch.tensor([0, 0, 2, 1, 1])}, ("loss mask", 2)),
         ({"loss_mask": torch.ones(4)}, ("loss mask", 4, 5)),
@@ -468,12 +468,12 @@ def test_speculators_files_must_belong_to_their_rows(
 
     for change, fact in (
         ({"token_ids": good["token_ids"] + 1}, "row 1"),
-        ({"hidden_states": good["hidden_states"][:, :2].contiguous()}, "--layers"),
+        ({"hidden_states": good["hidden_states"][:, :2].contiguous()}, "`layers`"),
     ):
         save_file(good | change, path)
         refused_with(path, fact)
     save_file({"token_ids": good["token_ids"]}, path)
-    refused_with(path, "--format")
+    refused_with(path, "`format`")
     path.rename(path.with_name("hs_7.safetensors"))
     refused_with(path.with_name("hs_7.safetensors"), "row 7")
     path.with_name("hs_7.safetensors").unlink()  # A peer's folder may hold only a part of the rows.
@@ -588,5 +588,5 @@ def test_default_layers_are_those_of_eagle_3() -> None:
         for layers in ((1, 15, 28), (1, 2, 3))
     ]
     for layers, n_layers in (((), 1), ((), 6), ((6,), 6)):
-        with raises_naming(OptionInvalid, "--layers", n_layers):
+        with raises_naming(OptionInvalid, "`layers`", n_layers):
             make_format("specforge", layers, n_layers)

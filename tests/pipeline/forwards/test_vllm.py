@@ -198,7 +198,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(
         assert check_vllm(facts, 90)["version"] == VLLM_VERSIONS[1]
     with raises_naming(WorkerError, "max_length", facts.max_position_embeddings - 1):
         check_vllm(facts, facts.max_position_embeddings)
-    with raises_naming(WorkerError, "sliding_window"):
+    with raises_naming(WorkerError, "sliding-window"):
         check_vllm(TargetFacts.of_model(build_text_model("mistral", sliding_window=8)), 90)
     for changes in ({"workers": 2}, {"device": "cpu"}, {"codec": "transform:1"}):
         with raises_naming(OptionInvalid, next(iter(changes))):

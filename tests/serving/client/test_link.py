@@ -135,7 +135,7 @@ def test_tls_with_an_authority_of_ones_own(links: Any, tmp_path: Path) -> None:
         for name in ("other", "alike"):
             error = error_of(links(address, "t", tmp_path / f"{name}.pem"))
             assert isinstance(error, ProtocolMismatch)
-            assert "--ca" in str(error)
+            assert "`ca`" in str(error)
         assert isinstance(error_of(links(address, "wrong", ca)), NotAllowed)
         assert isinstance(error_of(links(address)), Disconnected), "without TLS"
     with Server(target()) as plain:
