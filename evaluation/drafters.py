@@ -135,6 +135,6 @@ def _read(file: Path) -> dict[str, Any]:
             raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(values, dict):
         raise OptionInvalid(
-            f"{file} contains {values!r:.60}, expected names with values. Restore the file."
+            f"{file} contains {values!r:.60}, expected an object with names and values. Restore the file."
         )
     return values

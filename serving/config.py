@@ -108,21 +108,21 @@ class DraftingOptions(Config):
     """Limits of the gRPC server, whose clients draft themselves."""
 
     max_sessions: Count = 256
-    """Maximum number of sessions of all clients together. A session is one answer that a client
-    drafts itself, as `moa-data chat` can. It also counts while its client is disconnected. If there
-    are more, a session that is not in use is removed; if all are in use, the new session is
-    refused."""
+    """Maximum number of sessions of all clients together. A session is one answer for which the
+    client makes the drafts, as with `moa-data chat`. It also counts while its client is
+    disconnected. If there are more, a session that is not in use is removed; if all are in use, the
+    new session is refused."""
     max_sessions_each: Count = 64
-    """Maximum number of sessions of one client. A session is one answer that a client drafts
-    itself, as `moa-data chat` can. A client is identified by its bearer token, or by its IP address
-    if the server has no tokens."""
+    """Maximum number of sessions of one client. A session is one answer for which the client makes
+    the drafts, as with `moa-data chat`. A client is identified by its bearer token, or by its IP
+    address if the server has no tokens."""
     messages_per_s: Positive = 200.0
-    """Maximum number of messages per second in one session. A session is one answer that a client
-    drafts itself, as `moa-data chat` can. The server delays further messages."""
+    """Maximum number of messages per second in one session. A session is one answer for which the
+    client makes the drafts, as with `moa-data chat`. The server delays further messages."""
     idle_s: Positive = 600.0
     """Time in seconds without messages after which a session is removed. A session is one answer
-    that a client drafts itself, as `moa-data chat` can. If its client continues later, the server
-    prefills the text again."""
+    for which the client makes the drafts, as with `moa-data chat`. If its client continues later,
+    the server prefills the text again."""
     keepalive_s: Positive = 20.0
     """Time in seconds without traffic after which the server checks whether a gRPC connection still
     works. With a lower value, the server notices lost clients sooner."""

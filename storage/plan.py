@@ -158,7 +158,7 @@ def _check_sequences(table: pa.Table) -> None:
     ):
         raise StoreDamaged(
             "The table of sequences has empty values, or sequences without tokens. Every sequence "
-            "needs an id, a source row, counts, and at least one token."
+            "needs an id, a source row, its numbers of tokens, and at least one token."
         )
     if len(pc.unique(table["sequence_id"])) != table.num_rows:
         counts = pc.value_counts(table["sequence_id"].combine_chunks())

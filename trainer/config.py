@@ -112,7 +112,7 @@ class LayerSettings(Config):
 
     self_attention_kv_heads: Count | None = None
     """Number of key and value heads in the drafter's self-attention. Default: the target's number
-    of key and value heads. If the setting context of dspark or dflash is kv, only the default
+    of key and value heads. With `context=kv` of dspark or dflash, only the default
     works."""
     self_attention_mlp_width: Count | None = None
     """Width of the MLP (feed-forward network) after the drafter's self-attention. Default: the
@@ -163,41 +163,41 @@ class MemorySettings(Config):
     """Settings of drafters that encode the target's KV and attend to the encoded KV."""
 
     layer_groups: Count = 2
-    """Number of groups of consecutive target layers that are averaged when the drafter encodes the
-    target's keys and values. The averages of all groups are concatenated, and the encoded KV (the
-    vectors that the drafter attends to) is computed from them. More than 1 group speeds up
-    learning. The MoA paper, the MoA authors' code and vLLM use 1 group (docs/decisions/0006).
-    dspark and dflash use this setting only if the setting context is memory."""
+    """Number of groups into which the target's layers are divided when the drafter encodes the
+    target's keys and values. The layers of a group are consecutive, and their keys and values are
+    averaged. The averages of all groups are concatenated, and the encoded KV (the vectors that the
+    drafter attends to) is computed from them. More than 1 group speeds up learning. The MoA paper,
+    the MoA authors' code and vLLM use 1 group (docs/decisions/0006). dspark and dflash use this
+    setting only with `context=memory`."""
     layer_stride: Count = 1
     """Encode the keys and values of every n-th layer of the target only, where n is this number.
     Layers are counted down from the last one. 1 encodes all layers, as in the MoA paper. 2 halves
     the bytes that training reads from the store, and the cost of layer self-attention (the
-    attention over the target's layers). dspark and dflash use this setting only if the setting
-    context is memory."""
+    attention over the target's layers). dspark and dflash use this setting only with
+    `context=memory`."""
     unrotated_keys: bool | None = None
     """Undo RoPE (rotary position embedding) in the target's keys before the drafter encodes them,
     so that the same content looks the same at every position. The MoA paper and the MoA authors'
     code use keys after RoPE (docs/decisions/0006). Default: true if the target applies RoPE as
-    Llama does, otherwise false. dspark and dflash use this setting only if the setting context is
-    memory."""
+    Llama does, otherwise false. dspark and dflash use this setting only with `context=memory`."""
     layer_attention: bool = True
     """Let the drafter combine the keys and values of the target's layers by attention over the
     layers (layer self-attention). If false, only the keys and values of the last layer are read and
-    encoded. dspark and dflash use this setting only if the setting context is memory."""
+    encoded. dspark and dflash use this setting only with `context=memory`."""
     layer_attention_heads: Count | None = None
     """Number of query heads in layer self-attention (the attention over the target's layers). It
-    must divide the KV width, which is the number of values in the keys and values of one token in
+    must divide the KV width, which is the number of elements of the keys and values of one token in
     one layer of the target. Default: the largest divisor that is at most the target's number of
-    query heads. dspark and dflash use this setting only if the setting context is memory."""
+    query heads. dspark and dflash use this setting only with `context=memory`."""
     layer_attention_kv_heads: Count | None = None
     """Number of key and value heads in layer self-attention (the attention over the target's
     layers). Default: the target's number of key and value heads. dspark and dflash use this setting
-    only if the setting context is memory."""
+    only with `context=memory`."""
     layer_attention_mlp_width: Count | None = None
     """Width of the MLP (feed-forward network) in layer self-attention (the attention over the
-    target's layers). Default: 1.5 times the KV width, which is the number of values in the keys and
-    values of one token in one layer of the target. dspark and dflash use this setting only if the
-    setting context is memory."""
+    target's layers). Default: 1.5 times the KV width, which is the number of elements of the keys
+    and values of one token in one layer of the target. dspark and dflash use this setting only with
+    `context=memory`."""
 
 
 class MoASettings(RoundSettings, MemorySettings, PositionSettings, FeatureLossSettings):

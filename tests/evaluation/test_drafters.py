@@ -154,14 +154,14 @@ def test_what_a_folder_says(drafter_folder: Path, tmp_path: Path) -> None:
     old = drafter_facts(run, drafter)
     assert (old["n_tokens"], old["n_bytes_read"]) == (100, None)
     for text, reason in (
-        ("[]", "expected names with values"),
-        ("- [a, 1]", "expected names with values"),
-        ("", "expected names with values"),
+        ("[]", "expected an object with names"),
+        ("- [a, 1]", "expected an object with names"),
+        ("", "expected an object with names"),
         ("a: 1\nb: [", "line 2, column"),
     ):
         (run / "run.yaml").write_text(text)
         with raises_naming(OptionInvalid, run / "run.yaml", reason):
             drafter_facts(run, drafter)
     (run / "report.json").write_text("[]")
-    with raises_naming(OptionInvalid, run / "report.json", "expected names with values"):
+    with raises_naming(OptionInvalid, run / "report.json", "expected an object with names"):
         drafter_facts(run, drafter)
