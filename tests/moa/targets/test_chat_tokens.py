@@ -416,7 +416,7 @@ def test_ends_of_turns_are_trained_where_a_template_refuses_chats_without_tools(
         f"{called}<|im_end|>", "It is noon.<|im_end|>", "You are welcome.<|im_end|>",
     ]  # fmt: skip
     # The tool of the test chats never reaches a prompt.
-    with raises_naming(TemplateError, "--self-prompted"):
+    with raises_naming(TemplateError, "self_prompted"):
         template.for_tools(TOOLS).open_user_turn()
 
 
