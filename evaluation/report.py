@@ -286,9 +286,9 @@ def _paired_figures(
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
     """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
-    Drafters are compared separately in each method, such as ``chain``, with which both were
-    measured. The ratio of acceptance lengths covers only turns for which both drafters made target
-    calls. Without such turns, it is None.
+    There is one comparison per drafter and drafting method, such as ``chain``. A method is left out
+    if one of the two drafters was not measured with it. The ratio of acceptance lengths covers only
+    turns for which there were target calls with both drafters. Without such turns, it is None.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []

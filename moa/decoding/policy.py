@@ -113,9 +113,9 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def next_shape(self) -> TreeShape | None:
-        # If the machine has become slower since a plain step was timed, drafts seem to lose time
-        # although they do not. So the more time drafts have lost, the sooner the next plain step
-        # is timed.
+        # Rounds with drafts are compared with the measured time of a plain step. If the machine has
+        # become slower since this measurement, drafts seem to lose time although they do not. So
+        # the measurement is repeated, and it is repeated sooner if drafts seem to lose time.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
             1 - self._lost / PATIENCE
         ):

@@ -323,7 +323,7 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         valid = blocks.anchors >= 0
         return torch.where(valid, blocks.anchors, 0), valid
     response = response_mask.bool().cpu()
-    # [B, T], true for possible anchors.
+    # [B, T] bool. A position can be an anchor if it and the next position are in a response.
     trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))
     if blocks.max_anchors is not None:
         for row, anchors in enumerate(trained):

@@ -255,7 +255,8 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    # Recognise the folders of all other types of speculators drafters, too. Reading such a folder
-    # raises an error that names the type.
+    # Recognise every speculators drafter that the layouts above did not recognise, also those of
+    # types that are not supported. Reading an unsupported drafter then fails with an error that
+    # names its type. Otherwise the error would only say that the folder is not a known drafter.
     recognises=lambda names, config: _TYPE in config,
 )

@@ -108,8 +108,8 @@ def fuse(model: nn.Module) -> None:
 class FusedBody:
     """A target's text model that runs only fused layers, without the overhead of transformers.
 
-    The fused body builds no attention masks. The caller passes arguments to the attention function
-    instead, which decide to which tokens each token attends.
+    The fused body does not build attention masks. The caller chooses the arguments of the attention
+    function, and these arguments decide to which tokens each token attends.
     """
 
     def __init__(self, model: Any) -> None:

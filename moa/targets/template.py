@@ -76,10 +76,10 @@ _TAKEN = {
 class ControlTokens(NamedTuple):
     """Patterns that match control tokens, such as the token that ends a turn."""
 
-    # Matches the tokens that no text of a chat may contain.
+    # Matches the control tokens that must not occur in the text of any message.
     everywhere: re.Pattern[str]
-    # Matches the same tokens, and also the tokens that templates write around tools, tool calls and
-    # results of tools. Texts that are written between such tokens must not contain any match.
+    # Matches the same tokens, and also the tokens that templates write before and after tools, tool
+    # calls and results of tools. A text that is written between such tokens must not contain them.
     framed: re.Pattern[str]
 
 
@@ -193,17 +193,18 @@ class ChatTemplate:
         return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
-        """Return the text that ends a response. There are three cases.
+        """Return the text that ends a response, or an empty text if it cannot be found.
 
-        1. The template writes a control token directly after the last response. This token ends the
-           response. A second control token may follow. It belongs to the end of the response only
-           if three conditions hold. The template also writes it between a response and the next
-           turn. It is not among the first tokens of a chat. No text follows it. Otherwise it ends
-           the whole chat, or begins the next turn.
-        2. The template writes other text after the last response. This text ends the response if
-           the template also writes it after earlier responses. Otherwise the result is empty.
-        3. The template writes nothing after the last response. Then the first control token between
-           a response and the next turn ends the response, unless this token starts turns.
+        What the template writes after the last response of a chat decides:
+
+        - A control token. The result is this token. If more control tokens follow, each of them may
+          end the whole chat, or begin the next turn. So a further token is added to the result only
+          if all of these conditions hold: the template also writes the token after earlier
+          responses, no chat begins with the token, and no text follows the token.
+        - Other text. If the template also writes this text after earlier responses, the text is the
+          result. Otherwise the result is empty.
+        - Nothing. If a control token follows earlier responses, this token is the result. If the
+          token may be the start of the next turn, the result is empty.
 
         Args:
             header: rendering of a chat with one user message.
@@ -263,8 +264,8 @@ class ChatTemplate:
     def _control_token_end(self, text: str, start: int) -> int:
         """Return the index after the control token that begins at ``start``.
 
-        White space between ``start`` and the token is skipped. If other text follows, the result is
-        0.
+        White space before the token is skipped. If there is not a control token at ``start``, the
+        result is 0.
         """
         rest = text[start:].lstrip()
         token = self.control_tokens.everywhere.match(text, len(text) - len(rest))
