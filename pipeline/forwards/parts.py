@@ -305,10 +305,10 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-            # The loaded model has a dtype that cannot represent all values of the weight files, so
-            # its weights were rounded. Load the weights again, in the dtype of the files. If the
-            # loaded model has any other dtype, its weights can be converted back to the files'
-            # dtype without loss.
+            # The dtype of the loaded model cannot represent all values of the weight files, so
+            # loading has rounded the weights. Load them again, in the dtype of the files. With a
+            # dtype that can represent all values, this is not necessary: the weights can then be
+            # converted back to the dtype of the files without loss.
             model = load_target_model(folder, own_dtype, "cpu")
         with store.target() as bundle:
             save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

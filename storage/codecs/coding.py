@@ -463,11 +463,19 @@ class GroupTransform:
         return constants
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """Return the columns of the low (or high) digits of the components of a part.
+        """Find the stored column of each component's low digit, or of its high digit.
 
-        A part is the keys, the values or a hidden state. Entry i of the result is the index of the
-        column for component i. If the component does not have the digit, the entry is the number of
-        columns. At this index, :meth:`leading` appends a column of zeros.
+        The code of a component is stored as one digit, or as a low and a high digit if the code
+        does not fit into a byte. The result is int32 [n_components]. Entry i is the index of the
+        column for component i.
+
+        Some components lack the digit. Their entry is the number of columns, which is one more than
+        the last index. :meth:`leading` appends a column of zeros at this index, so that a missing
+        digit is read as 0.
+
+        Args:
+            part: 0 for the components of the keys or of a hidden state, 1 for those of the values.
+            is_high: whether to find the high digits.
         """
         columns = self.fit.columns
         column_ids = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
@@ -513,7 +521,7 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Add up the bytes per token of several runs."""
+    """Return the total number of bytes that some stored runs of codes have for each token."""
     return sum(run.row_bytes for run in runs)
 
 

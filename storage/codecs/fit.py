@@ -388,14 +388,14 @@ class _MeasuredGroup(NamedTuple):
     the measured components of the values.
     """
 
-    # For each component with measured quantisers, 0 if it belongs to the keys or to a hidden state,
-    # or 1 if it belongs to the values.
+    # [n_measured]. Entry i is 0 if measured component i belongs to the keys or to a hidden state,
+    # and 1 if it belongs to the values.
     part: np.ndarray
-    # For each component with measured quantisers, its index among all components of its part (the
-    # keys, the values or a hidden state).
+    # [n_measured]. Entry i is the index of measured component i among all components of the keys,
+    # of the values, or of the hidden state.
     component: np.ndarray
     # Location of an array [n_tokens, n_measured] in the file of the sample. The array contains the
-    # components with measured quantisers.
+    # measured components.
     components: Kept
     options: Quantisers  # The measured quantisers, [n_measured, n_options].
 

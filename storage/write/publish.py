@@ -441,9 +441,11 @@ class StoreFiles:
         folder.sync_names()
 
     def _remove_unfinished(self) -> None:
-        """Delete temporary files that killed processes have left outside of ``parts/``.
+        """Clean up after writers that were killed.
 
-        In a bucket, finish the publications of other writers instead.
+        In a local store, delete the temporary files that they have left outside of ``parts/``. In a
+        bucket, they may have left publication records. A record lists uploaded files and contains
+        their future commit. Give these files their final names, and write the commit.
         """
         if isinstance(self.path, Path):
             leftovers = [self.path / LOCKS_NAME, self.path / PUBLISH_NAME]
