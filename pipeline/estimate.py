@@ -76,7 +76,8 @@ _TIME_SHARE = 1.2
 _MAX_WEIGHTS = 250_000_000
 """Maximum number of weights in the timed model on a CPU.
 
-One layer of Llama-3-8B has 218 million weights. Drawing 218 million random numbers takes a second.
+The weights are random, and drawing 218 million random numbers takes a second. One layer of
+Llama-3-8B has this number of weights.
 """
 # Maximum number of multiplications in a timed forward on a CPU. Slow cores need about two seconds
 # for this number.

@@ -117,7 +117,8 @@ class ExtractPlan(WritePlan):
             *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
-        # Most tokenizers have one template for all chats. Its second name then replaces the first.
+        # If a tokenizer has one template for all chats, the two keys below are the same object.
+        # The dict then has a single entry, with the second name.
         names = {
             self.template.for_tools([]): "chat template for chats with tools",
             self.template: "chat template",

@@ -215,9 +215,9 @@ class MicroBatches(L.Callback):
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
-        # If a validation is due at this step, Lightning runs the end of the step again after a
-        # resume, even if the validation has finished. The end of a step increases Lightning's count
-        # of steps by one, so start the count one step lower here.
+        # Lightning's count of steps grows by one at the end of each step. If a validation is due at
+        # the step of the checkpoint, Lightning runs the end of this step a second time after a
+        # resume, even if the validation has finished. So start the count one step lower.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 

@@ -64,8 +64,8 @@ WHAT_HELPS = (
     "above all `draft_vocabulary`), or a store of shorter sequences (`moa-data extract "
     "--max-length N`)."
 )
-# Fraction of the free memory that trial steps leave unused. A run needs this memory, because
-# batches differ in length, so that free memory becomes fragmented.
+# Fraction of the free memory that trial steps leave unused. A run needs more memory than a trial
+# step: its batches have different lengths, which fragments the free memory.
 _SPARE_SHARE = 0.1
 # Ratio of two sizes: the peak memory of a step on a CPU, and the memory of the activations that the
 # forward saves for the backward. The ratio is above 1, because the peak also includes gradients

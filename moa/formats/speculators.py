@@ -37,9 +37,10 @@ _HEADS = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-# For each type of drafter, the keys that are read. The value of a key is used if config.json does
-# not have the key. The key ``embed_requires_grad`` is not listed, so a drafter in which it is true
-# is refused. Such a drafter has its own embeddings in place of the target's embeddings.
+# Type of drafter -> the keys of config.json that are read, each with the value that is used if
+# config.json lacks the key. Keys that are not listed are refused if their value is true. One of
+# them is ``embed_requires_grad``: if it is true, the drafter has embeddings of its own, which are
+# not supported.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,

@@ -300,12 +300,12 @@ def _check_fit(
 def _find_cast_tensor(
     headers: Mapping[str, TensorHeader], model: Any, info: Mapping[str, Any]
 ) -> str:
-    """Describe the first tensor in the files that transformers would cast without a warning.
+    """Describe the first tensor in the files that is not floating-point although it is a weight.
 
-    This is a tensor that is not floating-point, and that transformers renames or stacks while it
-    loads the files. The dtypes of other tensors are compared with the model's dtypes by name. But
-    this tensor has different names in the files and in the model, so this function searches the
-    files. If transformers would cast nothing, the result is empty.
+    transformers would cast such a tensor without a warning. Tensors that have the same name in the
+    files and in the model are checked elsewhere. This function checks the tensors that transformers
+    renames or stacks while it loads the files. If all of them are floating-point, the result is
+    empty.
     """
     skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
     # Old files of many models contain a tensor of position ids, which transformers ignores.

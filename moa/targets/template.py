@@ -59,11 +59,11 @@ _TOOL = {
 }
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# In the templates that it compiles, moa-data replaces the function that gives the time.
-# transformers caches compiled templates by their text, so other code in this process could get such
-# a template, although it needs the real time. So moa-data puts this comment before the text of its
-# templates, which makes their text different. Jinja drops the line break after the comment, so the
-# template still begins at the start of a line.
+# This comment is put before the text of each template that moa-data compiles, to give the template
+# another key in transformers' cache of compiled templates. In its compiled templates, moa-data
+# replaces the function that gives the time. The key in the cache is the text. With the same text,
+# other code in this process, which needs the real time, would get a template with the fixed time.
+# Jinja drops the line break after the comment, so the template still begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -215,10 +215,10 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # If a chat with one user message does not contain the token, the token ends responses.
-            # If the chat contains it, the token may start turns instead: then it is among the first
-            # tokens of the chat, or follows a default system text. A token that ends turns also
-            # ends the user's turn.
+            # Does the token end responses, or does it start the next turn? If a chat with one user
+            # message does not contain the token, it ends responses. Otherwise it must end the
+            # user's turn, too, and must not be among the first tokens of the chat, because a token
+            # that starts turns is.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)

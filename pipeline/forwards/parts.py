@@ -127,13 +127,13 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            # Another process may have committed this part since it was chosen. `counter.look` reads
-            # such a commit, and `store.part` refuses a part whose commit was read. So call
-            # `store.part` first. The other commit is noticed later, when this process publishes its
-            # own part.
+            # Call `store.part` before `counter.look`. Another process may have committed this part
+            # since it was chosen. If `counter.look` had read this commit already, `store.part`
+            # would refuse the part. Here the commit is noticed later, when this process publishes
+            # its own part.
             out = store.part(part, pool)
-            # Keep a list of open parts, to discard them after an error. Several earlier parts may
-            # still be queued for the writer thread if each of them is a single batch.
+            # Keep a list of open parts, to discard them after an error. If parts are as small as a
+            # single batch, several earlier parts may still wait in the writer thread's queue.
             open_parts = [earlier for earlier in open_parts if earlier.is_open]
             open_parts.append(out)
             counter.look()

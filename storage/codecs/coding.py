@@ -100,10 +100,10 @@ class Basis:
     synthesis: np.ndarray
     # float32 [width, n_components]. Converts values to components.
     analysis: np.ndarray
-    # float32 [width]. Number by which each entry of a quantisation error is divided before it is
-    # squared. The axes minimise the sum of these squares, and the rows of ``synthesis / scale`` are
-    # orthonormal. The value is None if errors were weighed with a full matrix instead of a scale
-    # (the ``metric`` of ``calibration.learn_basis``).
+    # float32 [width]. A quantisation error ``e`` costs the sum of squares of ``e / scale``. The
+    # axes minimise this cost, and the rows of ``synthesis / scale`` are orthonormal. The value is
+    # None if errors were weighed with a full matrix instead of a scale (the ``metric`` of
+    # ``calibration.learn_basis``).
     scale: np.ndarray | None = None
 
     @classmethod

@@ -508,8 +508,8 @@ def _fit_part(
             square_sum += np.square(values, dtype=np.float64).sum()
         weight = n_layers / max(float(square_sum / len(rows.values)), 1e-30)
     else:
-        # ``learn_basis`` has divided the metric (the matrix that weighs errors) by its scale. So
-        # the error of a component is multiplied by this scale.
+        # ``learn_basis`` has divided the metric (the matrix that weighs errors) by the number
+        # ``metric_scale(metric)``. So multiply the errors of components by this number.
         weight = metric_scale(metric)
     for i, values in zip(others, rows.sequences, strict=True):
         if features is not None and regression is not None:

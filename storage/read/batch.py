@@ -393,8 +393,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard, _Wanted]:
-    # All rows in one entry of this dict are read with the same layers. If two ranges of a shard
-    # need different layers, they get separate entries.
+    # Maps a shard, together with the layers to read from it, to the wanted chunks. If two ranges
+    # need different layers of the same shard, the shard has two entries.
     plans: dict[_Shard, _Wanted] = defaultdict(lambda: defaultdict(list))
     for item in ranges:
         grid = shards.grid(item.array)

@@ -258,9 +258,9 @@ class ActivationStore:
 
         Returns:
             Name of a stored array -> its rows. The mapping can be passed to
-            ``codec.fields[field].decode`` as ``codes``. The rows start at the first requested
-            token. For a lossy codec, the rows start at the last multiple of 64 tokens before it, or
-            at this token if it is such a multiple.
+            ``codec.fields[field].decode`` as ``codes``. For a lossless codec, the rows start at the
+            first requested token. For a lossy codec, they start at the last multiple of 64 that is
+            not greater than the index of this token.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]
