@@ -218,7 +218,8 @@ class ForwardPlan(CaptureSettings):
             for group in codec.groups:
                 most_width = max(most_width, len(group) * codec.layer_width)
         most_bytes += 3 * 4 * SAMPLE_TOKENS * most_width
-        # If there are several workers, the command itself is an additional process.
+        # With a single worker, the command is the worker. With several workers, the command is one
+        # more process.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
             program_bytes + self.n_workers * least_bytes,

@@ -224,9 +224,9 @@ class LayerState(RowState):
 
     @override
     def forget_drafts(self) -> None:
-        # Drop accepted drafts too, because rejected drafts can be between them in the cache. The
-        # next round feeds the accepted drafts again. This costs two projections of a few tokens,
-        # which is cheaper than moving their slots.
+        # Drop the slots of all drafts, even of accepted ones, because the slots of rejected drafts
+        # may be between them. The next round feeds the accepted drafts again. This costs the K and
+        # V projections of a few tokens, which is cheaper than moving their slots.
         for buffer in self.slots:
             buffer.crop(self.n_true)
         self.n_fed = 0

@@ -399,9 +399,10 @@ class Eagle3Drafter(FeatureDrafter):
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # A round that started at the query with index i has advanced to the query with index
-            # i + step. Both queries are in the same response only if their positions differ by
-            # ``step``: then all positions between them are queries, too.
+            # The round that started at query i has now drafted ``step`` more tokens. Its features
+            # belong to query i + step, if both queries are in the same response. This is the case
+            # only if their positions differ by ``step``: then all positions between them are
+            # queries, too.
             features.append(outputs.roll(step, dims=1))
             has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))

@@ -25,8 +25,8 @@ from .families import decoder_layers, text_model
 # 1.
 _MAX_ERROR = 1e-4
 # The test of a fused layer uses tokens from this position on. Some layers scale attention by a
-# factor that depends on the position. At such a large position, the factor is not 1, so the test
-# detects these layers.
+# factor that depends on the position, which fused layers do not. At low positions the factor is 1,
+# so the test would not detect these layers there.
 _FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)

@@ -59,9 +59,9 @@ The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# The base step of a component is at least the component's largest magnitude in the sample, divided
-# by this number. Then even the finest step has enough levels for all values of the sample. The
-# factor of 0.8 leaves room for larger values in other sequences.
+# Largest magnitude of a component, in base steps, for which even the finest step has enough levels.
+# If a component has a larger magnitude in the sample, its base step is increased. Other sequences
+# may have larger values than the sample, so the factor of 0.8 leaves room for them.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk of this array. The Huffman table, the
 # headers, the checksum and the index entry of a chunk take about 120 bytes. The time to read one
@@ -79,9 +79,9 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# If the variance of a component is below this fraction of the water level (``water_level``), no
-# quantisers are measured for the component. The best allocation of bits gives such a component zero
-# bits, whatever the shape of its distribution is.
+# Quantisers are measured for a component only if its variance, times its weight, is at least this
+# fraction of the water level (``water_level``). Below it, the best allocation of bits gives the
+# component zero bits, whatever the shape of its distribution is.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60

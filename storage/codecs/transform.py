@@ -393,7 +393,10 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of features that come from the keys (or the values) of one layer group."""
+        """Maximum number of features that one part provides for the prediction of other fields.
+
+        A part is the keys or the values of one layer group.
+        """
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @property

@@ -319,8 +319,8 @@ class PartFiles:
         publish its uploads, the uploads are not deleted either.
 
         Returns:
-            Whether the part has the commit of this writer in spite of that. This happens if an
-            interrupt arrives after the commit was written.
+            Whether the part nevertheless has the commit of this writer. This happens if an
+            interrupt has arrived after the commit was written.
         """
         for path in self._paths:
             path.unlink(missing_ok=True)
