@@ -273,9 +273,9 @@ def _paired_figures(
 ) -> list[tuple[float, ...]]:
     """Return the four numbers of each row that :func:`ratio_with_interval` needs.
 
-    The first two are the numerator and the denominator of a figure for ``method``. The last two are
-    those of the same figure for ``other``. The figure is ``calls`` or ``speed``, a property of
-    :class:`MethodRun`.
+    A figure is a ratio: ``calls`` or ``speed``, a property of :class:`MethodRun`. The first two
+    numbers are its numerator and denominator for ``method``. The last two numbers are its numerator
+    and denominator for ``other``.
     """
     paired: list[tuple[float, ...]] = []
     for row in rows:
@@ -348,7 +348,7 @@ def _figures_by_offset(
 ) -> tuple[Figure, ...]:
     """For each index below ``longest``, compute the mean of the rows' values at this index.
 
-    Rows that are too short to have a value at an index are left out there.
+    A row without a value at an index, because the row is too short, does not count at this index.
     """
     figures: list[Figure] = []
     for index in range(longest):

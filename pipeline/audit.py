@@ -83,7 +83,7 @@ class AuditReport:
         return all(row.ok for row in self.rows)
 
     def worst(self) -> dict[str, AuditRow]:
-        """Select one comparison per field: that of the sequence with the largest relative error.
+        """Select the worst comparison of each field: the one with the largest relative error.
 
         Returns:
             Name of the field -> the comparison.

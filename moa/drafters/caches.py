@@ -177,8 +177,9 @@ def causal_features(
     *before, last = blocks
     for block in before:
         normed = block.normed(x)
-        # Always compute keys and values before queries, because training must be repeatable bit for
-        # bit. Autograd sums the gradients of ``normed`` in an order that depends on the order here.
+        # Always compute keys and values before queries. The order of the next two lines determines
+        # the order in which autograd sums the gradients of ``normed``, and training must be
+        # repeatable bit for bit.
         keys, values = block.self_attn.keys_values(normed, rotation)
         own_queries = block.self_attn.queries(normed, rotation)
         x = block.finish(x, block.self_attn(own_queries, keys, values, causal))

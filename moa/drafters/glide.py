@@ -190,9 +190,9 @@ class GlideDrafter(Drafter):
             tokens: [B, T], token ids.
             kv: [B, T, n, D], packed target KV of n >= 1 layers. The drafter attends to the last of
                 these layers.
-            seen: the mask from queries to target KV: it says of which positions a query sees the
-                target's KV. A tensor mask is [B, Q, T]. Its values are bool, or floats that are
-                added to the attention scores.
+            seen: the mask of the cross-attention. It says for each query and each of the T
+                positions whether the query sees the target's KV of the position. A tensor mask is
+                [B, Q, T]. Its values are bool, or floats that are added to the attention scores.
             queries: [B, Q], positions.
         """
         positions = masks.positions_of(tokens)[None, :]  # [1, T], the same positions for all rows.

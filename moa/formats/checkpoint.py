@@ -392,9 +392,10 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
 
 
 def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, folder: Path) -> None:
-    """Refuse a config.json in which a key contradicts the sizes that moa-data has recorded there.
+    """Refuse a config.json that contradicts itself.
 
-    Other programs read only their own keys, so they would run a drafter with other sizes.
+    The file contains the sizes that moa-data has recorded, and the keys that other programs read.
+    If the two differ, other programs would run a drafter with other sizes than moa-data.
     """
     # ``layout.config`` takes the target's config as an argument. An empty config is sufficient
     # here, because keys that come from the target's config are not compared.

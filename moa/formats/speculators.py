@@ -38,9 +38,9 @@ _HEADS = {
     "confidence_head_with_markov": True,
 }  # fmt: skip
 # Type of drafter -> the keys of config.json that are read, each with the value that is used if
-# config.json lacks the key. Keys that are not listed are refused if their value is true. One of
-# them is ``embed_requires_grad``: if it is true, the drafter has embeddings of its own, which are
-# not supported.
+# config.json lacks the key. A true value is refused under any key that is neither in this dict nor
+# in ``_SHARED``. An example is ``embed_requires_grad``: if it is true, the drafter has embeddings
+# of its own, which are not supported.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,
@@ -256,8 +256,8 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    # Recognise every speculators drafter that the layouts above did not recognise, also those of
-    # types that are not supported. Reading an unsupported drafter then fails with an error that
-    # names its type. Otherwise the error would only say that the folder is not a known drafter.
+    # Recognise every speculators drafter that the layouts above did not recognise, even if its type
+    # is not supported. Reading an unsupported drafter then fails with an error that names the type.
+    # If no layout recognised the folder, the error would only say that the folder is unknown.
     recognises=lambda names, config: _TYPE in config,
 )

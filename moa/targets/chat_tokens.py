@@ -50,9 +50,9 @@ from .template import ANSWER, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# Finds the placeholders of numbers and of texts in a rendering. A number has a placeholder such as
-# 7300001, and a text has one such as moaPiece7300001end. Of the latter, only 7300001end is matched.
-# So all matches start with 73, which makes the search fast.
+# Finds placeholders in a rendering. A number has a placeholder such as 7300001. A text has a
+# placeholder such as moaPiece7300001end, and the match is only its end, 7300001end. So all matches
+# start with 73, which makes the search fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )

@@ -474,7 +474,8 @@ class GroupTransform:
         digit is read as 0.
 
         Args:
-            part: 0 for the components of the keys or of a hidden state, 1 for those of the values.
+            part: 0 for the components of the keys or of a hidden state, 1 for the components of the
+                values.
             is_high: whether to find the high digits.
         """
         columns = self.fit.columns

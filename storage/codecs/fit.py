@@ -525,9 +525,9 @@ def _measure_groups(
 ) -> list[_MeasuredGroup]:
     """In each group, measure quantisers for the components that may get bits.
 
-    A component may get bits if its variance times its weight is above a tenth of the water level
-    (``water_level``). In each group, the component with the largest such product is always
-    measured.
+    A component may get bits if the product of its variance and its weight is above a tenth of the
+    water level (``water_level``). The component with the largest product of a group is measured in
+    any case.
     """
     variances: list[np.ndarray] = []
     for parts in fitted:

@@ -501,7 +501,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
     """Read the manifest (store.json) and the learned state of the store's codec."""
     # The learned state is in the basis file. A process that adds fields replaces store.json, and
-    # then the basis file. If another process does so between the two reads here, the two files do
+    # then the basis file. If this happens between the reads of the two files below, the files do
     # not match. In this case, read both files again.
     while True:
         manifest = read_manifest(store)
