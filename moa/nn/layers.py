@@ -67,9 +67,9 @@ class DecoderBlockSizes:
 
 
 # If only the output of the last token is needed, K and V are needed for all tokens, but Q only for
-# the last token. Two ways to compute them: one fused product of Q, K and V for all tokens, or one
-# product of K and V for all tokens and a second product of Q for the last token. The fused product
-# is faster for at most this number of tokens.
+# the last token. There are two ways to compute them: one fused product of Q, K and V for all
+# tokens, or one product of K and V for all tokens and a second product of Q for the last token. The
+# fused product is faster for at most this number of tokens.
 _FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

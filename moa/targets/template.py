@@ -217,8 +217,8 @@ class ChatTemplate:
             token = between[:end].strip()
             # Does the token end responses, or does it start the next turn? If a chat with one user
             # message does not contain the token, it ends responses. Otherwise it must end the
-            # user's turn, too, and must not be among the first tokens of the chat, because a token
-            # that starts turns is.
+            # user's turn, too, and must not be among the first tokens of the chat. A token that
+            # starts turns would be one of these first tokens.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)

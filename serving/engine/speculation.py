@@ -41,10 +41,11 @@ from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
-"""Maximum number of a sequence's tokens that the drafter has not processed yet.
+"""Limit of the number of tokens that the drafter still has to process before it can draft.
 
-Sequences within this limit are drafted for in one batch, whose caches are the shared state. A
-sequence above the limit is drafted for alone, so that the batch is not padded to its length.
+Sequences within this limit draft together in one batch, whose caches are the shared state. A
+sequence above the limit drafts alone. Otherwise the whole batch would be padded to its number of
+tokens.
 """
 
 
