@@ -23,8 +23,8 @@ def main() -> None:
     except SystemExit as end:  # Every command raises SystemExit with its exit code.
         code = end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt as interrupt:
-        # ``commands.console`` handles signals while it runs the command. This signal arrived just
-        # before or just after that.
+        # While ``commands.console`` runs the command, it handles signals itself. This signal arrived
+        # just before or just after the command.
         end_command()
         sys.stderr.write("Error: interrupted. Run the same command again.\n")
         code = interruption_code(interrupt) or 0

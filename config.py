@@ -71,10 +71,11 @@ TemplateKwargs = Annotated[tuple[str, ...], BeforeValidator(_as_words)]
 The value of a flag is split at commas, so the JSON object may arrive as several texts.
 """
 Values = Mapping[str, Any]
-"""Maps the names or keys of settings to values.
+"""Values of settings, in one of two forms.
 
-A mapping that :meth:`Config.grouped` returns is nested: the name of a group is mapped to another
-mapping, with the names and values of the settings in the group.
+- Flat: maps the key of a setting, such as ``optimizer.learning_rate``, or its name to its value.
+- Nested, as :meth:`Config.grouped` returns them: maps the name of a group, such as ``optimizer``, to
+  a mapping with the names and values of the settings in this group.
 """
 Layers = Sequence[tuple[str, Values]]
 """Sources of settings, as pairs: the name of a source for messages, and the values that it sets.

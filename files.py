@@ -301,9 +301,9 @@ def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] 
 
     Args:
         folder: the output folder. It may be missing or empty.
-        kind: kind of output that the command could continue, such as "a training run". It is used
-            in the message. The caller has checked that the folder does not hold such an output. The
-            text is empty if the command never continues an output.
+        kind: kind of output that the command could continue, such as "a training run", for the
+            message of the error. The caller has already checked that the folder does not hold such
+            an output. Empty if the command never continues an earlier output.
         leftovers: names of files that a killed command may have left. They may be replaced.
 
     Raises:

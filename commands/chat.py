@@ -231,8 +231,8 @@ def _show(answer_to: "Callable[[OnEvent], Answer]") -> None:
         stats = answer_to(view.note).stats
     finally:
         view.end()
-    # A TerminalView has shown the statistics in its status line. After a PlainView, print them
-    # here.
+    # A TerminalView shows the statistics in its status line. A PlainView does not show them, so
+    # print them here.
     if isinstance(view, PlainView):
         tell(", ".join((f"{stats.n_tokens} tokens", *_figures(stats))))
 

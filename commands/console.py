@@ -32,8 +32,8 @@ FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
 """Exit codes. FOUND: a check found a problem. UNUSABLE: the input cannot be used. INCOMPLETE: parts
 of the store are missing. FAULT: a bug."""
 LOG_LINE_EVERY_S = 10.0
-# Key in the ``meta`` of click's contexts, for the command that runs. The group handles errors of
-# the command after the command's own context is closed.
+# Under this key, the ``meta`` dict of click's contexts contains the command that runs. The group
+# needs it to handle errors of the command, because the command's own context is closed by then.
 RUNNING = "moa_data.running"
 Report = TypeVar("Report")
 

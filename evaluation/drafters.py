@@ -13,10 +13,10 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
-# If two drafters were trained with different values of these settings, the report does not say so.
-# Drafters of different kinds are meant to be compared. The steps that were actually made are
-# compared, so the configured numbers of steps and epochs are not. A preset only sets other
-# settings, and these are compared. ``micro_batch_size`` and ``compile`` change only rounding.
+# The report lists the settings in which the training runs of the drafters differ, but not these
+# settings. Drafters of different kinds are meant to be compared. A preset only sets other settings,
+# which are compared themselves. In place of ``max_steps`` and ``epochs``, the number of steps that
+# a run has made is compared. ``micro_batch_size`` and ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",

@@ -303,8 +303,9 @@ def _compare(
     divergence = first_divergence(baseline.tokens, other.tokens)
     gap = None
     if divergence is not None and sampling.temperature == 0:
-        # Rounding decides between two tokens only if their logits are nearly equal. So if the gap
-        # is larger, the method is wrong.
+        # The gap shows whether rounding explains the different tokens. Rounding decides between two
+        # tokens only if their logits are nearly equal. If the gap between the logits is larger, the
+        # method has an error.
         gap = top2_gap(
             target, [*prompt, *baseline.tokens[:divergence]], sampling.repetition_penalty
         )

@@ -273,9 +273,9 @@ def _paired_figures(
 ) -> list[tuple[float, ...]]:
     """Return the four numbers of each row that :func:`ratio_with_interval` needs.
 
-    The first two are the numerator and the denominator of a figure for ``method``. The last two are
-    those of the same figure for ``other``. The figure is ``calls`` or ``speed``, a property of
-    :class:`MethodRun`.
+    A figure is a ratio: ``calls`` or ``speed``, a property of :class:`MethodRun`. The first two
+    numbers are its numerator and denominator for ``method``. The last two numbers are its numerator
+    and denominator for ``other``.
     """
     paired: list[tuple[float, ...]] = []
     for row in rows:
@@ -286,9 +286,9 @@ def _paired_figures(
 def drafter_pairs(rows: Sequence[PromptRow], drafters: Sequence[str]) -> list[dict[str, Any]]:
     """Divide the acceptance length and the speed of each drafter by those of the first drafter.
 
-    Drafters are compared separately in each method, such as ``chain``, with which both were
-    measured. The ratio of acceptance lengths covers only turns for which both drafters made target
-    calls. Without such turns, it is None.
+    There is one comparison per drafter and drafting method, such as ``chain``. A method is left out
+    if one of the two drafters was not measured with it. The ratio of acceptance lengths covers only
+    turns for which there were target calls with both drafters. Without such turns, it is None.
     """
     prompt_ids = [row.prompt_id for row in rows]
     pairs = []
@@ -348,7 +348,7 @@ def _figures_by_offset(
 ) -> tuple[Figure, ...]:
     """For each index below ``longest``, compute the mean of the rows' values at this index.
 
-    Rows that are too short to have a value at an index are left out there.
+    A row without a value at an index, because the row is too short, does not count at this index.
     """
     figures: list[Figure] = []
     for index in range(longest):

@@ -131,8 +131,8 @@ def add(
         with ActivationStore(plan.store) as reader:
             agreement = _write_fields(plan, writer, reader, timings, progress)
         named: dict[str, Any] = {}
-        # WorkerError means that the store has no record of its extraction. In that case, the
-        # dataset card is not rewritten.
+        # If the store has no record of its extraction, `recorded_config` raises WorkerError. In
+        # that case, do not rewrite the dataset card.
         with contextlib.suppress(WorkerError):
             extraction = plan.manifest.extraction
             recorded = recorded_config(plan.store).replaced(
@@ -233,8 +233,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     dtype = plan.forward.dtype
-    # If the store has the field kv, capture kv here, too. The extraction captured kv, and capturing
-    # kv may select other kernels, which change the last bits of the hidden states.
+    # Kernels with other rounding may run if keys and values are captured. So if the store has the
+    # field kv, capture kv here, too: then the same kernels run as in the extraction.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache

@@ -83,7 +83,11 @@ class AuditReport:
         return all(row.ok for row in self.rows)
 
     def worst(self) -> dict[str, AuditRow]:
-        """Return, for each field, the comparison with the largest relative error."""
+        """Select the worst comparison of each field: the one with the largest relative error.
+
+        Returns:
+            Name of the field -> the comparison.
+        """
         worst: dict[str, AuditRow] = {}
         for row in self.rows:
             if row.field not in worst or not row.relative_error <= worst[row.field].relative_error:

@@ -76,7 +76,8 @@ _TIME_SHARE = 1.2
 _MAX_WEIGHTS = 250_000_000
 """Maximum number of weights in the timed model on a CPU.
 
-One layer of Llama-3-8B has 218 million weights. Drawing 218 million random numbers takes a second.
+The weights are random, and drawing 218 million random numbers takes a second. One layer of
+Llama-3-8B has this number of weights.
 """
 # Maximum number of multiplications in a timed forward on a CPU. Slow cores need about two seconds
 # for this number.
@@ -217,7 +218,8 @@ class ForwardPlan(CaptureSettings):
             for group in codec.groups:
                 most_width = max(most_width, len(group) * codec.layer_width)
         most_bytes += 3 * 4 * SAMPLE_TOKENS * most_width
-        # If there are several workers, the command itself is an additional process.
+        # With a single worker, the command is the worker. With several workers, the command is one
+        # more process.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
             program_bytes + self.n_workers * least_bytes,

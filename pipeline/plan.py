@@ -117,7 +117,8 @@ class ExtractPlan(WritePlan):
             *reason_lines(counts.rejections, counts.examples, " " * 15),
             *counts.beside_lines(),
         ]
-        # Most tokenizers have one template for all chats. Its second name then replaces the first.
+        # If a tokenizer has one template for all chats, the two keys below are the same object.
+        # The dict then has a single entry, with the second name.
         names = {
             self.template.for_tools([]): "chat template for chats with tools",
             self.template: "chat template",
@@ -507,11 +508,11 @@ def sources_record(
 ) -> dict[str, Any]:
     """Return the entry ``sources`` for a manifest's ``extraction``.
 
-    The entry contains the Hub id, revision and commit of the model and of the dataset. For a new
-    store, these are the current values. For an existing store, the recorded values are kept. If the
-    commit of a recorded model or dataset has changed, the current values replace the recorded ones.
-    A model or dataset that the store does not record is not added, because the content hashes show
-    whether it has changed.
+    The entry contains the Hub id, revision and commit of the model and of the dataset. A new store
+    gets the current values. An existing store keeps its recorded values, with one exception: if the
+    commit of the model or dataset has changed, its current values replace the recorded ones. If an
+    existing store does not record the model or dataset, nothing is added, because the content
+    hashes already show whether it has changed.
 
     Args:
         config: the settings of the extraction.

@@ -67,8 +67,9 @@ def recode(
 ) -> WriteReport:
     """Write the content of a lossless store with another codec, or resume an earlier run.
 
-    Without ``kv_metrics``, the new store equals an extraction with the new codec, byte for byte.
-    The report compares some sequences of the two stores.
+    Without ``kv_metrics``, the new store is the same as if the extraction had used the new codec. A
+    transform codec may cause differences by rounding. With ``kv_metrics``, the codec is fitted in
+    another way, so the encoded values differ.
 
     Args:
         store: a complete lossless store.
@@ -78,6 +79,10 @@ def recode(
         kv_metrics: measures how much errors in keys and values matter to a drafter. The result is
             used to fit a transform codec for keys and values. If an earlier run has fitted the
             codec, nothing is measured.
+
+    Returns:
+        A report about the new store. It also says how much the values of some sequences differ
+        between the two stores.
 
     Raises:
         OptionInvalid: the source store is not lossless, or ``out`` is the source store, or

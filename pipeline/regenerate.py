@@ -212,7 +212,9 @@ class RowCounts(BaseModel):
     dropped: Counter[str] = Counter()
     rejected: Counter[str] = Counter()  # Maps a reason to the number of rows without a chat.
     cut: Counter[str] = Counter()  # Maps a reason to the number of chats that ended early.
-    examples: dict[str, str] = {}  # Maps a reason to a text about the first row with this reason.
+    # Maps each reason in ``rejected`` or ``cut`` to an example for messages: the number of the
+    # first row with this reason, and details.
+    examples: dict[str, str] = {}
 
     @property
     def n_chats(self) -> int:
@@ -241,8 +243,8 @@ class Work(NamedTuple):
     n_answers: int
     # Settings that determine the questions.
     settings: dict[str, Any]
-    # Text about the questions. It ends with the word "answers", so that callers can append the
-    # limit of tokens.
+    # Description of the questions for the user: their number, and their source. The text ends with
+    # the word "answers", so that a caller can append a limit such as "of at most 512 tokens".
     text: str
 
 
@@ -617,7 +619,8 @@ class LocalTarget:
         dropped = chat_file.counts.dropped
         first_seed = (self._config.sampling.seed + 1) * _SEED_FACTOR % 2**62
         ends = {*self._target.eos_token_ids, self._user_end}
-        # Maps each question, as one line of text, to the turn that asks it.
+        # Maps each question to the messages that ask it. In the key, white space is normalised, so
+        # that equal questions with different line breaks count as repeated.
         questions: dict[str, list[Message]] = {}
         while n_missing := len(rows) - len(questions):
             if dropped.total() > _FEW_DROPPED + _MOST_DROPPED * n_answered:

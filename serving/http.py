@@ -74,8 +74,8 @@ _CLIENT_GONE = 499
 # Maximum number of characters of a short prompt. Tokenizing a prompt of this length takes a few
 # hundredths of a second.
 _SHORT_CHARS = 1 << 15
-# Three maximum numbers: of waiting short prompts, of waiting long prompts, and of waiting forms of
-# answers (JSON schemas, regular expressions). Further requests are refused.
+# How many short prompts, long prompts and forms of answers (JSON schemas, regular expressions) may
+# wait at most, in this order. Further requests are refused.
 _MAX_WAITING = (1024, 16, 1024)
 
 

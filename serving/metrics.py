@@ -91,7 +91,10 @@ class Facts:
 
 
 class RequestLog:
-    """Middleware of all routes. It logs and counts each request, and finally closes its answers."""
+    """Middleware of all routes that logs and counts each request.
+
+    When a request ends, the middleware closes the request's answers, even if the request failed.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

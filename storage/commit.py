@@ -107,7 +107,10 @@ class PartCommit:
 
 
 class _FileList(TypedDict):
-    """The commits of parts, of the target bundle and of the manifest have only this key in common."""
+    """The content of a commit of any kind: of a part, of the target bundle or of the manifest.
+
+    Only the keys that all kinds of commits have are declared here.
+    """
 
     files: _Files
 

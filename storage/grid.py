@@ -152,9 +152,9 @@ def array_grid(array: StoredArray, n_parts: int, longest_part: int) -> ArrayGrid
 def _chunk_shape(array: StoredArray) -> tuple[int, ...]:
     if array.axes[1:2] == (PIECE_AXIS,):
         # Axis 1 of this array is the axis of pieces. The pieces of the same tokens are adjacent in
-        # the file and are read together. So assume that reading a piece has half the fixed cost of
-        # reading a single chunk. ``chunk_tokens`` has no parameter for the fixed cost. But if twice
-        # the bytes per token are passed instead, the result is the same.
+        # the file and are read together. So assume that reading a chunk of a piece has half the
+        # usual fixed cost. The fixed cost is not a parameter of ``chunk_tokens``. But only the
+        # ratio of fixed cost and bytes matters, so pass twice the bytes per token instead.
         return (chunk_tokens(2 * array.row_bytes / array.row_shape[0]), 1, *array.row_shape[1:])
     chunk_rows = max(1, chunk_tokens(array.row_bytes / array.block_tokens) // array.block_tokens)
     if array.layer_axis is None:

@@ -165,18 +165,23 @@ def _kv_layers_read(
 ) -> dict[str, dict[int, int]]:
     """Choose the layers that the drafter reads from each KV field of the store.
 
+    A target may store its layers 0 and 2 in the field ``kv/a``, and its layers 1 and 3 in ``kv/b``.
+    If the drafter reads the layers 2 and 3, ``TrainingInputs.kv`` has these two layers in this
+    order. Layer 2 is index 0 of the input and index 1 of ``kv/a``, so the result is
+    ``{"kv/a": {0: 1}, "kv/b": {1: 1}}``.
+
     Args:
         store: the store.
-        chosen: indices of the layers that the drafter reads, among the layers with stored KV. If
-            the argument is None, the drafter reads all of them.
+        chosen: the layers that the drafter reads, as indices into the list of layers with stored
+            KV. If the argument is None, the drafter reads all of them.
 
     Returns:
-        A dict from the name of each KV field to a dict of its layers. The inner dict maps the index
-        of a layer on the layer axis of ``TrainingInputs.kv`` to the index of the same layer on the
-        layer axis of the field. If the store has no KV, the result is empty.
+        A dict from the name of each KV field to a dict of its layers. The inner dict maps the
+        layer's index in ``TrainingInputs.kv`` to the layer's index in the field. If the store has
+        no KV, the result is empty.
     """
-    # Tuples of the number of a layer, the name of its field, and its index along the field's layer
-    # axis.
+    # One tuple per layer with stored KV: the number of the layer in the target, the name of its
+    # field, and its index along the layer axis of the field.
     stored: list[tuple[int, str, int]] = []
     for name, spec in store.fields.items():
         if name.split("/")[0] == KV:
@@ -209,7 +214,7 @@ class Batch:
     # The inputs of the drafter. They contain activations only after :meth:`decode` has decoded the
     # fields in ``stored``.
     inputs: TrainingInputs
-    draws: Draws  # Random numbers of the sequences, such as the lengths of their draft rounds.
+    draws: Draws  # Random choices for the sequences, such as the lengths of their draft rounds.
     # The loss is a sum over positions, divided by this number. The number is the same for all
     # micro-batches of a step, so that each position of the step has the same weight.
     denominator: float = 1.0
@@ -349,7 +354,7 @@ class BatchReader:
 
         Args:
             sequences: indices of the sequences.
-            draws: random numbers of the sequences.
+            draws: random choices for the sequences, such as the lengths of their draft rounds.
             response: response masks of the sequences, bool [B, at least T]. If the argument is
                 None, they are read from the store.
             facts: values of other attributes of the `Batch`.

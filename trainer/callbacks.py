@@ -49,8 +49,8 @@ class Throughput(L.Callback):
         # Number of bytes read from the store in all invocations. It is estimated from the bytes
         # that this device has read, as if all devices had read the same amount.
         self.n_bytes_read = 0
-        # The values of ``n_tokens_total`` and ``n_bytes_read`` at the end of the last complete
-        # step.
+        # Two numbers: ``n_tokens_total`` and ``n_bytes_read`` as they were at the end of the last
+        # complete step.
         self._at_step = (0, 0)
         # The values of ``n_tokens``, ``step_s`` and ``wait_s`` at the start of the logging
         # interval.
@@ -215,9 +215,9 @@ class MicroBatches(L.Callback):
         progress = loops["epoch_loop.batch_progress"]
         for part in ("total", "current"):
             progress[part] = dict.fromkeys(progress[part], n_batches)
-        # If a validation is due at this step, Lightning runs the end of the step again after a
-        # resume, even if the validation has finished. The end of a step increases Lightning's count
-        # of steps by one, so start the count one step lower here.
+        # Lightning's count of steps grows by one at the end of each step. If a validation is due at
+        # the step of the checkpoint, Lightning runs the end of this step a second time after a
+        # resume, even if the validation has finished. So start the count one step lower.
         is_due = trainer.enable_validation and n_batches % trainer.val_check_interval == 0
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1 if is_due else step
 
@@ -295,7 +295,8 @@ class Saves(L.Callback):
     ) -> None:
         step = trainer.global_step
         if step >= self.max_steps:
-            trainer.should_stop = True  # Lightning validates once more before it stops.
+            # Let Lightning stop. Before it stops, it runs a last validation.
+            trainer.should_stop = True
         if step % self.every_n_steps == 0 and _ends_step(trainer, batch_idx):
             trainer.save_checkpoint(self.out / LAST)
 

@@ -253,10 +253,11 @@ def _read_ahead(
 
 @dataclass
 class _Step:
-    """The sequences and random numbers of one optimizer step, divided into micro-batches."""
+    """The sequences and random choices of one optimizer step, divided into micro-batches."""
 
     sequences: np.ndarray  # Indices in the store of all sequences of the step, on all devices.
-    draws: Draws  # Random numbers of all sequences of the step.
+    # Random choices for all sequences of the step, such as the lengths of their draft rounds.
+    draws: Draws
     # The sequences of each micro-batch of this device, as indices into ``sequences``.
     parts: list[np.ndarray]
     # Response masks of all sequences of the step, bool [B, T]. The value is None until the first

@@ -37,9 +37,9 @@ _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
 # Batch size if the number of steps is given and the published settings are not used.
 _BATCH_OF_GIVEN_STEPS = 8
 _WARMUP_STEPS = 50
-# A validation needs 50 sequences or 5,000 response tokens. A hash selects the validation sequences,
-# so their actual share is sometimes below the validation fraction. Therefore, the fraction is
-# computed from the higher numbers below.
+# A validation needs 50 sequences or 5,000 response tokens. But a hash selects the validation
+# sequences, so there are sometimes fewer sequences than the validation fraction says. So the
+# fraction is chosen for a higher number of sequences and of response tokens.
 _VALIDATION_SEQUENCES = 70
 _VALIDATION_POSITIONS = 7000
 _FEW_STEPS = 30

@@ -185,9 +185,11 @@ def drawn_gradients(
         Two gradients per group, for its keys and for its values. Each of them is [n_tokens, width
         of the part].
     """
-    # The gradient of the sum is the sum of the gradients of all drafted positions. Its outer
-    # product also has products of gradients from two different positions. These products cancel on
-    # average, because the tokens are drawn independently and each gradient has mean zero.
+    # ``M`` is a sum over drafted positions: the mean outer product of each position's gradient. One
+    # backward through the sum of all log-probabilities is sufficient to estimate it. The outer
+    # product of the summed gradient also contains products of gradients from two different
+    # positions. But these are zero on average, because the tokens are drawn independently and each
+    # gradient has mean zero.
     assert inputs.kv is not None
     parts: list[list[Tensor]] = []
     leaves: list[Tensor] = []

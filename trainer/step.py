@@ -50,8 +50,9 @@ from .muon import Muon
 _MUON_BLOCK_ROWS = 128
 # Methods of a decoder layer that the backward runs again if layers are recomputed.
 _RECOMPUTED_PARTS = ("queries", "keys_values", "finish", "attend_self_means")
-# Number of positions whose layer self-attention is recomputed at once. A higher number would take
-# much memory, because layer self-attention has one row per target layer for each position.
+# Layer self-attention is the attention of Mixture of Attentions drafters over the target's layers
+# at one position. It takes much memory, because each position is a sequence with one item per
+# layer. So only this number of positions is recomputed at once.
 _RECOMPUTED_POSITIONS = 16
 _LOGITS_BYTES = 1 << 26
 PLUS_MINUS = "±"
@@ -63,11 +64,12 @@ WHAT_HELPS = (
     "above all `draft_vocabulary`), or a store of shorter sequences (`moa-data extract "
     "--max-length N`)."
 )
-# Fraction of the free memory that trial steps leave unused. A run needs this memory, because
-# batches differ in length, so that free memory becomes fragmented.
+# Fraction of the free memory that trial steps leave unused. A run needs more memory than a trial
+# step: its batches have different lengths, which fragments the free memory.
 _SPARE_SHARE = 0.1
-# Peak memory of a step on a CPU, divided by the memory of the activations that the forward saves.
-# The peak also includes gradients within a layer and a piece of the logits.
+# Ratio of two sizes: the peak memory of a step on a CPU, and the memory of the activations that the
+# forward saves for the backward. The ratio is above 1, because the peak also includes gradients
+# within a layer and a piece of the logits.
 _PEAK_FACTOR = 1.5
 
 
@@ -91,9 +93,11 @@ def zero_peak_constant(
 
 @contextlib.contextmanager
 def recomputed_layers(drafter: Drafter) -> Iterator[None]:
-    """Apply activation checkpointing to the decoder layers of forwards within this context.
+    """Return a context manager that saves memory by activation checkpointing.
 
-    Results change only by rounding, because sums over positions are computed in another order.
+    While the context manager is active, the forward keeps fewer activations of the drafter's
+    decoder layers, and the backward computes them again. The results differ only by rounding,
+    because sums over positions are computed in another order.
     """
     # The backward runs the methods in ``_RECOMPUTED_PARTS`` again. Only their inputs and outputs,
     # and the activations of the attention itself, are stored until then. For EAGLE-3 and Mixture of
@@ -157,8 +161,8 @@ class DrafterModule(L.LightningModule):
         try:
             return super().load_state_dict(*args, **options)
         except RuntimeError as error:
-            # Replace torch's RuntimeError, because callers could not distinguish it from an error
-            # of the device.
+            # torch raises RuntimeError for weights that do not match, but also for errors of the
+            # device. Raise ValueError, so that callers can distinguish the two.
             raise ValueError(first_line(error)) from error
 
     def on_fit_start(self) -> None:

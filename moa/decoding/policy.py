@@ -49,9 +49,10 @@ AUTO_SHAPE = TreeShape(10, stop_below=0.2)
 # on average, and gains vary by 2 plain steps. With a smaller limit, good drafters would be stopped
 # after a few unlucky rounds. With a larger limit, drafts that fail would lose more time.
 PATIENCE = 12.0
-# After this number of rounds with drafts, the policy runs a plain step to measure the time of plain
-# steps. After this number of plain steps, drafts may lose the time of one more plain step. Each of
-# these two rules costs about 1 % of the time. With the value 64, drafts that fail would cost 2 %.
+# This number has two uses. While drafts save time, a plain step is run after this number of rounds,
+# to measure the time of plain steps again. While drafts do not save time, they are tried again now
+# and then: for each run of this number of plain steps, the tries may lose the time of one plain
+# step. Each use costs about 1 % of the time. With the value 64, drafts that fail would cost 2 %.
 # With the value 256, the policy would notice too late that the machine has become slower.
 MEASURE_EVERY = 128
 
@@ -113,9 +114,9 @@ class AutoPolicy(ShapePolicy):
 
     @override
     def next_shape(self) -> TreeShape | None:
-        # If the machine has become slower since a plain step was timed, drafts seem to lose time
-        # although they do not. So the more time drafts have lost, the sooner the next plain step
-        # is timed.
+        # Rounds with drafts are compared with the measured time of a plain step. If the machine has
+        # become slower since this measurement, drafts seem to lose time although they do not. So
+        # the measurement is repeated, and it is repeated sooner if drafts seem to lose time.
         if len(self._plain_s) < 3 or self._n_since_plain >= MEASURE_EVERY * (
             1 - self._lost / PATIENCE
         ):

@@ -283,7 +283,8 @@ class DrafterProposer(Proposer):
                 ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B], one token per row.
-                # The tokens in ``paths`` affect a distribution only if there are penalties.
+                # Only penalties depend on the earlier tokens. Without penalties, leave ``paths`` as
+                # it is, because copying the tokens to the host would wait for the device.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)

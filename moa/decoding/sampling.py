@@ -313,8 +313,9 @@ def _contenders(probability: Tensor, seed: int, position: int) -> np.ndarray:
     # least ``1 - u``, so ``(1 - u) / p`` is a lower bound of this value that needs no logarithm.
     # Exclude each token whose lower bound is above the value of the token with the smallest bound.
     bits = _philox(seed, position).random_raw(len(probability)) >> np.uint64(12)
-    # Turn the 52 random bits into a float64 between 1 and 2, by adding the exponent bits of 1.0.
-    # This float64 is ``1 + u - 2**-53``.
+    # ``u`` is ``(n + 0.5) * 2**-52``, if n is the integer of the 52 random bits. A float64 with the
+    # exponent bits of 1.0 and these 52 bits as its fraction is ``1 + n * 2**-52``. This is equal to
+    # ``1 + u - 2**-53``.
     bits |= np.uint64(0x3FF << 52)
     # 1 - u for each token. u is below 1, so 1 - u is never 0.
     above = torch.from_numpy(bits.view(np.float64)).neg_().add_(2.0).sub_(2.0**-53)
@@ -484,8 +485,8 @@ def accept_argmax(
 class Verified(NamedTuple):
     """A sequence, its drafts, and the target's logits that verify these drafts.
 
-    ``state`` contains the tokens and the settings of the sequence. The last of these tokens is the
-    root.
+    ``state`` contains the committed tokens and the settings of the sequence. The last committed
+    token is the root, to which the drafts are attached.
     """
 
     state: SamplingState

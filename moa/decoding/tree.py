@@ -205,10 +205,10 @@ def ancestors(parents: Tensor) -> Tensor:
     seen = itself
     reach = 1
     while reach <= n_nodes:
-        # Pointer doubling. For each token, ``seen`` marks the token itself and its ancestors less
-        # than ``reach`` levels above it. ``up`` is the index of its ancestor exactly ``reach``
-        # levels above it. This ancestor sees its own ancestors less than ``reach`` levels above
-        # itself. Adding them to ``seen`` doubles the number of levels.
+        # Find the ancestors of N nodes in log2(N) steps (pointer doubling). At the start of a step,
+        # ``seen`` marks each token and its ancestors up to ``reach - 1`` levels above it. ``up`` is
+        # the ancestor at ``reach`` levels. Let each token also see what its ancestor ``up`` sees.
+        # This doubles the number of levels that are seen.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2

@@ -94,7 +94,8 @@ class Drafter(nn.Module, ABC):
     # W, the number of values in a context. A remote target sends one context for each position. 0
     # if the drafter needs no contexts. None if the drafter must run on the target's machine.
     context_width: int | None = None
-    # Target layers whose KV is sent unchanged. Each context ends with the KV of these layers.
+    # Target layers whose KV the drafter reads unchanged. A context ends with the KV that these
+    # layers have at its position.
     context_layers: tuple[int, ...] = ()
     # True if :meth:`encode_context` reads the target's KV.
     context_needs_kv = False

@@ -177,8 +177,9 @@ def causal_features(
     *before, last = blocks
     for block in before:
         normed = block.normed(x)
-        # Always compute keys and values before queries, because training must be repeatable bit for
-        # bit. Autograd sums the gradients of ``normed`` in an order that depends on the order here.
+        # Always compute keys and values before queries. The order of the next two lines determines
+        # the order in which autograd sums the gradients of ``normed``, and training must be
+        # repeatable bit for bit.
         keys, values = block.self_attn.keys_values(normed, rotation)
         own_queries = block.self_attn.queries(normed, rotation)
         x = block.finish(x, block.self_attn(own_queries, keys, values, causal))
@@ -224,9 +225,9 @@ class LayerState(RowState):
 
     @override
     def forget_drafts(self) -> None:
-        # Drop accepted drafts too, because rejected drafts can be between them in the cache. The
-        # next round feeds the accepted drafts again. This costs two projections of a few tokens,
-        # which is cheaper than moving their slots.
+        # Drop the slots of all drafts, even of accepted ones, because the slots of rejected drafts
+        # may be between them. The next round feeds the accepted drafts again. This costs the K and
+        # V projections of a few tokens, which is cheaper than moving their slots.
         for buffer in self.slots:
             buffer.crop(self.n_true)
         self.n_fed = 0

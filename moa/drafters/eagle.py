@@ -47,9 +47,10 @@ from .training import Draws, LossTerms, TrainingInputs, TrainingStep
 
 
 class FeatureState(LayerState):
-    """Caches whose slots are computed from the target's states.
+    """The drafter's caches of B sequences. Their slots are computed from the target's states.
 
-    ``last`` is the newest target state [1, ...] of each row.
+    ``last`` is a list with one tensor per sequence: the newest target state of the sequence,
+    [1, ...]. The entry is None until the sequence has a target state.
     """
 
     def __init__(self, n_rows: int, n_layers: int) -> None:
@@ -132,12 +133,12 @@ class FeatureDrafter(Drafter):
         # Run all rounds of all sequences together, one level after another, because each level
         # reads the features that the previous level has computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. Each slot belongs to a draft round. The round sees the slots made from target
-        # states up to this index.
+        # [B, S]. The entry of a slot is the last slot made from a target state that the slot's
+        # draft round sees.
         context = context[:, 1:]
         slots = masks.positions_of(context)
-        # The draft level of each slot: 0 for the slot of the root, -1 for slots that are not
-        # drafted.
+        # [B, S], the draft level of each slot. It is 0 for the slot of a root, and -1 for slots
+        # that are not drafted.
         step = torch.where(drafted[:, 1:], slots - context, -1)
         embeddings, features = self.true_inputs(frozen, inputs)
         # The keys and values of each layer, [B, H_kv, 2S, d]. The first S slots are made from
@@ -218,7 +219,7 @@ class EagleSizes(LayerSizes):
     """True if the first layer has a norm before its attention. The MoA authors' EAGLE has this
     norm, but the EAGLE authors' code does not have it."""
     eagle_fc_bias: Flag = False
-    """True if the linear layer for token and hidden state has a bias, as in some checkpoints of the
+    """True if the linear layer before the decoder layers has a bias, as in some checkpoints of the
     EAGLE authors."""
     eagle_embedding_scale: Number = 1.0
     """Factor by which embeddings are multiplied before the linear layer. It is 1 in the published
@@ -234,7 +235,10 @@ class EagleSizes(LayerSizes):
 
 
 class EagleDrafter(FeatureDrafter):
-    """The trained weights: a linear layer for token and hidden state, and decoder layers."""
+    """The trained weights: a linear layer, and decoder layers.
+
+    The input of the linear layer is the embedding of a token, concatenated with a hidden state.
+    """
 
     config_class = EagleSizes
     config: EagleSizes

@@ -363,15 +363,20 @@ class Eagle3Drafter(FeatureDrafter):
     def test_time_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, queries: Tensor, valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run all draft steps of training-time test for the queries [B, Q] of :func:`loss_queries`.
+        """Run all draft steps of training-time test.
 
-        In step j, counted from 1, a query belongs to the round whose root is j - 1 tokens before
-        the query.
+        A draft round starts at each query, and each draft step advances all rounds by one token. So
+        in step j, counted from 1, a query is computed by the round that started j - 1 tokens before
+        it.
+
+        Args:
+            queries, valid: [B, Q], the loss positions and whether they are not padding, as
+                :func:`loss_queries` returns them.
 
         Returns:
-            The features [J, B, Q, E] of each query in each draft step, and a bool tensor [J, B, Q].
-            An entry is true if the round of the query reaches the query without leaving the
-            response.
+            Two tensors: the features [J, B, Q, E] of each query in each draft step, and bool
+            [J, B, Q]. The second tensor is true if the round that computes the query in this step
+            started in the same response.
         """
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
@@ -394,9 +399,10 @@ class Eagle3Drafter(FeatureDrafter):
             outputs = self.fed_back(
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
-            # A round that started at the query with index i has advanced to the query with index
-            # i + step. Both queries are in the same response only if their positions differ by
-            # ``step``: then all positions between them are queries, too.
+            # The round that started at query i has now drafted ``step`` more tokens. Its features
+            # belong to query i + step, if both queries are in the same response. This is the case
+            # only if their positions differ by ``step``: then all positions between them are
+            # queries, too.
             features.append(outputs.roll(step, dims=1))
             has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))
@@ -409,7 +415,7 @@ def attend_with_own_steps(
     """Attend to the slots that all rounds share, and to the slots of each query's own round.
 
     Args:
-        q: [B, H, Q, d]. Each query belongs to its own round.
+        q: [B, H, Q, d]. Each query belongs to a different round.
         keys: keys [B, H_kv, S, d] of the shared slots.
         values: values [B, H_kv, S, d] of the shared slots.
         seen: [B, Q, S] bool, true if the round of a query sees a shared slot.

@@ -64,8 +64,8 @@ class GlideSizes(LayerSizes):
     # widths, D is the KV width of the widest layer.
     kv_width: Size
     # Four numbers: the index of the target layer to which the drafter attends, the number of KV
-    # heads of this layer, the width of a key, and the width of a value. Empty for targets that
-    # rotate keys like Llama. The drafter then attends to the last layer of the target.
+    # heads of this layer, the width of a key, and the width of a value. If the target rotates keys
+    # as Llama does, the tuple is empty, and the drafter attends to the last layer of the target.
     target_kv: Indices = ()
     # True if the layer in ``target_kv`` uses multi-head latent attention. The target's cache then
     # has latents in place of this layer's keys, and rotated keys in place of its values.
@@ -190,7 +190,8 @@ class GlideDrafter(Drafter):
             tokens: [B, T], token ids.
             kv: [B, T, n, D], packed target KV of n >= 1 layers. The drafter attends to the last of
                 these layers.
-            seen: the mask that says which positions' target KV each query sees. A tensor mask is
+            seen: the mask of the cross-attention. It says for each query and each of the T
+                positions whether the query sees the target's KV of the position. A tensor mask is
                 [B, Q, T]. Its values are bool, or floats that are added to the attention scores.
             queries: [B, Q], positions.
         """

@@ -150,14 +150,13 @@ class KVEncoderSizes(DrafterSizes):
                     numbered_layers.append((layer, number))
             grouped["kv_groups"] = tuple(number for _, number in sorted(numbered_layers))
             grouped["kv_group_widths"] = tuple(group.shape.width for group in facts.kv_groups)
-        # Limit the number of heads. A target that caches latents has many heads but narrow KV, so
-        # the heads of layer self-attention would be too small.
+        # A target that caches latents has many heads but narrow KV. With the same number of heads,
+        # the heads of layer self-attention would be too narrow, so limit their number.
         n_heads = min(facts.n_heads, max(1, kv_width // 64)) if grouped else facts.n_heads
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
-        # The MoA authors' code gives layer self-attention the target's number of heads. If this
-        # number does not divide the KV width, their code rounds the head dim down. So accept the
-        # target's number of heads if the head dim is even. Any other number of heads must divide
-        # the KV width.
+        # The number of heads must divide the KV width, with one exception: the target's number of
+        # heads is accepted if it gives an even head dim after rounding down. The MoA authors' code
+        # uses the target's number of heads, and rounds the head dim down.
         if kv_width % heads and (heads != facts.n_heads or kv_width // heads % 2):
             raise DrafterError(
                 f"`layer_attention_heads` is {heads}, which does not divide {kv_width}, the KV "

@@ -136,8 +136,7 @@ class MedusaDrafter(Drafter):
         # One mask [B, T] per head: the positions at which the head is trained.
         reached = [self.loss_positions(inputs.response_mask, step.draws)]
         for _ in self.heads[1:]:
-            # A head is trained at a position if the previous head is trained at this position and
-            # at the position before it.
+            # Head k is trained at position t if head k - 1 is trained at the positions t and t - 1.
             reached.append(reached[-1] & F.pad(reached[-1][:, :-1], (1, 0)))
         every = torch.stack(reached)
         counts = every.sum(dim=(1, 2)).tolist()
@@ -165,7 +164,7 @@ class MedusaDrafter(Drafter):
     def drafted_features(
         self, frozen: FrozenTarget, inputs: TrainingInputs, draws: Draws
     ) -> DraftedFeatures:
-        """Compute the features of drafts from the last hidden state that each round sees."""
+        """Compute the features of drafts from the last verified hidden state of each round."""
         queries, valid, context = round_queries(inputs.response_mask, draws)
         # The number k of the head that drafts each position; 0 for padding.
         step = torch.where(valid, queries - context, 0)

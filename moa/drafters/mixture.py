@@ -79,8 +79,8 @@ class MoASizes(KVEncoderSizes):
     # N, the number of the target's last layers that the drafted features pass through.
     target_layer_inference: SizeOrZero = 0
     cross_attention_drafts: Flag = True
-    """True if cross-attention sees encoded KV and the drafts of the round. In the Mixture of
-    Attentions paper, cross-attention sees only encoded KV."""
+    """True if cross-attention sees the tokens of the current draft round in addition to the encoded
+    KV. In the Mixture of Attentions paper, cross-attention sees the encoded KV only."""
 
     @override
     def problems(self) -> Iterator[str]:

@@ -323,7 +323,7 @@ def draw_anchors(response_mask: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         valid = blocks.anchors >= 0
         return torch.where(valid, blocks.anchors, 0), valid
     response = response_mask.bool().cpu()
-    # [B, T], true for possible anchors.
+    # [B, T] bool. A position can be an anchor if it and the next position are in a response.
     trained = F.pad(response[:, :-1] & response[:, 1:], (0, 1))
     if blocks.max_anchors is not None:
         for row, anchors in enumerate(trained):
@@ -503,7 +503,8 @@ def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    # The padded mask has at least one entry. If there are no positions, cut this entry off.
+    # Padding adds an entry for the first position. If there are no positions at all, cut the added
+    # entry off.
     starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

@@ -392,17 +392,19 @@ def _renamed(weights: Weights, rename: Callable[[str], str], folder: Path) -> We
 
 
 def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, folder: Path) -> None:
-    """Refuse a config.json in which a key contradicts the sizes that moa-data has recorded there.
+    """Refuse a config.json that contradicts itself.
 
-    Other programs read only their own keys, so they would run a drafter with other sizes.
+    The file contains the sizes that moa-data has recorded, and the keys that other programs read.
+    If the two differ, other programs would run a drafter with other sizes than moa-data.
     """
     # ``layout.config`` takes the target's config as an argument. An empty config is sufficient
     # here, because keys that come from the target's config are not compared.
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
     if "hidden_act" in written:
-        # A config.json with the key ``hidden_act`` describes the drafter and not the target. So if
-        # ``written`` has no flag for a bias or a norm, the drafter does not have it.
+        # ``written`` contains the keys that an export of this drafter writes. If ``hidden_act`` is
+        # one of them, the keys of config.json describe the drafter and not the target. If a flag
+        # for a bias or a norm is then absent from ``written``, the drafter lacks the bias or norm.
         written = dict.fromkeys(_FLAGS, False) | written
     layers = nested(config, LAYERS_KEY)
     for found in (config, layers, *(nested(part, "rope_parameters") for part in (config, layers))):

@@ -356,8 +356,9 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
 def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
     """Return the tensors ``d2t`` and ``t2d`` of a drafter that can draft all tokens.
 
-    For such a drafter, vLLM refuses a file with ``d2t``, so the file contains neither of the two
-    tensors. For a drafter with a reduced vocabulary, the result is empty.
+    The exported file of such a drafter lacks these tensors, because vLLM refuses a file with
+    ``d2t``. An import adds them again. For a drafter with a reduced vocabulary, the result is
+    empty, because its file contains its own tensors.
     """
     n_tokens = sizes.vocab_size if sizes.draft_vocabulary == sizes.vocab_size else 0
     made = {
@@ -368,7 +369,7 @@ def _full_vocabulary(sizes: Eagle3Sizes) -> Weights:
 
 
 def _pack_eagle3(weights: Weights, sizes: Eagle3Sizes) -> Weights:
-    """Remove the tensors that :func:`_full_vocabulary` returns."""
+    """Remove ``d2t`` and ``t2d`` from the weights of a drafter that can draft all tokens."""
     packed = dict(weights)
     for name in _full_vocabulary(sizes):
         packed.pop(name, None)

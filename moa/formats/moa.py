@@ -55,7 +55,8 @@ def _sizes(weights: Weights, facts: dict[str, Any]) -> MoASizes:
             layout.rows(weights, f"{block}.self_attn.k_proj.weight") // dim
         )
         values[f"{our_name}_mlp_width"] = layout.rows(weights, f"{block}.mlp.gate_proj.weight")
-    # Use these settings of the drafter in the Mixture of Attentions paper.
+    # The weights do not show these settings. Assume the values of the drafter in the Mixture of
+    # Attentions paper, which the MoA authors' code always uses.
     values |= {"cross_attention_drafts": False, "layer_groups": 1, "unrotated_keys": False}
     values["qkv_bias"] = "self_attention.self_attn.q_proj.bias" in weights
     return MoASizes.from_dict(values)

@@ -37,9 +37,10 @@ _HEADS = {
     "markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }  # fmt: skip
-# For each type of drafter, the keys that are read. The value of a key is used if config.json does
-# not have the key. The key ``embed_requires_grad`` is not listed, so a drafter in which it is true
-# is refused. Such a drafter has its own embeddings in place of the target's embeddings.
+# Type of drafter -> the keys of config.json that are read, each with the value that is used if
+# config.json lacks the key. A true value is refused under any key that is neither in this dict nor
+# in ``_SHARED``. An example is ``embed_requires_grad``: if it is true, the drafter has embeddings
+# of its own, which are not supported.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,
@@ -255,7 +256,8 @@ SPECULATORS_DFLASH = replace(
     reader="speculators and vLLM",
     requires={**DFLASH.requires, "sample_from_anchor": (True, False)},
     config=lambda sizes, target_config: _block_config("DFlash", sizes, target_config),
-    # Recognise the folders of all other types of speculators drafters, too. Reading such a folder
-    # raises an error that names the type.
+    # Recognise every speculators drafter that the layouts above did not recognise, even if its type
+    # is not supported. Reading an unsupported drafter then fails with an error that names the type.
+    # If no layout recognised the folder, the error would only say that the folder is unknown.
     recognises=lambda names, config: _TYPE in config,
 )

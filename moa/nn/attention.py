@@ -123,8 +123,9 @@ def attend_many_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Layer self-attention has such sequences: one per position, with the target's layers as tokens.
     PyTorch's fused kernel computes the same result.
     """
-    # On a CPU, PyTorch's fused kernel has a fixed cost for each sequence and each query head. Here
-    # one matrix product computes all query heads that share a key head.
+    # PyTorch's fused kernel would be slow for many short sequences: on a CPU, it has a fixed cost
+    # for each sequence and each query head. Instead, compute all query heads that share a key head
+    # as one matrix product.
     n_kv_heads = k.shape[1]
     head_dim = k.shape[3]
     # Queries, [B * H_kv, H / H_kv * Q, d].

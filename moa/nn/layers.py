@@ -66,9 +66,10 @@ class DecoderBlockSizes:
     input_width: int | None = None
 
 
-# If only the output of the last token is needed, Q is needed only for the last token. But for at
-# most this number of tokens, one fused product of Q, K and V for all tokens is faster than a
-# product of K and V for all tokens and a product of Q for the last token.
+# If only the output of the last token is needed, K and V are needed for all tokens, but Q only for
+# the last token. There are two ways to compute them: one fused product of Q, K and V for all
+# tokens, or one product of K and V for all tokens and a second product of Q for the last token. The
+# fused product is faster for at most this number of tokens.
 _FEW_TOKENS = 32
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

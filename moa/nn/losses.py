@@ -111,9 +111,10 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _autocast(features: Tensor, frozen_head: Tensor) -> tuple[torch.dtype, Tensor]:
-    """Return the dtype of the computation, and the frozen head.
+    """Return the dtype in which logits are computed, and the weight of the frozen LM head.
 
-    Under autocast, the dtype is the dtype of autocast, and the head is cast to this dtype.
+    Under autocast, the dtype is the dtype of autocast, and the weight is cast to this dtype.
+    Otherwise, the dtype is the dtype of the features, and the weight is unchanged.
     """
     if not torch.is_autocast_enabled(features.device.type):
         return features.dtype, frozen_head

@@ -58,10 +58,11 @@ def to_device(
 
 
 class DeviceLengths(list[int]):
-    """Lengths of B rows for CUDA graphs. The lengths are on the device, in the tensor :attr:`real`.
+    """Lengths of B rows for CUDA graphs.
 
-    A replay of a graph reads the lengths from this tensor. The values of the list itself are upper
-    bounds, which are used for shapes only.
+    This class is a list, but the numbers in the list are not the lengths. They are upper bounds of
+    the lengths, and are used only to choose shapes. The lengths themselves are on the device, in
+    the tensor :attr:`real`, from which a replay of a graph reads them.
     """
 
     def __init__(self, most: int, real: Tensor) -> None:

@@ -304,8 +304,9 @@ class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only the given rows, in this order, and move them to the start of the buffer."""
-        # Do not allocate a smaller buffer. A batch loses its rows one by one. If a buffer was
-        # allocated each time, all these buffers together would take many times the memory.
+        # Use the first rows of the old buffer instead of a smaller new buffer. A batch loses its
+        # rows one by one. With a new buffer each time, all the buffers together would take many
+        # times the memory.
         fewer = self.buffer[:, :, : len(rows)]
         fewer.copy_(self.buffer.index_select(2, to_device(rows, fewer.device)))
         super()._set_buffer(fewer)

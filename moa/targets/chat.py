@@ -54,9 +54,9 @@ _UNREAD = re.compile(
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
 )
-# More keys that belong to a chat, but that moa-data does not read. These keys count only if they
-# are directly in a row, a message or a tool call. In objects inside a row or message, such as
-# `metadata`, the same names have other meanings.
+# More keys with a part of a chat that moa-data does not read. A key counts only if it is a key of
+# the row, the message or the tool call itself. In a nested object, such as `metadata`, the same
+# name may have another meaning.
 _UNREAD_DIRECTLY = re.compile(
     r"observations?"
     r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
@@ -125,7 +125,7 @@ _CALL_KEY = "tool call key"
 NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
 """Keys of messages that the template must show: tools, and the model's plan for their use."""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
-"""Keys of messages that hold text which the model wrote, besides contents and tool calls."""
+"""Keys of messages whose values the model wrote, in addition to contents and tool calls."""
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
 CHAT_COLUMNS = {*_READ_COLUMNS, "instruction", "history"}
 """Names of columns that hold the messages, the tools, or another part of a chat."""

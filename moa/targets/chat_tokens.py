@@ -50,9 +50,9 @@ from .template import ANSWER, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# Finds placeholders in a rendering. It matches the whole placeholder of a number, such as 7300001.
-# It matches only the end of the placeholder of a text: in moaPiece7300001end, it matches
-# 7300001end. So all matches start with 73, and the search is fast.
+# Finds placeholders in a rendering. A number has a placeholder such as 7300001. A text has a
+# placeholder such as moaPiece7300001end, and the match is only its end, 7300001end. So all matches
+# start with 73, which makes the search fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )
@@ -70,8 +70,8 @@ class TokenizedChat:
     truncated: bool
     # Columns of the row, and keys of its messages, that do not affect the tokens.
     beside: tuple[str, ...] = ()
-    # Keys of messages, named as in :func:`.chat.additional_keys`. If a message has one of these
-    # keys, the template shows it.
+    # Names of message keys, as :func:`.chat.additional_keys` writes them. The template shows each
+    # of these keys in every message that has the key.
     shown_keys: tuple[str, ...] = ()
 
 
@@ -431,9 +431,9 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         if piece.message < 0:
             n_shown = min(n_shown, 1)
             piece_end = piece_end if piece_end >= 0 else _find(text, piece, 0)
-        # Some templates repeat the name of a tool call next to the result of the tool. So count how
-        # often the template writes the name up to the message with the tool call, and ignore later
-        # messages.
+        # Some templates repeat the name of a tool call next to the result of the tool. This is
+        # allowed. So count only how often the template writes the name in the messages up to the
+        # tool call.
         elif piece.kind == _CALL_NAME and n_shown > 1:
             n_shown = template.render(marked.messages[: piece.message + 1], marked.tools).count(
                 placeholder
@@ -441,8 +441,8 @@ def _check_pieces(template: ChatTemplate, marked: _MarkedChat, text: str) -> Non
         is_hidden = n_shown != 1 or piece_end < 0
         where = piece.kind if piece.message < 0 else f"message {piece.message} ({piece.kind})"
         # In a chat, the results of tools come after the response that calls the tools. Gemma 4's
-        # template writes the results before this response. Then the response counts as rewritten,
-        # too.
+        # template writes the results before the text of this response. So reject such a response as
+        # rewritten, like a response whose text is hidden or changed.
         if piece.kind == "assistant" and (is_hidden or last_result > piece.message):
             rewritten = where
         elif is_hidden:
@@ -578,15 +578,16 @@ def _prefix_span(
         end += len(template.end_of_turn) - len(template.text_after_last)
     elif template.text_after_last and not (is_open or template.header):
         return None
-    # In the Harmony format, the last response ends with <|return|>, but earlier responses end with
-    # <|end|>. So compare again without the end-of-turn token.
+    # In the Harmony format, a response ends with <|return|> if it is the last one of a rendering,
+    # and otherwise with <|end|>. So if ``turn`` is not a prefix of ``text``, remove the end-of-turn
+    # token from ``turn`` before they are compared again, and find the token in ``text``.
     if not text.startswith(turn):
         turn = turn.removesuffix(template.text_after_last or template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))
         end = end_token.end() if end_token else 0
     start = len(prompt)
-    # After a response, some templates write no generation prompt. They still write the header of
-    # the next response in a chat, so skip it.
+    # Some templates do not write a generation prompt after a response, so the header of the next
+    # response is missing in ``prompt``. In ``text``, the header is there, so skip it.
     if not prompt.rstrip().endswith(template.header):
         start = _skip_header(template, text, start)
     if not is_open and template.header and start == len(prompt):

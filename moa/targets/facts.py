@@ -112,7 +112,7 @@ class TargetFacts:
 
     @classmethod
     def of(cls, config: Any) -> "TargetFacts":
-        """Compute the facts from the transformers config of a text model."""
+        """Compute the facts about a target from the transformers config of its text model."""
         family = FAMILIES.get(config.model_type, OTHER)
         first_layer = _layer_configs(config)[0]
         n_heads = getattr(first_layer, "num_attention_heads", None) or max(
@@ -143,7 +143,7 @@ class TargetFacts:
 
     @classmethod
     def of_model(cls, model: Any) -> "TargetFacts":
-        """Compute the facts from a loaded causal LM."""
+        """Compute the facts about a target from its loaded causal LM."""
         return cls.of(text_model(model).config)
 
     @property

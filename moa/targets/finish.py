@@ -33,9 +33,9 @@ _CUT_REASONS = {
 _NO_REASON = {"", "none", "null", "nan"}
 # Some APIs write the name of an enum before the reason, as in FINISH_REASON_STOP.
 _REASON_PREFIXES = ("finish_reason_", "reason_")
-# A key in `_LIMIT_FLAGS` or `_FLAGS` with the value true means that an answer was cut off. Keys in
-# `_FLAGS` count only if they are directly in a row or message. In objects inside a row, the same
-# names have other meanings.
+# A key in `_LIMIT_FLAGS` or `_FLAGS` with the value true means that an answer was cut off. A key in
+# `_FLAGS` counts only if it is a key of the row or the message itself. In a nested object, the same
+# name may have another meaning.
 _LIMIT_FLAGS = ("stopped_limit",)
 _FLAGS = ("truncated", "is_truncated")
 _TRUE = {"true", "1", "1.0", "yes"}

@@ -25,8 +25,8 @@ from .families import decoder_layers, text_model
 # 1.
 _MAX_ERROR = 1e-4
 # The test of a fused layer uses tokens from this position on. Some layers scale attention by a
-# factor that depends on the position. At such a large position, the factor is not 1, so the test
-# detects these layers.
+# factor that depends on the position, which fused layers do not. At low positions the factor is 1,
+# so the test would not detect these layers there.
 _FAR = 1 << 17
 _ATTENTION: Any = AttentionInterface()
 _LOG = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ def fuse(model: nn.Module) -> None:
 class FusedBody:
     """A target's text model that runs only fused layers, without the overhead of transformers.
 
-    The fused body builds no attention masks. The caller passes arguments to the attention function
-    instead, which decide to which tokens each token attends.
+    The fused body does not build attention masks. The caller chooses the arguments of the attention
+    function, and these arguments decide to which tokens each token attends.
     """
 
     def __init__(self, model: Any) -> None:

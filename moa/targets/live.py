@@ -180,9 +180,9 @@ class Target:
         self.facts = TargetFacts.of(self.body.config)
         config = self.facts.config
         # From the position ``floor_scale`` on, Llama 4 multiplies queries by a factor that depends
-        # on the position. Its layers compute the position by counting the tokens in the cache, not
-        # from the position ids. For drafts in a tree, this count is not their position. So
-        # sequences must end before the position ``floor_scale``.
+        # on the position. Its layers do not read the position ids, but take the number of tokens in
+        # the cache as the position. For a draft in a tree, this number is wrong, because the cache
+        # also contains other branches. So sequences must end before the position ``floor_scale``.
         bound = (
             getattr(config, "floor_scale", None)
             if getattr(config, "attn_temperature_tuning", 0)

@@ -122,13 +122,14 @@ def _load_fitting(
                 folder, config=transformers_config(read_config(folder), folder),
                 dtype=dtype, attn_implementation=facts.attention,
                 output_loading_info=True, use_safetensors=True, trust_remote_code=False, **options,
-                # With this setting, transformers reports tensors of a wrong shape and does not
-                # raise an error. `_check_fit` refuses these tensors.
+                # With this setting, transformers does not raise an error if a tensor has a wrong
+                # shape, but reports the tensor in `info`. `_check_fit` refuses such tensors.
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
-            # transformers stacks the weights of all experts of a layer into one tensor. If this
-            # fails, the error of transformers does not name the wrong weights, so find them here.
+            # transformers stacks the weights of all experts of a layer into one tensor. Stacking
+            # fails if the tensor of an expert is missing or has a wrong shape. The error of
+            # transformers does not name this tensor, so find its name here.
             if not (problem := _find_expert_problem(headers)):
                 raise
             raise _misfit(folder, facts.config, problem) from error
@@ -144,13 +145,15 @@ def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
     All layers with experts must have the same number of experts. The result is empty if all tensors
     fit.
     """
-    # A tensor's name is split at the numbers in it, which are the indices of layer and expert. For
-    # example, model.layers.3.mlp.experts.7.up_proj.weight has the numbers (3, 7), and the texts
-    # "model.layers.", ".mlp.experts." and ".up_proj.weight". `groups` maps the texts to a dict,
-    # which maps the numbers to the shape of the tensor.
+    # The name of a tensor contains two numbers: the indices of the layer and of the expert. The
+    # name is split into its numbers and its texts. For example, the name
+    # model.layers.3.mlp.experts.7.up_proj.weight has the numbers (3, 7) and the texts
+    # ("model.layers.", ".mlp.experts.", ".up_proj.weight"). `groups` maps the texts of a name to a
+    # dict with one entry per tensor: the numbers of its name are mapped to its shape.
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
-    # The last of the texts, such as ".up_proj.weight", names a matrix of the expert. `experts` maps
-    # the other texts to the numbers of all experts that have at least one matrix in the files.
+    # An expert has several matrices, and the last text of a name says which matrix it is. `experts`
+    # maps the texts before the last one, such as ("model.layers.", ".mlp.experts."), to a set of
+    # experts. The set contains the numbers (layer, expert) of each expert with at least one matrix.
     experts: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, header in headers.items():
         if ".experts." in name:
@@ -297,12 +300,12 @@ def _check_fit(
 def _find_cast_tensor(
     headers: Mapping[str, TensorHeader], model: Any, info: Mapping[str, Any]
 ) -> str:
-    """Describe the first tensor in the files that transformers would cast without a warning.
+    """Describe the first tensor in the files that is not floating-point although it is a weight.
 
-    This is a tensor that is not floating-point, and that transformers renames or stacks while it
-    loads the files. The dtypes of other tensors are compared with the model's dtypes by name. But
-    this tensor has different names in the files and in the model, so this function searches the
-    files. If transformers would cast nothing, the result is empty.
+    transformers would cast such a tensor without a warning. Tensors that have the same name in the
+    files and in the model are checked elsewhere. This function checks the tensors that transformers
+    renames or stacks while it loads the files. If all of them are floating-point, the result is
+    empty.
     """
     skipped = {_PREFIXES.sub("", name) for name in (*model.state_dict(), *info["unexpected_keys"])}
     # Old files of many models contain a tensor of position ids, which transformers ignores.

@@ -59,11 +59,11 @@ _TOOL = {
 }
 _PAIRED_TAG = re.compile(r"</?([^<>/|\s]+)>")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# In the templates that it compiles, moa-data replaces the function that gives the time.
-# transformers caches compiled templates by their text, so other code in this process could get such
-# a template, although it needs the real time. So moa-data puts this comment before the text of its
-# templates, which makes their text different. Jinja drops the line break after the comment, so the
-# template still begins at the start of a line.
+# This comment is put before the text of each template that moa-data compiles, to give the template
+# another key in transformers' cache of compiled templates. In its compiled templates, moa-data
+# replaces the function that gives the time. The key in the cache is the text. With the same text,
+# other code in this process, which needs the real time, would get a template with the fixed time.
+# Jinja drops the line break after the comment, so the template still begins at the start of a line.
 _OURS = "{# The time is fixed. #}\n"
 _PARTS_AS_JSON = re.compile(r'"text"\s*:\s*"' + PLACEHOLDER)
 _TAKEN = {
@@ -76,10 +76,10 @@ _TAKEN = {
 class ControlTokens(NamedTuple):
     """Patterns that match control tokens, such as the token that ends a turn."""
 
-    # Matches the tokens that no text of a chat may contain.
+    # Matches the control tokens that must not occur in the text of any message.
     everywhere: re.Pattern[str]
-    # Matches the same tokens, and also the tokens that templates write around tools, tool calls and
-    # results of tools. Texts that are written between such tokens must not contain any match.
+    # Matches the same tokens, and also the tokens that templates write before and after tools, tool
+    # calls and results of tools. A text that is written between such tokens must not contain them.
     framed: re.Pattern[str]
 
 
@@ -193,17 +193,18 @@ class ChatTemplate:
         return self._try_render(messages).partition(PLACEHOLDER)[2]
 
     def _find_end_of_turn(self, header: str) -> str:
-        """Return the text that ends a response. There are three cases.
+        """Return the text that ends a response, or an empty text if it cannot be found.
 
-        1. The template writes a control token directly after the last response. This token ends the
-           response. A second control token may follow. It belongs to the end of the response only
-           if three conditions hold. The template also writes it between a response and the next
-           turn. It is not among the first tokens of a chat. No text follows it. Otherwise it ends
-           the whole chat, or begins the next turn.
-        2. The template writes other text after the last response. This text ends the response if
-           the template also writes it after earlier responses. Otherwise the result is empty.
-        3. The template writes nothing after the last response. Then the first control token between
-           a response and the next turn ends the response, unless this token starts turns.
+        What the template writes after the last response of a chat decides:
+
+        - A control token. The result is this token. If more control tokens follow, each of them may
+          end the whole chat, or begin the next turn. So a further token is added to the result only
+          if all of these conditions hold: the template also writes the token after earlier
+          responses, no chat begins with the token, and no text follows the token.
+        - Other text. If the template also writes this text after earlier responses, the text is the
+          result. Otherwise the result is empty.
+        - Nothing. If a control token follows earlier responses, this token is the result. If the
+          token may be the start of the next turn, the result is empty.
 
         Args:
             header: rendering of a chat with one user message.
@@ -214,10 +215,10 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # If a chat with one user message does not contain the token, the token ends responses.
-            # If the chat contains it, the token may start turns instead: then it is among the first
-            # tokens of the chat, or follows a default system text. A token that ends turns also
-            # ends the user's turn.
+            # Does the token end responses, or does it start the next turn? If a chat with one user
+            # message does not contain the token, it ends responses. Otherwise it must end the
+            # user's turn, too, and must not be among the first tokens of the chat. A token that
+            # starts turns would be one of these first tokens.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)
@@ -263,8 +264,8 @@ class ChatTemplate:
     def _control_token_end(self, text: str, start: int) -> int:
         """Return the index after the control token that begins at ``start``.
 
-        White space between ``start`` and the token is skipped. If other text follows, the result is
-        0.
+        White space before the token is skipped. If there is not a control token at ``start``, the
+        result is 0.
         """
         rest = text[start:].lstrip()
         token = self.control_tokens.everywhere.match(text, len(text) - len(rest))

@@ -213,8 +213,9 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
             order = np.concatenate(by_length) if by_length else order
         groups = [order[start : start + size] for start in range(0, n, size)]
         if self.bucket_batches and self.shuffle:
-            # Keep an incomplete group last. The ``DataLoader`` makes batches of ``batch_size``
-            # sequences, so after an incomplete group, its batches would not equal the groups.
+            # Do not shuffle an incomplete group, but keep it last. The ``DataLoader`` makes batches
+            # of ``batch_size`` sequences. After an incomplete group, each batch would consist of
+            # sequences of two groups.
             n_whole = n // size
             groups = [groups[k] for k in draw.permutation(n_whole)] + groups[n_whole:]
         if self.world_size > 1:

@@ -224,7 +224,8 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another `out`."
             ) from error
-        # The hash of the store's manifest covers both entries, so they need not be compared.
+        # The entries ``target`` and ``identities`` need not be compared, because they are part of
+        # the manifest, and ``store_sha256`` is the hash of the manifest.
         free_to_change = {"target", "identities"}
         if n_recorded <= n_sequences:
             free_to_change.add("n_sequences")

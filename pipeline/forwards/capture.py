@@ -96,9 +96,9 @@ class Capture:
         device = self.tokens.device
         if device.type != "cuda":
             return self._mapped(Tensor.cpu)
-        # Copy each batch on a stream of its own. torch reuses the pinned memory of a freed batch
-        # only when all work on the stream that copied the batch is done. If all batches shared a
-        # stream, torch would also wait for the copies of later batches.
+        # Copy each batch on a separate stream. When a batch is freed, torch reuses the batch's
+        # pinned memory only after all work on the copying stream is done. On a shared stream, this
+        # work would include the copies of later batches.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

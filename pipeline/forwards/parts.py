@@ -127,13 +127,13 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            # Another process may have committed this part since it was chosen. `counter.look` reads
-            # such a commit, and `store.part` refuses a part whose commit was read. So call
-            # `store.part` first. The other commit is noticed later, when this process publishes its
-            # own part.
+            # Call `store.part` before `counter.look`. Another process may have committed this part
+            # since it was chosen. If `counter.look` had read this commit already, `store.part`
+            # would refuse the part. Here the commit is noticed later, when this process publishes
+            # its own part.
             out = store.part(part, pool)
-            # Keep a list of open parts, to discard them after an error. Several earlier parts may
-            # still be queued for the writer thread if each of them is a single batch.
+            # Keep a list of open parts, to discard them after an error. If parts are as small as a
+            # single batch, several earlier parts may still wait in the writer thread's queue.
             open_parts = [earlier for earlier in open_parts if earlier.is_open]
             open_parts.append(out)
             counter.look()
@@ -305,10 +305,10 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:
-            # The loaded model has a dtype that cannot represent all values of the weight files, so
-            # its weights were rounded. Load the weights again, in the dtype of the files. If the
-            # loaded model has any other dtype, its weights can be converted back to the files'
-            # dtype without loss.
+            # The dtype of the loaded model cannot represent all values of the weight files, so
+            # loading has rounded the weights. Load them again, in the dtype of the files. With a
+            # dtype that can represent all values, this is not necessary: the weights can then be
+            # converted back to the dtype of the files without loss.
             model = load_target_model(folder, own_dtype, "cpu")
         with store.target() as bundle:
             save_target_bundle(model, target.tokenizer, bundle, n_layers_kept, own_dtype)

@@ -230,7 +230,10 @@ class VllmSource:
                     )
 
         def state(state_id: int) -> Tensor:
-            """Return the hidden states that have this id in vLLM, [B, T, E]."""
+            """Return hidden states of all sequences, [B, T, E], padded with 0.
+
+            In vLLM, ``state_id`` is the number of decoder layers that have processed the states.
+            """
             index = self._states.index(state_id)
             return pad_sequence([by_name["hidden"][:, index] for by_name in values], True)
 

@@ -6,18 +6,20 @@ processed.
 
 Shapes: n positions, W numbers in a context, V vocabulary.
 
-Contexts may arrive later than the tokens. A round of drafting begins at the first position without
-a context, ``n_context``. The token at this position is the root of the round. If more committed
-tokens follow the root, they are fed to the drafter as if they were its first drafts. Only the
-tokens after the committed ones are real drafts. All these tokens form a chain::
+In a round, the drafter extends one chain of tokens. The first token of the chain is the *root*. It
+is the committed token at position ``n_context``, the first position without a context. Contexts may
+arrive later than committed tokens, so more committed tokens may follow the root. These tokens are
+fed to the drafter as if it had drafted them. The real drafts come after them::
 
-    context        The  cat  sat                         n_context 3
-    committed      The  cat  sat  on  the                "on" is the root, "the" is fed to the
-    drafts                                 mat  .        drafter, "mat" and "." are drafted
+    position         0    1    2    3    4    5    6
+    contexts        The  cat  sat                        n_context = 3
+    committed       The  cat  sat  on   the
+    chain                          on   the  mat  .      "on" is the root, "the" is fed to the
+                                                         drafter, "mat" and "." are drafted
 
-Without a network the chain keeps growing. If the server disagrees with a draft, the chain rolls
-back to the last correct token. A new round uses all contexts that have arrived. It begins when
-there are no drafts, when a draft was wrong, or when the chain has become long.
+Without a network the chain keeps growing. If the server disagrees with a draft, the chain is cut
+after the last correct token. When newer contexts have arrived, a new round with a new root starts
+in three cases: there are no drafts, a draft was wrong, or the chain has become long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +51,7 @@ _BUNDLE = "target"
 # feeds to the drafter. After each call, the caller handles messages of the server.
 _MAX_FED = 16
 # If a chain has this many tokens and newer contexts (data of the target) have arrived, a new chain
-# begins. The reason is that the target accepts drafts far from the last context less often.
+# begins, because the target more often rejects drafts that are far from the last context.
 _MAX_LEVELS = 32
 
 
@@ -157,10 +159,10 @@ class SequenceDrafter:
         self._reset()
 
     def begin(self, tokens: Sequence[int], sampling: SamplingConfig = GREEDY, seed: int = 0) -> int:
-        """Start a sequence. Return for how many of its positions the drafter already has contexts.
+        """Start a sequence, and return the number of its positions that already have contexts.
 
-        If the sequence begins with the same tokens as the previous sequence, the drafter keeps the
-        contexts of these tokens in its caches.
+        If the sequence begins with the same tokens as the previous sequence, the caches of the
+        drafter keep the contexts of these tokens. Otherwise the result is 0.
         """
         self._sampling = sampling
         self._seed = seed
@@ -252,14 +254,14 @@ class SequenceDrafter:
         self.is_catching_up = False
 
     def _newest_root(self, tokens: Sequence[int]) -> int | None:
-        """Return the root of the next round: the last position at which a round can begin.
+        """Return the position of the next round's root: the last position that can be a root.
 
-        If no new round can begin, return the root of the current round. If there is also no current
-        round, return None.
+        If no new round can start, return the root of the current round. Without a current round,
+        return None.
         """
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        # Contexts cannot be removed from the drafter's caches. So a round cannot begin at a
-        # position whose context is in the caches.
+        # A root must not have a context in the drafter's caches, and contexts cannot be removed
+        # from these caches.
         if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest

@@ -585,7 +585,7 @@ class ClientSession:
         self._events.append(Done(reason))
 
     def _end_if_complete(self) -> None:
-        """End an answer that was complete when it was resumed."""
+        """End an answer at once if its saved tokens already are the whole answer."""
         answer = self.tokens[self.n_prompt :]
         if answer and answer[-1] in self.settings.eos_token_ids:
             self._end("stop")

@@ -41,7 +41,12 @@ from .sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _MAX_CATCH_UP = 64
-"""A sequence enters the shared state if the drafter has at most this many new tokens to process."""
+"""Limit of the number of tokens that the drafter still has to process before it can draft.
+
+Sequences within this limit draft together in one batch, whose caches are the shared state. A
+sequence above the limit drafts alone. Otherwise the whole batch would be padded to its number of
+tokens.
+"""
 
 
 class Speculation:
@@ -67,11 +72,13 @@ class Speculation:
         self.reuses_contexts = (
             drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         )
-        # Sequence id -> drafter state of a sequence that is not in the shared state.
+        # Maps the id of each sequence that is not in the shared state to the drafter's caches of
+        # this sequence.
         self._apart: dict[int, Any] = {}
         # The ids of the sequences in the shared state, in the order of its rows.
         self._together: list[int] = []
-        # The shared drafter state. It is None if no sequence is in it.
+        # The shared state: the drafter's caches of all sequences that draft in one batch. It is
+        # None if there are no such sequences.
         self._state: Any = None
         # Sequence id -> the number of tokens that the sequence had when it last got drafts.
         self._n_drafted_at: dict[int, int] = {}
@@ -114,7 +121,8 @@ class Speculation:
     def gather(self, sequences: GenericSequence[Sequence]) -> None:
         """Move the sequences that draft now to the shared state, and all others out of it.
 
-        A sequence with many new tokens stays outside of the shared state, and drafts alone.
+        A sequence drafts alone, outside of the shared state, if the drafter still has to process
+        many of its tokens.
 
         Args:
             sequences: the sequences that draft. Each of their tokens has target KV, except the last

@@ -100,10 +100,10 @@ class Basis:
     synthesis: np.ndarray
     # float32 [width, n_components]. Converts values to components.
     analysis: np.ndarray
-    # float32 [width]. Number by which each entry of a quantisation error is divided before it is
-    # squared. The axes minimise the sum of these squares, and the rows of ``synthesis / scale`` are
-    # orthonormal. The value is None if errors were weighed with a full matrix instead of a scale
-    # (the ``metric`` of ``calibration.learn_basis``).
+    # float32 [width]. A quantisation error ``e`` costs the sum of squares of ``e / scale``. The
+    # axes minimise this cost, and the rows of ``synthesis / scale`` are orthonormal. The value is
+    # None if errors were weighed with a full matrix instead of a scale (the ``metric`` of
+    # ``calibration.learn_basis``).
     scale: np.ndarray | None = None
 
     @classmethod
@@ -463,11 +463,20 @@ class GroupTransform:
         return constants
 
     def _digits(self, part: int, is_high: bool) -> np.ndarray:
-        """Return the columns of the low (or high) digits of the components of a part.
+        """Find the stored column of each component's low digit, or of its high digit.
 
-        A part is the keys, the values or a hidden state. Entry i of the result is the index of the
-        column for component i. If the component does not have the digit, the entry is the number of
-        columns. At this index, :meth:`leading` appends a column of zeros.
+        The code of a component is stored as one digit, or as a low and a high digit if the code
+        does not fit into a byte. The result is int32 [n_components]. Entry i is the index of the
+        column for component i.
+
+        Some components lack the digit. Their entry is the number of columns, which is one more than
+        the last index. :meth:`leading` appends a column of zeros at this index, so that a missing
+        digit is read as 0.
+
+        Args:
+            part: 0 for the components of the keys or of a hidden state, 1 for the components of the
+                values.
+            is_high: whether to find the high digits.
         """
         columns = self.fit.columns
         column_ids = np.flatnonzero((columns.part == part) & ((columns.is_high > 0) == is_high))
@@ -513,7 +522,7 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Add up the bytes per token of several runs."""
+    """Return the total number of bytes that some stored runs of codes have for each token."""
     return sum(run.row_bytes for run in runs)
 
 

@@ -103,10 +103,11 @@ class FieldCodec:
         """Decode consecutive tokens of one sequence.
 
         Args:
-            codes: Name of a stored array -> its rows for the tokens from ``first_position`` on.
-                ``arrays_read(layers)`` returns the required arrays, and which indices along axis 1
-                their rows must contain. If this codec or a source ``needs_tokens``, the key
-                ``"tokens"`` is also required. Its value is the token ids, int [at least n_tokens].
+            codes: Name of a stored array -> its rows for the tokens from ``first_position`` on. All
+                arrays that ``arrays_read(layers)`` selects are required. If it selects only some
+                layers of an array, the rows contain only these layers. If this codec or a source
+                ``needs_tokens``, the key ``"tokens"`` is required, too. Its value is the token ids,
+                int [at least n_tokens].
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
             layers: The layers to decode. If the argument is None, all layers are decoded.

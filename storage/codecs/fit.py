@@ -59,9 +59,9 @@ The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# The base step of a component is at least the component's largest magnitude in the sample, divided
-# by this number. Then even the finest step has enough levels for all values of the sample. The
-# factor of 0.8 leaves room for larger values in other sequences.
+# Largest magnitude of a component, in base steps, for which even the finest step has enough levels.
+# If a component has a larger magnitude in the sample, its base step is increased. Other sequences
+# may have larger values than the sample, so the factor of 0.8 leaves room for them.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk of this array. The Huffman table, the
 # headers, the checksum and the index entry of a chunk take about 120 bytes. The time to read one
@@ -79,9 +79,9 @@ _STATISTICS_EVERY = 4
 _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
-# If the variance of a component is below this fraction of the water level (``water_level``), no
-# quantisers are measured for the component. The best allocation of bits gives such a component zero
-# bits, whatever the shape of its distribution is.
+# Quantisers are measured for a component only if its variance, times its weight, is at least this
+# fraction of the water level (``water_level``). Below it, the best allocation of bits gives the
+# component zero bits, whatever the shape of its distribution is.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -388,14 +388,14 @@ class _MeasuredGroup(NamedTuple):
     the measured components of the values.
     """
 
-    # For each component with measured quantisers, 0 if it belongs to the keys or to a hidden state,
-    # or 1 if it belongs to the values.
+    # [n_measured]. Entry i is 0 if measured component i belongs to the keys or to a hidden state,
+    # and 1 if it belongs to the values.
     part: np.ndarray
-    # For each component with measured quantisers, its index among all components of its part (the
-    # keys, the values or a hidden state).
+    # [n_measured]. Entry i is the index of measured component i among all components of the keys,
+    # of the values, or of the hidden state.
     component: np.ndarray
     # Location of an array [n_tokens, n_measured] in the file of the sample. The array contains the
-    # components with measured quantisers.
+    # measured components.
     components: Kept
     options: Quantisers  # The measured quantisers, [n_measured, n_options].
 
@@ -508,8 +508,8 @@ def _fit_part(
             square_sum += np.square(values, dtype=np.float64).sum()
         weight = n_layers / max(float(square_sum / len(rows.values)), 1e-30)
     else:
-        # ``learn_basis`` has divided the metric (the matrix that weighs errors) by its scale. So
-        # the error of a component is multiplied by this scale.
+        # ``learn_basis`` has divided the metric (the matrix that weighs errors) by the number
+        # ``metric_scale(metric)``. So multiply the errors of components by this number.
         weight = metric_scale(metric)
     for i, values in zip(others, rows.sequences, strict=True):
         if features is not None and regression is not None:
@@ -525,9 +525,9 @@ def _measure_groups(
 ) -> list[_MeasuredGroup]:
     """In each group, measure quantisers for the components that may get bits.
 
-    A component may get bits if its variance times its weight is above a tenth of the water level
-    (``water_level``). In each group, the component with the largest such product is always
-    measured.
+    A component may get bits if the product of its variance and its weight is above a tenth of the
+    water level (``water_level``). The component with the largest product of a group is measured in
+    any case.
     """
     variances: list[np.ndarray] = []
     for parts in fitted:

@@ -152,10 +152,10 @@ class StoreCodec:
 
     @property
     def learned(self) -> dict[str, TransformCodec]:
-        """Maps field names to codecs, for all field codecs that learn from a sample of sequences.
+        """The codecs that learn from a sample of sequences, by field name.
 
-        If a field is predicted from other fields, those fields come first. All codecs must have
-        learned before ``describe`` and ``files`` are called.
+        If a field is predicted from other fields, those fields come first. All of these codecs must
+        have learned before ``describe`` and ``files`` are called.
         """
         ordered = chain.from_iterable(codec.with_sources() for codec in self.fields.values())
         learned: dict[str, TransformCodec] = {}

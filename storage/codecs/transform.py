@@ -76,11 +76,11 @@ AUTO_GROUP_WIDTH = 4_096
 MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
-# By default, the number of bits per value of the last hidden state is at least the number for keys
-# and values plus this number. The last hidden state needs more bits, because training computes the
-# target's next-token distributions from it. With HIDDEN_BITS_RATIO alone, the distributions of a
-# real model had a KL divergence of 0.04 nats from the exact distributions. The additional bits are
-# a small share of a store that also contains keys and values.
+# Minimum number of additional bits per value of the last hidden state, compared with keys and
+# values, if the codec's name does not set the bits. The last hidden state needs them, because
+# training computes the target's next-token distributions from it. With HIDDEN_BITS_RATIO alone, the
+# distributions of a real model had a KL divergence of 0.04 nats from the exact distributions. The
+# additional bits are a small share of a store that also contains keys and values.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
 # Largest number of components of keys and values from which hidden states are predicted. The keys
@@ -393,7 +393,10 @@ class TransformCodec(FieldCodec):
 
     @property
     def _max_leading(self) -> int:
-        """Largest number of features that come from the keys (or the values) of one layer group."""
+        """Maximum number of features that one part provides for the prediction of other fields.
+
+        A part is the keys or the values of one layer group.
+        """
         return max(1, KV_FEATURES // (self.n_parts * len(self.groups)))
 
     @property

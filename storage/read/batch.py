@@ -290,8 +290,8 @@ class _Shard(NamedTuple):
     layers: tuple[int, ...] | None
 
 
-# Maps the index of each chunk to read, along axis 0 of its shard, to the buffers that receive rows
-# of this chunk.
+# The chunks of a shard that must be read. Maps the index of a chunk along axis 0 of the shard to
+# the buffers that receive rows of this chunk.
 _Wanted = dict[int, list[_Destination]]
 
 
@@ -319,9 +319,12 @@ class _Read:
     reader: ShardReader
     offset: int
     n_bytes: int
-    # One tuple for each chunk. It contains the position of the chunk's first byte in the bytes of
-    # this read, the chunk's size in bytes, its index along axis 0 of the shard, its column, and the
-    # buffers that receive its rows.
+    # One tuple for each chunk, with five items:
+    # - the position of the chunk's first byte in the bytes of this read
+    # - the size of the chunk in bytes
+    # - the index of the chunk along axis 0 of the shard
+    # - the column of the chunk
+    # - the buffers that receive rows of the chunk
     chunks: list[tuple[int, int, int, _Column, list[_Destination]]]
     # For a remote file, the fetched bytes. For a local file, the value is None, because the thread
     # that decodes the chunks also reads the file.
@@ -390,8 +393,8 @@ def run_in_threads(work: Sequence[Callable[[], None]], n_threads: int) -> None:
 
 
 def _plan_shards(shards: PartShards, ranges: Iterable[RowRange]) -> dict[_Shard, _Wanted]:
-    # All rows in one entry of this dict are read with the same layers. If two ranges of a shard
-    # need different layers, they get separate entries.
+    # Maps a shard, together with the layers to read from it, to the wanted chunks. If two ranges
+    # need different layers of the same shard, the shard has two entries.
     plans: dict[_Shard, _Wanted] = defaultdict(lambda: defaultdict(list))
     for item in ranges:
         grid = shards.grid(item.array)

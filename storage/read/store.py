@@ -258,9 +258,9 @@ class ActivationStore:
 
         Returns:
             Name of a stored array -> its rows. The mapping can be passed to
-            ``codec.fields[field].decode`` as ``codes``. The rows start at the first requested
-            token. For a lossy codec, the rows start at the last multiple of 64 tokens before it, or
-            at this token if it is such a multiple.
+            ``codec.fields[field].decode`` as ``codes``. For a lossless codec, the rows start at the
+            first requested token. For a lossy codec, they start at the last multiple of 64 that is
+            not greater than the index of this token.
         """
         chosen = layer_indices(self._field(field), layers)
         codec = self.codec.fields[field]
@@ -501,7 +501,7 @@ def read_manifest(store: StorePath) -> StoreManifest:
 def _open_manifest(store: StorePath) -> tuple[StoreManifest, StoreCodec]:
     """Read the manifest (store.json) and the learned state of the store's codec."""
     # The learned state is in the basis file. A process that adds fields replaces store.json, and
-    # then the basis file. If another process does so between the two reads here, the two files do
+    # then the basis file. If this happens between the reads of the two files below, the files do
     # not match. In this case, read both files again.
     while True:
         manifest = read_manifest(store)

@@ -319,8 +319,8 @@ class PartFiles:
         publish its uploads, the uploads are not deleted either.
 
         Returns:
-            Whether the part has the commit of this writer in spite of that. This happens if an
-            interrupt arrives after the commit was written.
+            Whether the part nevertheless has the commit of this writer. This happens if an
+            interrupt has arrived after the commit was written.
         """
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -441,9 +441,11 @@ class StoreFiles:
         folder.sync_names()
 
     def _remove_unfinished(self) -> None:
-        """Delete temporary files that killed processes have left outside of ``parts/``.
+        """Clean up after writers that were killed.
 
-        In a bucket, finish the publications of other writers instead.
+        In a local store, delete the temporary files that they have left outside of ``parts/``. In a
+        bucket, they may have left publication records. A record lists uploaded files and contains
+        their future commit. Give these files their final names, and write the commit.
         """
         if isinstance(self.path, Path):
             leftovers = [self.path / LOCKS_NAME, self.path / PUBLISH_NAME]
