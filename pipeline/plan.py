@@ -593,6 +593,6 @@ def recorded_config(store: StorePath) -> ExtractConfig:
             continue
     raise WorkerError(
         f"{runs} has no record of a finished extraction, so the settings of the store are not "
-        "known. To write its missing parts, run the command that made the store again. To rewrite "
+        "known. To write the missing parts of the store, repeat the command that made it. To rewrite "
         f"damaged parts too, first run `moa-data repair {json.dumps(str(store))} --drop`."
     )

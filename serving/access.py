@@ -82,7 +82,7 @@ def read_tokens(path: str | Path) -> list[str]:
     if tokens:
         return tokens
     raise RequestInvalid(
-        f"the token file {path} contains no token. Write one token per line into it, or leave out "
+        f"the token file {path} contains no access token. Write one token per line into it, or leave out "
         "`token_file` if no token is needed."
     )
 

@@ -272,7 +272,7 @@ class Eagle3Settings(LayerSettings, PositionSettings, DrafterSettings):
     EAGLE-3.1."""
     norm_output: bool = False
     """Pass the drafter's output through the final norm before the next draft reads it, as in
-    EAGLE-3.1. Its size then does not grow from draft to draft."""
+    EAGLE-3.1. Without this norm, the output's magnitude may grow from draft to draft."""
 
 
 class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSettings):
@@ -308,10 +308,10 @@ class BlockSettings(LayerSettings, MemorySettings, PositionSettings, DrafterSett
     (the anchor), which contains the last known token. If false, the anchor predicts nothing, and
     every other slot predicts the token at its own position."""
     position_decay: NonNegative | None = None
-    """Only with position_weights decay: how slowly the weight in the loss falls from draft to draft
-    of a block. The draft with index k, counted from 0, has the weight exp(-k / d), where d is this
-    setting. 0 gives all drafts the weight 1. Default: 4 for blocks of up to 8 slots, 5 for up to 12
-    slots, 7 for longer blocks."""
+    """With `position_weights=decay`, the weight in the loss falls from draft to draft of a block.
+    This setting d says how slowly: the draft with index k, counted from 0, has the weight exp(-k /
+    d). The value 0 turns the decay off: all drafts have the weight 1. Default: 4 for blocks of up
+    to 8 slots, 5 for up to 12 slots, 7 for longer blocks."""
     fused_layers: tuple[int, ...] | None = None
     """The decoder layers of the target that the drafter reads, counted from 0 and separated by
     commas. With context hidden, the first one may be -1, which means the embedding. With context
@@ -371,8 +371,8 @@ class DSparkSettings(BlockSettings):
     """Let the confidence head, which predicts whether a draft is accepted, also read the Markov
     head's embedding of the previous token."""
     confidence_weight: NonNegative = 1.0
-    """Weight in the total loss of the confidence head, which predicts whether a draft is accepted.
-    Its loss is a binary cross-entropy. 0 turns the loss off."""
+    """The confidence head predicts whether a draft is accepted, and learns with a binary
+    cross-entropy. This is the weight of this loss in the total loss. 0 turns it off."""
 
 
 class DFlashSettings(BlockSettings):

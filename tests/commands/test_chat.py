@@ -137,7 +137,7 @@ def test_refusals_are_one_line(server: Server, folder: Path, tmp_path: Path) -> 
     for words, text in {
         "--prompt a --web 0": "--prompt answers a single prompt",
         f"--resume {tmp_path}/none": "none cannot be read",
-        f"--token-file {tmp_path}/empty": "contains no token",
+        f"--token-file {tmp_path}/empty": "contains no access token",
         f"--token-file {tmp_path}/none": "cannot be read",
         "--mode fast": "--mode is 'fast'",
         "--set offline_below=1": "offline_below",
