@@ -41,7 +41,7 @@ class StageCommand(click.Command):
         )
 
     def get_help(self, ctx: click.Context) -> str:
-        """Return the help page, which writes settings as options."""
+        """Return the help page. Replace names of settings, such as `max_length`, by options."""
         return as_options(super().get_help(ctx))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -114,8 +114,8 @@ def stage_command(
                 raise click.UsageError(as_options(str(error))) from error
             return command(*args, config=config, **kwargs)
 
-        # The decorator next to the function runs first and adds its parameter first. Reverse the
-        # list to get the order in which the decorators are written.
+        # The decorator next to the function runs first and adds its parameter first. Reverse
+        # click's list of these parameters to get the order in which the decorators are written.
         own_parameters = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
             *(parameter for parameter in own_parameters if not parameter.is_flag),
