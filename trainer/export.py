@@ -128,7 +128,8 @@ def find_target(
             prefix = ""
         else:
             folder = resolve_model_folder(source)
-            load_facts(folder)  # Refuse an invalid target before its weights are hashed.
+            # Raise an error for an invalid target now, because hashing its weights takes long.
+            load_facts(folder)
             files = weight_files(folder)
             prefix = "model."
             identity = hash_target(folder)

@@ -91,16 +91,19 @@ class DrafterMetrics:
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """Measure a matrix M, float64 [W, W], for each part of each group of layers.
+        """Measure two matrices ``M`` for each group of layers: for its keys and for its values.
+
+        A matrix is float64 [W, W]. W is the number of elements of the keys of one token in all
+        layers of the group, or of the values.
 
         Args:
             store: a lossless store.
-            codec: the codec of ``kv``. It defines the groups of layers. The parts of a group are
-                keys before RoPE, and values.
+            codec: the codec of ``kv``. It defines the groups of layers. It encodes keys before
+                RoPE.
             sequences: indices of sequences with responses that are long enough for draft rounds.
 
         Returns:
-            For each group, the matrices of its parts, in the form of ``TransformCodec.metrics``.
+            For each group, a list of its two matrices. ``TransformCodec.metrics`` has the same form.
         """
         drafter = self.drafter
         reads = check_measurable(drafter, store)
@@ -122,7 +125,7 @@ class DrafterMetrics:
             gradients = drawn_gradients(
                 drafter, frozen, inputs, draws, codec, reads.kv_layers, generator
             )
-            # Update the sums in place and one part at a time. A second copy of all matrices would
+            # Update the sums in place, one matrix at a time. A second copy of all matrices would
             # take gigabytes for an 8B model.
             if not sums:
                 sums = [
@@ -132,7 +135,7 @@ class DrafterMetrics:
                 total += part.T @ part
             n_tokens += len(inputs.tokens[0])
         metrics = [total.div_(n_tokens).numpy() for total in sums]
-        # Each group has two parts: its keys and its values.
+        # The list alternates: the matrix for the keys of a group, then the matrix for its values.
         return [list(parts) for parts in zip(metrics[::2], metrics[1::2], strict=True)]
 
 

@@ -4,9 +4,9 @@ Trial steps find out how many sequences fit into memory, and whether layers must
 losses and masks are defined by the drafters in ``moa``. The module ``fit`` handles files and
 devices.
 
-Validation measures draft rounds. A round starts at a position that the target has verified, so that
-decoding has the target's activations of this position. The tokens at the next g positions are
-drafted.
+In a validation, the drafter drafts rounds as in decoding. The token at the first position of a round
+counts as verified, so the drafter may read the target's activations of this position. The drafter
+drafts the tokens at the next g positions.
 
 Shapes: B sequences, T tokens, P drafted positions, g drafts per round.
 """
@@ -69,7 +69,7 @@ WHAT_HELPS = (
 _SPARE_SHARE = 0.1
 # Ratio of two sizes: the peak memory of a step on a CPU, and the memory of the activations that the
 # forward saves for the backward. The ratio is above 1, because the peak also includes gradients
-# within a layer and a piece of the logits.
+# within a layer, and the logits of the positions that are processed at once.
 _PEAK_FACTOR = 1.5
 
 
@@ -184,8 +184,9 @@ class DrafterModule(L.LightningModule):
         """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
         values = {f"train/{name}": term.detach() for name, term in terms.items()}
-        # All micro-batches of a step divide their loss by the same number, so the mean over the
-        # micro-batches is the loss of the step.
+        # The loss of a micro-batch is a sum over its positions, divided by ``batch.denominator``:
+        # the average number of loss positions in a micro-batch of this step. So the mean of these
+        # losses over all micro-batches is the mean loss per position of the step.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
         self._step_sums = values
@@ -226,7 +227,10 @@ class DrafterModule(L.LightningModule):
         return inputs
 
     def _check_inputs(self, are_finite: bool) -> None:
-        """Raise an error if activations of this step were NaN or infinite, and reset the record."""
+        """Raise an error if activations of this step contain NaN or infinity.
+
+        Also reset ``_are_finite`` for the next step.
+        """
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
@@ -293,8 +297,9 @@ class DrafterModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Compute and log the metrics over all batches. They are the same on every device."""
         self._check_inputs(bool(self._are_finite))
-        # Gather the sums as float64, which represents counts exactly. The metrics are then equal,
-        # bit for bit, to the metrics of a single device.
+        # The sums are Python floats, so gather them as float64, which does not round them. All
+        # devices then add the same numbers in the same order. So the metrics are equal, bit for
+        # bit, to those that a single device would compute.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
             gathered: Any = self.all_gather(
@@ -422,14 +427,14 @@ class Trial:
         return Choice(sizes[-1], True, fits=False)
 
     def step_runs(self, size: int, reserved_bytes: int) -> bool:
-        """Run forward and backward of a micro-batch while some memory is reserved.
+        """Check whether forward and backward of a micro-batch fit next to reserved memory.
 
         Args:
             size: number of sequences in the micro-batch.
             reserved_bytes: device memory to reserve. A run needs it for other purposes.
 
         Returns:
-            False if the device runs out of memory.
+            True if they fit, or False if the device runs out of memory.
         """
         try:
             reserved: Tensor | None = torch.empty(
