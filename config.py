@@ -504,7 +504,7 @@ def _message(config_class: type[Config], error: ValidationError, layers: Layers)
 def _source_of(layers: Layers, key: str) -> str:
     """Return the name of the last source that contains a value for a key.
 
-    If there is no such source, return an empty text.
+    If the sources do not contain a value, return an empty text.
     """
     group, _, name = key.partition(".")
     for source, layer in layers[::-1]:

@@ -1,4 +1,8 @@
-"""Functions for all commands: one-line errors with exit codes, progress display, provenance."""
+"""Functions for all commands: errors, exit codes, progress, and the provenance of results.
+
+An error is printed as one line. The provenance of a result is the command line, the time, the
+versions of packages, and the machine.
+"""
 
 import contextlib
 import errno

@@ -236,7 +236,8 @@ def _end(line: str) -> NoReturn:
 
 
 def _tell(line: str) -> None:
-    # The main thread may hold the locks of Python's streams, so write to the file descriptor.
+    # The main thread may hold the lock of ``sys.stderr``, so a write to it could block. Write
+    # directly to the file descriptor instead.
     if is_first_process():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
