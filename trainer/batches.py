@@ -9,8 +9,8 @@ The functions, in the order in which they are called::
     await_copy            makes the CUDA stream of the training step wait for the copy
     Batch.decode          decodes the rows into values, on the device
 
-Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D packed KV
-width, E target width.
+Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D elements of the
+KV of one token in one layer, E hidden size of the target.
 """
 
 import math
@@ -50,13 +50,13 @@ _MAX_THREADS = 16
 class FieldRead:
     """A field of a store that the drafter of a run reads."""
 
-    attribute: str  # Attribute of ``TrainingInputs`` that gets the values.
+    attribute: str  # Attribute of ``TrainingInputs`` to which the field's values are assigned.
     codec: FieldCodec
     # The layers that are read, as indices along the field's layer axis. The value is None if all
     # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
     # Indices of this field's layers on the layer axis of ``TrainingInputs.kv``. That axis has the
-    # layers of all KV fields. If this field is not a KV field, the tuple is empty.
+    # layers that are read from all KV fields. If this field is not a KV field, the tuple is empty.
     positions: tuple[int, ...] = ()
 
     @property
@@ -99,7 +99,7 @@ class FieldRead:
 def drafter_sizes(
     facts: TargetFacts, settings: AnyDrafter, target: dict[str, str] | None = None
 ) -> DrafterSizes:
-    """Return the sizes of a drafter with these settings.
+    """Return the sizes of a drafter, which its settings and its target determine.
 
     Args:
         facts: the facts about the drafter's target.

@@ -213,7 +213,8 @@ def train(
         ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
         # Ctrl-C was pressed while the guard did not handle signals, or it was pressed twice.
-        # Lightning may have turned the KeyboardInterrupt into SystemExit.
+        # Lightning may have turned the KeyboardInterrupt into SystemExit. The KeyboardInterrupt is
+        # then the context of the SystemExit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
             raise
@@ -330,7 +331,8 @@ def _fit(
         n_bytes_read=throughput.n_bytes_read,
     )
     if is_first:
-        # Without a validation, no drafter has been written yet. Write the last one.
+        # Without a validation, no drafter has been written yet. Write the drafter as it is after
+        # the last step.
         if report.best_expected_acceptance_length is None:
             checkpoints.write_drafter(module.drafter, out / DRAFTER)
         plot_curves(out, out / CURVES_FILE)

@@ -17,8 +17,8 @@ method", section 5). One backward computes the gradients for all positions of a 
 A transform codec divides the target's layers into groups. Each group has two parts: its keys and
 its values.
 
-Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, E
-width of a feature.
+Shapes: T tokens, L target layers, D elements of the KV of one token in one layer, W elements of one
+token in a part, P drafted positions, E width of a feature.
 """
 
 import hashlib

@@ -146,8 +146,9 @@ class DrafterModule(L.LightningModule):
         self._frozen = [frozen]
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
-        # Whether all activations of the current step or validation are finite. The value becomes a
-        # bool tensor on the device, which can be updated without a synchronization.
+        # Whether all activations of the current step or validation so far are finite. After the
+        # first batch, the value is a bool tensor on the device, because updating this tensor does
+        # not synchronize with the device.
         self._are_finite: Any = True
         self._validation: dict[int, list[float]] = {}
 
@@ -216,8 +217,8 @@ class DrafterModule(L.LightningModule):
         """
         for values in (inputs.kv, inputs.hidden, inputs.entering_hidden, *inputs.layer_outputs):
             if values is not None:
-                # If any value is NaN or infinite, so is the minimum or the maximum. Computing them
-                # does not synchronize with the device.
+                # If any value is NaN or infinite, so is the minimum or the maximum of the values.
+                # Computing the minimum and the maximum does not synchronize with the device.
                 self._are_finite = self._are_finite & torch.stack(values.aminmax()).isfinite().all()
         # The KV is not cast here, because the drafter casts the KV of each layer when it reads it.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
@@ -262,7 +263,8 @@ class DrafterModule(L.LightningModule):
             [self._are_finite, norm.isfinite()]
         ).tolist()
         self._check_inputs(are_inputs_finite)
-        # With 16-mixed, gradients may overflow. The loss scaler skips steps in which they do.
+        # With 16-mixed, gradients may overflow. This is not an error, because the loss scaler skips
+        # steps with such gradients.
         if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
@@ -394,7 +396,7 @@ class Trial:
             free_bytes: free host memory, if training runs on a CPU. If it is unknown, the argument
                 is None, and the largest size is chosen.
             held_copies: memory that a step needs in addition to weights, gradients and activations,
-                as a multiple of the size of the weights.
+                for example for optimizer moments. The unit is the size of the weights.
         """
         module = self.module
         on_cpu = self.device.type == "cpu"
@@ -431,7 +433,8 @@ class Trial:
 
         Args:
             size: number of sequences in the micro-batch.
-            reserved_bytes: device memory to reserve. A run needs it for other purposes.
+            reserved_bytes: device memory to reserve. A run needs this memory for optimizer moments,
+                and because its batches have different lengths.
 
         Returns:
             True if they fit, or False if the device runs out of memory.
