@@ -188,11 +188,11 @@ def drawn_gradients(
         Two gradients per group, for its keys and for its values. Each of them is [n_tokens, width
         of the part].
     """
-    # ``M`` is a sum over drafted positions: the mean outer product of each position's gradient. One
-    # backward through the sum of all log-probabilities is sufficient to estimate it. The outer
-    # product of the summed gradient also contains products of gradients from two different
-    # positions. But these are zero on average, because the tokens are drawn independently and each
-    # gradient has mean zero.
+    # ``M`` is a sum over drafted positions. The term of a position is the mean outer product of the
+    # gradient at this position. To estimate ``M``, one backward through the sum of all
+    # log-probabilities is sufficient. The outer product of the summed gradient also contains
+    # products of gradients from two different positions. But these products are zero on average,
+    # because the tokens are drawn independently and each gradient has mean zero.
     assert inputs.kv is not None
     parts: list[list[Tensor]] = []
     leaves: list[Tensor] = []

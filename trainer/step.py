@@ -582,7 +582,8 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
     """
     if drafted.shape[1] <= draft_length:
         return accepted.new_zeros(0)
-    # One window per possible start of a round: [B, T - draft_length, draft_length + 1].
+    # Make one window for each position at which a round could start. The shape is [B, T -
+    # draft_length, draft_length + 1].
     windows = drafted.unfold(1, draft_length + 1, 1)
     is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
     return accepted.unfold(1, draft_length + 1, 1)[..., 1:][is_round].cumprod(dim=-1).sum(dim=-1)
