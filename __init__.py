@@ -6,7 +6,7 @@ defines. ``evaluation`` decodes with drafters and measures the speed. ``serving`
 clients over a network.
 
 The names in this module are the public API. When a name is first used, the module that defines the
-name is imported. So reading a store does not need torch.
+name is imported. So a program that only reads stores does not import torch.
 """
 
 from importlib import import_module

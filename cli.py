@@ -24,8 +24,8 @@ GROUPS = {
         "conform": "decode", "push": "exchange", "pull": "exchange",
     },
 }  # fmt: skip
-"""Maps each heading of the help page to its commands. Maps each command to a file in commands/.
-"""
+"""Maps each heading of the help page to a dict. This dict maps the name of each command under the
+heading to the name of the command's file in commands/."""
 COMMANDS = {name: module for group in GROUPS.values() for name, module in group.items()}
 
 # Maximum number of characters of a command's description on the help page. The description is the

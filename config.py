@@ -1,10 +1,12 @@
 """Base class of all settings. The settings of each command are a frozen pydantic model.
 
 Settings can be divided into groups. A group is a model inside the model of a command, and contains
-no further groups. If there are several kinds of something, such as drafters, there is a group for
-each kind. The field is then a union of these groups, and the field ``kind`` of a group names its
-kind. The text below a field is the help text of the setting. A setting with the type ``Common`` is
-shown on the short page of ``--help``::
+no further groups. A setting may choose between several kinds of something. For example, there are
+several kinds of drafters. Each kind has a group of its own, and the setting ``kind`` of this group
+names the kind. The type of the command's field ``drafter`` is the union of these groups.
+
+The text below a field is the help text of the setting. A setting with the type ``Common`` is shown
+on the short page of ``--help``::
 
     class Optimizer(Config):
         kind: Literal["adamw", "muon"] = "adamw"
@@ -54,7 +56,10 @@ Common = Annotated[_Value, _COMMON]
 
 
 def _as_words(items: Iterable[Any] | None) -> tuple[Any, ...]:
-    """Convert the items of a list to NAME=VALUE texts. In YAML files, an item may be a mapping."""
+    """Convert the mappings in a list to NAME=VALUE texts, and keep all other items unchanged.
+
+    In a YAML file, ``- enable_thinking: false`` is a mapping.
+    """
     texts: list[Any] = []
     for item in items or ():
         if not isinstance(item, Mapping):
@@ -130,10 +135,10 @@ class Config(BaseModel):
         return []
 
     def refusal_of(self, part: Callable[[], object]) -> list[str]:
-        """Call ``part`` to check these settings. Return the message of a DrafterError as a list.
+        """Check these settings by calling ``part``, which builds something from them.
 
-        ``part`` builds something from these settings, for example the shape of a draft tree. If
-        ``part`` does not raise a DrafterError, the list is empty.
+        For example, ``part`` builds the shape of a draft tree. If ``part`` raises a DrafterError,
+        return a list that contains the error's message. Otherwise, return an empty list.
         """
         try:
             part()
@@ -193,7 +198,11 @@ class Config(BaseModel):
 
     @classmethod
     def grouped(cls, values: Values) -> dict[str, Any]:
-        """Return field name -> value. The value of a group maps the group's settings to values."""
+        """Convert values of settings to the nested form (see ``Values``).
+
+        The result maps the name of each given field to its value. The value of a group is a dict
+        that maps names of the group's settings to their values.
+        """
         keys = {setting.name: setting.key for setting in cls.settings()}
         grouped = {name: value for name, value in values.items() if name in cls.model_fields}
         for name, value in values.items():
@@ -485,14 +494,18 @@ def _message(config_class: type[Config], error: ValidationError, layers: Layers)
         problems.setdefault(source and f"{source}: ", []).append(text)
     lines = [where + "; ".join(texts) for where, texts in problems.items()]
     if missing:
-        # Settings that are created in Python have a single source.
+        # Suggest a file only if there are several sources, as in a command. Settings that are
+        # created in Python have a single source.
         where = ". Give them, or a file with them as `config_path=FILE`" if layers[1:] else ""
         lines.append(f"required settings are missing ({', '.join(missing)}){where}")
     return f"{'; '.join(lines)}."
 
 
 def _source_of(layers: Layers, key: str) -> str:
-    """Return the name of the source that sets a key. If there is none, return an empty text."""
+    """Return the name of the last source that contains a value for a key.
+
+    If the sources do not contain a value, return an empty text.
+    """
     group, _, name = key.partition(".")
     for source, layer in layers[::-1]:
         values = layer.get(group, {})

@@ -35,8 +35,8 @@ MAX_JSON_BYTES = 16 << 20
 MAX_WHOLE_NUMBER = 1 << 48
 """Largest count that is accepted in a JSON document.
 
-The limit prevents overflow in computations with several counts. The results of most of these
-computations fit into 64 bits. The other computations use Python integers.
+Counts are added and multiplied. With this limit, the results of most of these computations fit into
+64-bit integers. All other computations use Python integers, which cannot overflow.
 """
 FULL_DISK_ADVICE = (
     "All finished work is saved. Free some space and run the same command again: it continues "
@@ -301,9 +301,10 @@ def refuse_other_files(folder: Path, kind: str = "", leftovers: Collection[str] 
 
     Args:
         folder: the output folder. It may be missing or empty.
-        kind: kind of output that the command could continue, such as "a training run", for the
-            message of the error. The caller has already checked that the folder does not hold such
-            an output. Empty if the command never continues an earlier output.
+        kind: words for an output that the command could continue, such as "a training run". The
+            error message contains these words. The caller has already checked that the folder does
+            not hold such an output. If the command never continues an earlier output, the argument
+            is empty.
         leftovers: names of files that a killed command may have left. They may be replaced.
 
     Raises:

@@ -74,7 +74,7 @@ def _kilobytes(file: Path, name: str) -> int | None:
 
 
 def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
-    """Return the number of bytes that are left within each memory limit of this process.
+    """Return a list of numbers: the bytes that are left within each memory limit of this process.
 
     A process is in a control group (cgroup), which may be inside other control groups. The memory
     limits of all these groups apply to the process, so all of them are included.
@@ -109,14 +109,14 @@ def _left_in_cgroups(membership: Path, root: Path) -> list[int]:
 
 
 def _left_in(limit: Path, usage: Path, statistics: Path, cache: str) -> list[int]:
-    """Return the number of bytes that are left within one memory limit, in a list.
+    """Return a list with a single number: the bytes that are left within one memory limit.
 
     The page cache counts as free. If memory is not limited, the list is empty.
     """
     try:
         # If memory is not limited, the limit file of cgroup version 2 contains "max". Converting
-        # this text to an integer raises ValueError. The limit file of version 1 contains a number
-        # larger than any memory.
+        # this text to an integer raises ValueError. The limit file of version 1 then contains a
+        # number larger than any memory, so the result is also larger and limits nothing.
         n_limit, n_used = int(limit.read_text()), int(usage.read_text())
         counts = dict(line.split() for line in statistics.read_text().splitlines())
         return [max(0, n_limit - n_used + int(counts.get(cache, 0)))]

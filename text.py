@@ -17,8 +17,8 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 class Progress:
     """Reports the progress of one phase of a long task.
 
-    A task is given an object without a phase. At the start of each phase, the task calls
-    :meth:`of`, which returns an object for this phase.
+    A task is given an object of this class without a phase. At the start of each phase, the task
+    calls the object's method :meth:`of`, which returns an object for this phase.
     """
 
     # Function that shows progress to the user. The function is called with this object, the number

@@ -179,7 +179,10 @@ def chat(
 
 
 class _Conversation:
-    """Stores the messages of a conversation with the target. Answers are added when complete."""
+    """Stores the messages of a conversation with the target.
+
+    An answer is added when it is complete.
+    """
 
     def __init__(
         self, client: "DraftingClient", config: ChatConfig, saved: "SavedAnswer | None"
@@ -193,7 +196,9 @@ class _Conversation:
             self._add("assistant", client.text_of(saved.tokens[saved.n_prompt :]))
 
     def ask(self, text: str, note: "OnEvent") -> "Answer":
-        """Add a prompt and its answer to the conversation. If an error occurs, add neither of them.
+        """Let the target answer a prompt, and add the prompt and the answer to the conversation.
+
+        If an error of this package occurs, the conversation stays unchanged.
 
         Args:
             text: the prompt.

@@ -1,4 +1,8 @@
-"""Functions for all commands: one-line errors with exit codes, progress display, provenance."""
+"""Functions for all commands: errors, exit codes, progress, and the provenance of results.
+
+An error is printed as one line. The provenance of a result is the command line, the time, the
+versions of packages, and the machine.
+"""
 
 import contextlib
 import errno
@@ -32,8 +36,9 @@ FOUND, UNUSABLE, INCOMPLETE, FAULT = 1, 2, 3, 70
 """Exit codes. FOUND: a check found a problem. UNUSABLE: the input cannot be used. INCOMPLETE: parts
 of the store are missing. FAULT: a bug."""
 LOG_LINE_EVERY_S = 10.0
-# Under this key, the ``meta`` dict of click's contexts contains the command that runs. The group
-# needs it to handle errors of the command, because the command's own context is closed by then.
+# A key of the ``meta`` dict of click's contexts. Its value is the command that runs. When the group
+# handles an error of the command, the command's own context is already closed, so the group finds
+# the command under this key.
 RUNNING = "moa_data.running"
 Report = TypeVar("Report")
 
@@ -75,7 +80,7 @@ class StageFailure(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # Click reads this attribute.
 
     def format_message(self) -> str:
-        """Return the line. Escape control characters, because the line may quote untrusted text."""
+        """Return the line with escaped control characters, because it may quote untrusted text."""
         return printable(self.message)
 
     def show(self, file: IO[Any] | None = None) -> None:
@@ -252,9 +257,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def as_options(text: str) -> str:
-    """Write the settings that a text of the library names as options of the running command.
+    """Replace the names of settings in a text by the options of the running command.
 
-    The library is also used from Python, so its texts name settings in backticks::
+    The library is also used from Python, so its messages and help texts contain the Python names of
+    settings, in backticks. On the command line, users need options instead::
 
         `max_length`        ->  --max-length
         `max_length=512`    ->  --max-length 512
@@ -270,7 +276,8 @@ def as_options(text: str) -> str:
         return text
     for parameter in context.meta.get(RUNNING, context.command).params:
         name = f"`{parameter.name}"
-        # An argument has a name in the usage line. An option does not.
+        # For a setting that is given by position, write its name from the usage line, such as
+        # STORE. An option is not in the usage line, so write its flag.
         spelling = [*parameter.get_usage_pieces(context), *parameter.opts][0]
         for opposite in parameter.secondary_opts:
             text = text.replace(f"{name}=false`", opposite)

@@ -121,7 +121,8 @@ def generate(config: GenerateConfig, prompts: tuple[str, ...]) -> None:
             on_tokens=print_tokens if len(rows) == 1 else None,
         )  # fmt: skip
     finally:
-        # Print the rest of the text, and end the line, also if the answer was interrupted.
+        # Print the text of the last tokens that was not printed yet, and end the line. Do so even
+        # if the answer was interrupted.
         out.print(text.rest)
     if len(rows) > 1:
         for number, generation in enumerate(drafted, start=1):
@@ -193,7 +194,8 @@ def evaluate(config: EvalConfig) -> None:
         try:
             report = run_evaluate(config, progress=progress, provenance=collect_provenance())
         except ReportUnwritten as error:
-            # The file of the report could not be written. Print the report instead.
+            # The evaluation has finished, but the file of its report could not be written. Print
+            # the report, so that the results are not lost.
             show(error.markdown)
             raise
     show(markdown_report(report))

@@ -41,7 +41,7 @@ class StageCommand(click.Command):
         )
 
     def get_help(self, ctx: click.Context) -> str:
-        """Return the help page, which writes settings as options."""
+        """Return the help page. Replace names of settings, such as `max_length`, by options."""
         return as_options(super().get_help(ctx))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -114,8 +114,8 @@ def stage_command(
                 raise click.UsageError(as_options(str(error))) from error
             return command(*args, config=config, **kwargs)
 
-        # The decorator next to the function runs first and adds its parameter first. Reverse the
-        # list to get the order in which the decorators are written.
+        # The decorator next to the function runs first and adds its parameter first. Reverse
+        # click's list of these parameters to get the order in which the decorators are written.
         own_parameters = getattr(command, "__click_params__", [])[::-1]
         parameters: list[click.Parameter] = [
             *(parameter for parameter in own_parameters if not parameter.is_flag),
@@ -140,7 +140,8 @@ def _setting_parameters(
 ) -> list[click.Parameter]:
     """Make click's parameters for the settings: first arguments, then options.
 
-    If at least one setting is common, the short help page shows only common settings.
+    If at least one setting has the type ``Common``, the short help page shows only settings of this
+    type. Otherwise, it shows all settings.
     """
     parameters: list[click.Parameter] = []
     for name in arguments:
@@ -207,9 +208,10 @@ def default_text(setting: Setting) -> str:
 
 
 def type_text(setting: Setting) -> str:
-    """Return the type of a setting as shown in the help.
+    """Return the text that stands for the type of a setting in the help.
 
-    The type is ``N``, ``X``, ``TEXT``, ``LIST``, ``true|false``, or the list of allowed words.
+    The result is ``N`` for a whole number, ``X`` for any other number, ``TEXT``, ``LIST``,
+    ``true|false``, or the allowed words with ``|`` between them.
     """
     kind, *words = [
         kind for kind in plain_types(setting.field.annotation) if kind is not type(None)

@@ -48,7 +48,8 @@ def serve(config: ServeConfig) -> None:
     from ..serving.wire import drafter_identity, target_identity, tokenizer_identity
 
     if config.tls is not None:
-        check_tls(*config.tls)  # Check the certificate before a model is loaded.
+        # Loading a model can take minutes. So report an unusable certificate before that.
+        check_tls(*config.tls)
     tokens = BearerTokens(read_tokens(config.token_file) if config.token_file else ())
     identities = None
     target, drafters = load_target_and_drafters(config, config.drafter)

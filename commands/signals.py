@@ -73,8 +73,9 @@ class _State:
 def watch_signals() -> None:
     """Install handlers for SIGINT, SIGTERM and SIGHUP, and start the watching thread.
 
-    A signal ends the process. After :func:`begin_command`, a signal raises an exception instead. If
-    a signal is already ignored when the process starts, it stays ignored, so that ``nohup`` works.
+    Until :func:`begin_command` is called, a signal ends the process. After that call, a signal
+    raises an exception instead. If a signal is already ignored when the process starts, it stays
+    ignored, so that ``nohup`` works.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -84,8 +85,8 @@ def watch_signals() -> None:
             signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading,), daemon=True).start()
     sys.unraisablehook = _drop
-    # Python calls exit hooks in the reverse order of their registration, so this hook is called
-    # last.
+    # This exit hook must be called last, because it ends the process. Python calls exit hooks in
+    # the reverse order of their registration, so register this hook before all others.
     atexit.register(_leave)
     os.register_at_fork(after_in_child=_forget_parent)
 
@@ -110,7 +111,10 @@ def end_with_input() -> None:
 
 
 def end_command() -> None:
-    """From now on, signals do not raise exceptions, so that they cannot interrupt the report."""
+    """From now on, do not let signals raise exceptions.
+
+    The command has ended. An exception could interrupt the output of its result or of its error.
+    """
     _State.phase = "ending"
 
 
@@ -211,7 +215,8 @@ def _next_signal(pipe: int, wait_s: float | None) -> int | None:
     """Wait for SIGINT, SIGTERM or SIGHUP.
 
     Args:
-        pipe: file descriptor to which Python writes the numbers of signals.
+        pipe: file descriptor of the reading end of a pipe. Python writes the number of each signal
+            that arrives to the other end.
         wait_s: maximum time to wait in seconds. If the argument is None, the time is not limited.
 
     Returns:
@@ -231,14 +236,15 @@ def _end(line: str) -> NoReturn:
 
 
 def _tell(line: str) -> None:
-    # The main thread may hold the locks of Python's streams, so write to the file descriptor.
+    # The main thread may hold the lock of ``sys.stderr``, so a write to it could block. Write
+    # directly to the file descriptor instead.
     if is_first_process():
         with contextlib.suppress(OSError):
             os.write(2, f"\n{line}\n".encode())
 
 
 def _leave() -> None:
-    """Exit without the final cleanup of Python and libraries.
+    """If the exit code is decided, exit without the final cleanup of Python and libraries.
 
     This cleanup could hang, crash or change the exit code.
     """
@@ -251,6 +257,10 @@ def _leave() -> None:
 
 
 def _forget_parent() -> None:
-    """In a forked child process, remove the wakeup pipe and the exit hook of the parent process."""
+    """In a forked child process, remove the wakeup pipe and the exit hook of the parent process.
+
+    Both processes share the pipe. Without this function, the parent process would receive the
+    child's signals, too.
+    """
     signal.set_wakeup_fd(-1)
     atexit.unregister(_leave)

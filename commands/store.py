@@ -47,9 +47,10 @@ def inspect(store: str, sequence: int | None) -> None:
 
 
 def _decoder(target: Path) -> Callable[[list[int]], str]:
-    """Return a function that decodes token ids to text.
+    """Return a function that decodes a list of token ids to text.
 
-    If the library for tokenizers is not installed, the function returns the ids as text.
+    If the library for tokenizers is not installed, the returned function writes the ids as decimal
+    numbers instead.
     """
     try:
         from ..moa.targets.live import load_target_tokenizer

@@ -38,7 +38,10 @@ def pairs_view(title: str, pairs: Mapping[str, Any]) -> Group:
 
 
 def bars(labels: Sequence[str], counts: Sequence[int]) -> Table:
-    """Draw a horizontal bar for each label. The longest bar has BAR_CELLS character cells."""
+    """Draw a horizontal bar for each label. The length of the bar is proportional to the count.
+
+    The longest bar has BAR_CELLS character cells.
+    """
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -140,7 +143,11 @@ def fields_table(summary: "StoreSummary") -> Table:
 
 
 def verify_view(report: "VerifyReport") -> RenderableType:
-    """Show missing parts, the damage of each part, files that could not be checked, and the result."""
+    """Show the result of checking a store.
+
+    The view lists missing parts, the damage of each part, and files that could not be checked. The
+    last line says whether the store is damaged.
+    """
     blocks: list[RenderableType] = [_incomplete(report.missing)] if report.missing else []
     for title, findings in (("damage", report.damages), ("not checked", report.unchecked)):
         table = Table("part", box=SIMPLE_HEAD)

@@ -9,8 +9,8 @@ The functions, in the order in which they are called::
     await_copy            makes the CUDA stream of the training step wait for the copy
     Batch.decode          decodes the rows into values, on the device
 
-Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D packed KV
-width, E target width.
+Shapes: B sequences, T tokens of the longest sequence in the batch, L target layers, D elements of the
+KV of one token in one layer, E hidden size of the target.
 """
 
 import math
@@ -50,13 +50,13 @@ _MAX_THREADS = 16
 class FieldRead:
     """A field of a store that the drafter of a run reads."""
 
-    attribute: str  # Attribute of ``TrainingInputs`` that gets the values.
+    attribute: str  # Attribute of ``TrainingInputs`` to which the field's values are assigned.
     codec: FieldCodec
     # The layers that are read, as indices along the field's layer axis. The value is None if all
     # layers are read, or if the field does not have a layer axis.
     layers: list[int] | None
     # Indices of this field's layers on the layer axis of ``TrainingInputs.kv``. That axis has the
-    # layers of all KV fields. If this field is not a KV field, the tuple is empty.
+    # layers that are read from all KV fields. If this field is not a KV field, the tuple is empty.
     positions: tuple[int, ...] = ()
 
     @property
@@ -99,7 +99,7 @@ class FieldRead:
 def drafter_sizes(
     facts: TargetFacts, settings: AnyDrafter, target: dict[str, str] | None = None
 ) -> DrafterSizes:
-    """Return the sizes of a drafter with these settings.
+    """Return the sizes of a drafter, which its settings and its target determine.
 
     Args:
         facts: the facts about the drafter's target.
@@ -116,7 +116,8 @@ def drafter_sizes(
 def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
     """List the fields that the drafter of a run reads, besides tokens and response masks.
 
-    If the KV of the target's layers has different shapes, the store has several KV fields.
+    If the KV of the target's layers has different shapes, the store has several KV fields. Only
+    those with layers that the drafter reads are listed.
 
     Raises:
         SelectionInvalid: the store lacks one of the fields.
@@ -129,7 +130,8 @@ def fields_read(store: ActivationStore, config: TrainConfig) -> list[FieldRead]:
             f"target's layers, {n_layers}. Lower `target_layer_inference`."
         )
     if n_last:
-        # Refuse an unsupported target first. Otherwise, the error would be about missing fields.
+        # If the target is not supported, raise an error about that first. Otherwise, the error
+        # would be about missing fields, and adding the fields would not help.
         load_facts(store.target_path).layer_sizes()
     reads = drafter_sizes(load_facts(store.target_path), config.drafter).reads
     kv_layers = _kv_layers_read(store, reads.kv_layers) if reads.kv else {}
@@ -209,7 +211,7 @@ def token_bytes(store: ActivationStore, config: TrainConfig) -> int:
 
 @dataclass
 class Batch:
-    """One micro-batch of training or validation sequences, and its index and size in the step."""
+    """One micro-batch of training or validation sequences, and facts about it, such as its size."""
 
     # The inputs of the drafter. They contain activations only after :meth:`decode` has decoded the
     # fields in ``stored``.
@@ -219,8 +221,8 @@ class Batch:
     # micro-batches of a step, so that each position of the step has the same weight.
     denominator: float = 1.0
     n_tokens: int = 0  # Number of tokens without padding.
-    # Number of tokens in the micro-batches that all devices process at the same time, this one
-    # included.
+    # All devices process one micro-batch each at the same time. This is the number of tokens in all
+    # these micro-batches, without padding.
     n_tokens_of_all: int = 0
     n_bytes_read: int = 0
     # Index of the batch. Training micro-batches are counted within one step and one device.
@@ -330,7 +332,8 @@ class BatchReader:
     ) -> None:
         self.store = store
         self.config = config
-        # The n_ranks processes on this machine share its cores.
+        # ``n_ranks`` processes on this machine share its cores. Each of them uses the same number
+        # of cores.
         n_cores = usable_cores() // n_ranks
         self.n_threads = config.data.reader_threads or max(1, min(_MAX_THREADS, n_cores))
         # If training runs on the CPU, the reading thread also decodes. To any other device, the
@@ -396,12 +399,15 @@ class BatchReader:
         return batch if self._copies is None else start_copy(batch, self._copies)
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a new array in the memory of a tensor. For a CUDA device, the memory is pinned."""
+        """Return a new NumPy array that shares the memory of a PyTorch tensor.
+
+        For a CUDA device, the memory is pinned. NumPy itself cannot allocate pinned memory.
+        """
         is_pinned = self._copies is not None
         return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=is_pinned).numpy()
 
     def response_masks(self, sequences: np.ndarray) -> Tensor:
-        """Read the response masks of sequences, bool [B, T], padded with False."""
+        """Read the response masks of B sequences, and pad them with False to bool [B, T]."""
         masks = self.store.read_batch(sequences, _RESPONSE_MASK)[_RESPONSE_MASK]
         return torch.from_numpy(masks).bool()
 

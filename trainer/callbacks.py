@@ -84,7 +84,8 @@ class Throughput(L.Callback):
         if not _ends_step(trainer, batch_idx):
             return
         self._at_step = (self.n_tokens_total, self.n_bytes_read)
-        # Lightning sets ``log_every_n_steps`` in one of its connectors, where mypy does not see it.
+        # mypy does not know the trainer's attribute ``log_every_n_steps``, because one of
+        # Lightning's connectors sets it.
         if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             tokens, step_s, wait_s = self._interval
             spent = max(1e-9, self.step_s - step_s)
@@ -326,7 +327,8 @@ class Saves(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
         self.validated_step = state_dict["validated_step"]
-        # Checkpoints of earlier releases do not have the key ``best_half_width``.
+        # Checkpoints of earlier releases do not have the key ``best_half_width``. The half width is
+        # then unknown, which NaN stands for.
         self.best_half_width = state_dict.get("best_half_width", float("nan"))
 
     @override
@@ -340,8 +342,8 @@ class Saves(L.Callback):
             step > 0
             and checkpoint["callbacks"].get(self.state_key, {}).get("validated_step") != step
         )
-        # Lightning runs a validation on resume if one batch is counted as started but not as
-        # processed.
+        # Lightning runs a validation on resume if one validation batch is counted as started but
+        # not as processed.
         count = {"ready": int(is_open), "started": int(is_open), "processed": 0, "completed": 0}
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
         progress |= {"total": dict(count), "current": dict(count), "is_last_batch": False}

@@ -36,7 +36,8 @@ FULL_DISK_ADVICE = (
     "If there is a previous checkpoint, it is intact. Free some space and run the same command "
     "again, with `resume` if there is a checkpoint."
 )
-# Replaces a file of a run atomically. Checkpoints are written by :class:`CheckpointFiles` instead.
+# Function that replaces a file of a run atomically. It is not used for checkpoints, which
+# :class:`CheckpointFiles` writes.
 write_beside = partial(write_atomic, advice=FULL_DISK_ADVICE)
 _STATE = "state"
 

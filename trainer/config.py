@@ -47,7 +47,7 @@ _Value = TypeVar("_Value")
 def known(value: _Value | None) -> _Value:
     """Return the value of a setting that was given or has been chosen, so it is not None.
 
-    Without this function, type checkers would expect that the value may be None.
+    Without this function, type checkers would report that the value could be None.
     """
     assert value is not None
     return value

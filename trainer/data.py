@@ -154,20 +154,26 @@ def _blocks(drafter: AnyDrafter) -> BlockDraws:
 
 
 def rows_of(draws: Draws, rows: Tensor) -> Draws:
-    """Return the draws of some sequences of a step. ``rows`` are the indices of these sequences."""
+    """Return the random choices for some sequences of a step.
+
+    Args:
+        draws: the random choices for all sequences of the step.
+        rows: indices of the chosen sequences among all sequences of the step.
+    """
     chosen: Draws = apply_to_collection(draws, Tensor, lambda tensor: tensor[rows])
     chosen.seeds = tuple(draws.seeds[row] for row in rows.tolist())
     return chosen
 
 
 def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
-    """Draw anchors, the positions at which a block drafter starts its blocks of drafts.
+    """Add random anchors to the random choices for a micro-batch.
 
-    Other drafters have no anchors, so their draws are returned unchanged. The anchors are drawn on
-    the host, because drawing them on the device would need a synchronization with the device.
+    Anchors are the positions at which a block drafter starts its blocks of drafts. If the run's
+    drafter is of another kind, it has no anchors, and ``draws`` is returned unchanged. The anchors
+    are chosen on the host, because choosing them on the device would need a synchronization.
 
     Args:
-        draws: the draws of a micro-batch.
+        draws: the random choices for the sequences of the micro-batch, without anchors.
         response: response masks [B, T] on the host.
         config: the settings of the run.
     """
@@ -178,13 +184,15 @@ def with_anchors(draws: Draws, response: Tensor, config: TrainConfig) -> Draws:
 
 
 def sum_loss_weights(response: Tensor, draws: Draws, config: TrainConfig) -> float:
-    """Sum the loss weights of all positions of some sequences.
+    """Return the sum of the loss weights of all positions in B sequences.
 
-    By default, every response position has the weight 1.
+    By default, positions of responses have the weight 1. Other positions and position 0 have the
+    weight 0.
 
     Args:
         response: response masks [B, T] of the sequences.
-        draws: the draws of the sequences.
+        draws: random choices for the sequences, such as the lengths of their draft rounds. For some
+            drafters, the weights depend on them.
         config: the settings of the run.
     """
     return float(drafter_class(config.drafter.kind).loss_positions(response, draws).sum())
@@ -313,7 +321,7 @@ class TrainingStream:
             yield batch
 
     def micro_batch(self, sequences: np.ndarray) -> Batch:
-        """Read a micro-batch of the given sequences, as if it were a complete step."""
+        """Read a micro-batch of the given sequences, as if a step had only these sequences."""
         rows = np.arange(len(sequences))
         draws = rows_of(draw(self._reader.config, 0, self._max_steps), torch.from_numpy(rows))
         return self._read(_Step(sequences, draws, [rows]), 0)
@@ -405,9 +413,10 @@ class ValidationBatches:
     def _read(self, number: int) -> Batch:
         rows = self._rows(number)
         n_steps = self._reader.config.validation.draft_length + 1
-        # A draft round and its bonus token take ``n_steps`` positions. The rounds of a sequence
-        # start at the positions ``phase``, ``phase + n_steps`` and so on. Phases are not random, so
-        # that every validation has the same rounds.
+        # A draft round and its bonus token take ``n_steps`` positions. The first round of a
+        # sequence starts at the position ``phase``, the second at ``phase + n_steps``, and so on.
+        # ``phase`` is computed from the index of the sequence and not drawn at random, so that
+        # every validation has the same rounds.
         phase = torch.arange(len(self._sequences))[rows] % n_steps
         draws = Draws(
             torch.full_like(phase, n_steps), torch.zeros_like(phase, dtype=torch.bool), phase
@@ -459,7 +468,9 @@ class StoreDataModule(L.LightningDataModule):
                 f"{store.path} has {len(train)} training sequences in its finished parts, too few "
                 f"for a batch of {batch_size}. Extract more sequences, or lower `batch_size`."
             )
-        fields_read(store, config)  # Refuse a store that lacks a field for this drafter.
+        # The result is not used. The call raises an error if the store lacks a field that the
+        # drafter reads.
+        fields_read(store, config)
         self.steps_per_epoch = len(train) // batch_size
         self.max_steps = config.schedule.n_steps(self.steps_per_epoch)
 

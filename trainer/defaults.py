@@ -30,9 +30,9 @@ _PAPER_BATCH = 32
 # chosen.
 _TRAINED_TOKENS = 1_000_000
 # Batch sizes of runs that do not use the published settings, as pairs (minimum number of sequences
-# in the run, batch size). The first pair whose minimum the run reaches is used. For short runs, a
-# small batch and about 400 steps are better than a large batch and fewer steps. A batch size of 1
-# works only for toy models.
+# in the run, batch size). A sequence counts once for each epoch. The first pair is used that has a
+# minimum of at most the run's number of sequences. For short runs, a small batch and about 400
+# steps are better than a large batch and fewer steps. A batch size of 1 works only for toy models.
 _BATCHES = ((50_000, 32), (20_000, 16), (3200, 8), (1600, 4), (0, 2))
 # Batch size if the number of steps is given and the published settings are not used.
 _BATCH_OF_GIVEN_STEPS = 8

@@ -128,7 +128,8 @@ def find_target(
             prefix = ""
         else:
             folder = resolve_model_folder(source)
-            load_facts(folder)  # Refuse an invalid target before its weights are hashed.
+            # Raise an error for an invalid target now, because hashing its weights takes long.
+            load_facts(folder)
             files = weight_files(folder)
             prefix = "model."
             identity = hash_target(folder)
@@ -163,7 +164,8 @@ def _facts_of(drafter: Path) -> TargetFacts | None:
 def _check_embeddings(layout: Layout, facts: TargetFacts | None) -> None:
     """Refuse a format without embeddings if the target scales its embeddings.
 
-    A program that loads this format would feed unscaled embeddings of the target to the drafter.
+    A program that loads this format would feed unscaled embeddings of the target to the drafter,
+    but the drafter was trained with scaled embeddings.
     """
     if facts is not None and not layout.holds_embeddings and facts.embedding_scale != 1:
         fitting = ", ".join(other.name for other in LAYOUTS.values() if other.holds_embeddings)

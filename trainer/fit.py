@@ -213,7 +213,8 @@ def train(
         ) from error
     except (KeyboardInterrupt, SystemExit) as stop:
         # Ctrl-C was pressed while the guard did not handle signals, or it was pressed twice.
-        # Lightning may have turned the KeyboardInterrupt into SystemExit.
+        # Lightning may have turned the KeyboardInterrupt into SystemExit. The KeyboardInterrupt is
+        # then the context of the SystemExit.
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__context__
         if not isinstance(interrupt, KeyboardInterrupt):
             raise
@@ -330,7 +331,8 @@ def _fit(
         n_bytes_read=throughput.n_bytes_read,
     )
     if is_first:
-        # Without a validation, no drafter has been written yet. Write the last one.
+        # Without a validation, no drafter has been written yet. Write the drafter as it is after
+        # the last step.
         if report.best_expected_acceptance_length is None:
             checkpoints.write_drafter(module.drafter, out / DRAFTER)
         plot_curves(out, out / CURVES_FILE)
@@ -367,11 +369,12 @@ def _run_steps(
                 data.validation_sequences
             ):
                 # An earlier invocation trained all steps, but was stopped during the last
-                # validation.
+                # validation. So only this validation is left to run.
                 trainer.validate(module, datamodule=data, verbose=False)
             trainer.save_checkpoint(last)
-        # The guard checks for signals only at the start of each micro-batch. This signal arrived
-        # after the start of the last micro-batch.
+        # The guard checks for signals only at the start of each micro-batch. If a signal arrived
+        # after the start of the last micro-batch, the guard has not reacted to it. So react to it
+        # here.
         if guard.signum:
             raise Interrupted(callbacks.stopped_at(trainer.global_step), guard.signum)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -470,7 +473,8 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
             enable_checkpointing=False,  # The callback ``Saves`` writes checkpoints.
             enable_model_summary=False,
             enable_progress_bar=False,
-            use_distributed_sampler=False,  # The stream divides its sequences among devices itself.
+            # Lightning must not divide the sequences among the devices, because the stream does so.
+            use_distributed_sampler=False,
         )
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise TrainingError(
@@ -478,7 +482,8 @@ def _build_trainer(data: StoreDataModule, extra: list[L.Callback]) -> L.Trainer:
             f"`devices={machine.devices}` `num_nodes={machine.num_nodes}` "
             f"`precision={machine.precision}` ({error}). Choose other values, or auto."
         ) from error
-    # Check the number of processes now. If one were missing, the others would wait for it forever.
+    # Check the number of processes now. If a process were missing, the other processes would wait
+    # for it forever.
     _check_processes(machine, trainer.num_nodes * trainer.num_devices)
     trainer._signal_connector = callbacks.SignalsLeftAlone(trainer)
     # The result is not used. The call raises TrainingError if the batch cannot be divided among the

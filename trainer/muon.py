@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Coefficients of the polynomial in each iteration of Newton-Schulz, from the source above.
+# Coefficients of the polynomial that each iteration of Newton-Schulz evaluates. They are from the
+# work by Jordan et al. that the docstring of this module cites.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _N_ITERATIONS = 5
 

@@ -17,8 +17,8 @@ method", section 5). One backward computes the gradients for all positions of a 
 A transform codec divides the target's layers into groups. Each group has two parts: its keys and
 its values.
 
-Shapes: T tokens, L target layers, D packed KV width, W width of a part, P drafted positions, E
-width of a feature.
+Shapes: T tokens, L target layers, D elements of the KV of one token in one layer, W elements of one
+token in a part, P drafted positions, E width of a feature.
 """
 
 import hashlib
@@ -91,16 +91,19 @@ class DrafterMetrics:
     def __call__(
         self, store: ActivationStore, codec: TransformCodec, sequences: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """Measure a matrix M, float64 [W, W], for each part of each group of layers.
+        """Measure two matrices ``M`` for each group of layers: for its keys and for its values.
+
+        A matrix is float64 [W, W]. W is the number of elements of the keys of one token in all
+        layers of the group, or of the values.
 
         Args:
             store: a lossless store.
-            codec: the codec of ``kv``. It defines the groups of layers. The parts of a group are
-                keys before RoPE, and values.
+            codec: the codec of ``kv``. It defines the groups of layers. It encodes keys before
+                RoPE.
             sequences: indices of sequences with responses that are long enough for draft rounds.
 
         Returns:
-            For each group, the matrices of its parts, in the form of ``TransformCodec.metrics``.
+            For each group, a list of its two matrices. ``TransformCodec.metrics`` has the same form.
         """
         drafter = self.drafter
         reads = check_measurable(drafter, store)
@@ -122,7 +125,7 @@ class DrafterMetrics:
             gradients = drawn_gradients(
                 drafter, frozen, inputs, draws, codec, reads.kv_layers, generator
             )
-            # Update the sums in place and one part at a time. A second copy of all matrices would
+            # Update the sums in place, one matrix at a time. A second copy of all matrices would
             # take gigabytes for an 8B model.
             if not sums:
                 sums = [
@@ -132,7 +135,7 @@ class DrafterMetrics:
                 total += part.T @ part
             n_tokens += len(inputs.tokens[0])
         metrics = [total.div_(n_tokens).numpy() for total in sums]
-        # Each group has two parts: its keys and its values.
+        # The list alternates: the matrix for the keys of a group, then the matrix for its values.
         return [list(parts) for parts in zip(metrics[::2], metrics[1::2], strict=True)]
 
 
@@ -185,11 +188,11 @@ def drawn_gradients(
         Two gradients per group, for its keys and for its values. Each of them is [n_tokens, width
         of the part].
     """
-    # ``M`` is a sum over drafted positions: the mean outer product of each position's gradient. One
-    # backward through the sum of all log-probabilities is sufficient to estimate it. The outer
-    # product of the summed gradient also contains products of gradients from two different
-    # positions. But these are zero on average, because the tokens are drawn independently and each
-    # gradient has mean zero.
+    # ``M`` is a sum over drafted positions. The term of a position is the mean outer product of the
+    # gradient at this position. To estimate ``M``, one backward through the sum of all
+    # log-probabilities is sufficient. The outer product of the summed gradient also contains
+    # products of gradients from two different positions. But these products are zero on average,
+    # because the tokens are drawn independently and each gradient has mean zero.
     assert inputs.kv is not None
     parts: list[list[Tensor]] = []
     leaves: list[Tensor] = []

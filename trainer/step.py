@@ -4,9 +4,9 @@ Trial steps find out how many sequences fit into memory, and whether layers must
 losses and masks are defined by the drafters in ``moa``. The module ``fit`` handles files and
 devices.
 
-Validation measures draft rounds. A round starts at a position that the target has verified, so that
-decoding has the target's activations of this position. The tokens at the next g positions are
-drafted.
+In a validation, the drafter drafts rounds as in decoding. The token at the first position of a round
+counts as verified, so the drafter may read the target's activations of this position. The drafter
+drafts the tokens at the next g positions.
 
 Shapes: B sequences, T tokens, P drafted positions, g drafts per round.
 """
@@ -69,7 +69,7 @@ WHAT_HELPS = (
 _SPARE_SHARE = 0.1
 # Ratio of two sizes: the peak memory of a step on a CPU, and the memory of the activations that the
 # forward saves for the backward. The ratio is above 1, because the peak also includes gradients
-# within a layer and a piece of the logits.
+# within a layer, and the logits of the positions that are processed at once.
 _PEAK_FACTOR = 1.5
 
 
@@ -146,8 +146,9 @@ class DrafterModule(L.LightningModule):
         self._frozen = [frozen]
         self._weights = LossWeights.of(config.drafter)
         self._step_sums: dict[str, Tensor] = {}
-        # Whether all activations of the current step or validation are finite. The value becomes a
-        # bool tensor on the device, which can be updated without a synchronization.
+        # Whether all activations of the current step or validation so far are finite. After the
+        # first batch, the value is a bool tensor on the device, because updating this tensor does
+        # not synchronize with the device.
         self._are_finite: Any = True
         self._validation: dict[int, list[float]] = {}
 
@@ -184,8 +185,9 @@ class DrafterModule(L.LightningModule):
         """
         terms = self.compute_terms(batch.inputs, batch.draws, batch.denominator)
         values = {f"train/{name}": term.detach() for name, term in terms.items()}
-        # All micro-batches of a step divide their loss by the same number, so the mean over the
-        # micro-batches is the loss of the step.
+        # The loss of a micro-batch is a sum over its positions, divided by ``batch.denominator``:
+        # the average number of loss positions in a micro-batch of this step. So the mean of these
+        # losses over all micro-batches is the mean loss per position of the step.
         if batch.index:
             values = {name: self._step_sums[name] + value for name, value in values.items()}
         self._step_sums = values
@@ -215,8 +217,8 @@ class DrafterModule(L.LightningModule):
         """
         for values in (inputs.kv, inputs.hidden, inputs.entering_hidden, *inputs.layer_outputs):
             if values is not None:
-                # If any value is NaN or infinite, so is the minimum or the maximum. Computing them
-                # does not synchronize with the device.
+                # If any value is NaN or infinite, so is the minimum or the maximum of the values.
+                # Computing the minimum and the maximum does not synchronize with the device.
                 self._are_finite = self._are_finite & torch.stack(values.aminmax()).isfinite().all()
         # The KV is not cast here, because the drafter casts the KV of each layer when it reads it.
         inputs.hidden = inputs.hidden.to(self.drafter.dtype)
@@ -226,7 +228,10 @@ class DrafterModule(L.LightningModule):
         return inputs
 
     def _check_inputs(self, are_finite: bool) -> None:
-        """Raise an error if activations of this step were NaN or infinite, and reset the record."""
+        """Raise an error if activations of this step contain NaN or infinity.
+
+        Also reset ``_are_finite`` for the next step.
+        """
         self._are_finite = True
         if not are_finite:
             raise TrainingError(
@@ -258,7 +263,8 @@ class DrafterModule(L.LightningModule):
             [self._are_finite, norm.isfinite()]
         ).tolist()
         self._check_inputs(are_inputs_finite)
-        # With 16-mixed, gradients may overflow. The loss scaler skips steps in which they do.
+        # With 16-mixed, gradients may overflow. This is not an error, because the loss scaler skips
+        # steps with such gradients.
         if self.trainer.precision_plugin.precision != "16-mixed" and not is_norm_finite:
             self._refuse_gradients_not_finite()
         if gradient_clip_val:
@@ -293,8 +299,9 @@ class DrafterModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Compute and log the metrics over all batches. They are the same on every device."""
         self._check_inputs(bool(self._are_finite))
-        # Gather the sums as float64, which represents counts exactly. The metrics are then equal,
-        # bit for bit, to the metrics of a single device.
+        # The sums are Python floats, so gather them as float64, which does not round them. All
+        # devices then add the same numbers in the same order. So the metrics are equal, bit for
+        # bit, to those that a single device would compute.
         rows = [[index, *sums] for index, sums in self._validation.items()]
         if self.trainer.world_size > 1:
             gathered: Any = self.all_gather(
@@ -389,7 +396,7 @@ class Trial:
             free_bytes: free host memory, if training runs on a CPU. If it is unknown, the argument
                 is None, and the largest size is chosen.
             held_copies: memory that a step needs in addition to weights, gradients and activations,
-                as a multiple of the size of the weights.
+                for example for optimizer moments. The unit is the size of the weights.
         """
         module = self.module
         on_cpu = self.device.type == "cpu"
@@ -422,14 +429,15 @@ class Trial:
         return Choice(sizes[-1], True, fits=False)
 
     def step_runs(self, size: int, reserved_bytes: int) -> bool:
-        """Run forward and backward of a micro-batch while some memory is reserved.
+        """Check whether forward and backward of a micro-batch fit next to reserved memory.
 
         Args:
             size: number of sequences in the micro-batch.
-            reserved_bytes: device memory to reserve. A run needs it for other purposes.
+            reserved_bytes: device memory to reserve. A run needs this memory for optimizer moments,
+                and because its batches have different lengths.
 
         Returns:
-            False if the device runs out of memory.
+            True if they fit, or False if the device runs out of memory.
         """
         try:
             reserved: Tensor | None = torch.empty(
@@ -574,7 +582,8 @@ def accepted_runs(accepted: Tensor, drafted: Tensor, draft_length: int) -> Tenso
     """
     if drafted.shape[1] <= draft_length:
         return accepted.new_zeros(0)
-    # One window per possible start of a round: [B, T - draft_length, draft_length + 1].
+    # Make one window for each position at which a round could start. The shape is [B, T -
+    # draft_length, draft_length + 1].
     windows = drafted.unfold(1, draft_length + 1, 1)
     is_round = ~windows[..., 0] & windows[..., 1:].all(dim=-1)
     return accepted.unfold(1, draft_length + 1, 1)[..., 1:][is_round].cumprod(dim=-1).sum(dim=-1)

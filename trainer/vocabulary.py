@@ -16,14 +16,16 @@ from .defaults import ChosenSetting
 
 # Number of sequences that are read at once to count their tokens.
 _COUNTED_SEQUENCES = 256
-# Maximum number of sequences whose tokens are counted. A larger store is sampled evenly.
+# Maximum number of sequences whose tokens are counted. If there are more sequences, evenly spaced
+# ones are chosen.
 _MOST_COUNTED = 1 << 16
 
 
 def count_response_tokens(store: ActivationStore, sequences: np.ndarray) -> torch.Tensor:
-    """Count how often each token id occurs in the responses of some sequences.
+    """Count how often each token id occurs in the responses of the given sequences.
 
-    If there are more than ``_MOST_COUNTED`` sequences, only a sample of them is counted.
+    If there are more than ``_MOST_COUNTED`` sequences, only the tokens of evenly spaced sequences
+    are counted.
 
     Returns:
         The count of each token id, int64 [vocabulary size].
