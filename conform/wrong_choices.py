@@ -39,8 +39,9 @@ class Reading:
     # The drafter reads the concatenated outputs of these target layers. -1 stands for the
     # embeddings, and L stands for the output of the final norm.
     layers: tuple[int, ...]
-    # The right drafter reads the target's outputs for all committed tokens except the last one.
-    # With a wrong choice, the drafter may read the outputs for this number of further tokens.
+    # Without a mistake, the drafter reads the target's outputs for all committed tokens except the
+    # last one. With a wrong choice, it may also read the outputs for this number of tokens after
+    # them. The first of these tokens is the last committed one.
     ahead: int = 0
 
     @classmethod
@@ -165,8 +166,8 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
     """Return the wrong choice in which a method of the drafter gets wrong committed tokens.
 
-    ``part`` is the name of the method. ``edit`` takes the committed tokens of a row, and returns
-    the wrong tokens.
+    ``part`` is the name of the method. ``edit`` takes the right committed tokens of one row. It
+    returns the wrong tokens that the method gets instead.
     """
     return _put(
         part,
@@ -193,8 +194,9 @@ def _context_normed_again(r: Reading) -> None:
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
     """Return the wrong choice in which ``make`` computes the keys of committed tokens.
 
-    The call is ``make(attention, states, rotation)``. ``states`` [B, n, E] are the hidden states of
-    the committed tokens.
+    The call is ``make(attention, states, rotation)``. ``attention`` is the attention module.
+    ``states`` [B, n, E] are the hidden states of the committed tokens. ``rotation`` rotates keys to
+    their positions (RoPE).
     """
 
     def choice(r: Reading) -> None:

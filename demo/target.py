@@ -104,7 +104,8 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
         num_attention_heads=config.n_heads,
         num_key_value_heads=config.n_kv_heads,
         max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,  # Large targets usually have untied embeddings too.
+        # Embeddings and LM head have separate weights, as in most large targets.
+        tie_word_embeddings=False,
         **special,
     )
     model = LlamaForCausalLM(sizes)
