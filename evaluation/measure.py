@@ -130,7 +130,8 @@ def measure(
 ) -> Measurement:
     """Decode every turn of every prompt with every method.
 
-    The method that decodes a batch first changes from batch to batch.
+    The methods decode one batch after another. They take turns at being the first to decode a
+    batch.
 
     Args:
         target: the target.
@@ -521,7 +522,8 @@ def load_scorer(name: str) -> Scorer:
             scorer: Scorer = runpy.run_path(str(Path(where).expanduser()))[function]
         else:
             scorer = getattr(importlib.import_module(where), function)
-    except Exception as error:  # The user's module may raise any error.
+    except Exception as error:
+        # The user's module may raise any error. Report it as an invalid option.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
             f"`scorer={name}` cannot be loaded ({reason}). Write it as module:function or "
@@ -539,7 +541,8 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         score = scorer(prompt, answer)
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
-    except Exception as error:  # The user's function may raise any error.
+    except Exception as error:
+        # The user's function may raise any error. Report it as an invalid option.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
             "the function that `scorer` names failed for an answer to the prompt "

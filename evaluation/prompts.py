@@ -43,8 +43,8 @@ class Prompt:
 class PromptFile:
     """Prompts that were selected from a file, and facts about the file."""
 
-    kind: str  # The format of the file: ``chats`` or ``spec-bench``.
-    n_in_file: int  # Number of all prompts in the file.
+    kind: str  # The format of the file of prompts: ``chats`` or ``spec-bench``.
+    n_in_file: int  # The number of all prompts in the file, selected or not.
     prompts: tuple[Prompt, ...]
 
 

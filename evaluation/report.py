@@ -123,8 +123,8 @@ class Figure:
 class WriterSummary:
     """The results of one writer. A writer is the target or a drafter that continues cut answers.
 
-    ``common_prefix`` is the mean number of tokens before the first difference from the target's own
-    continuation.
+    A cut answer consists of the first tokens of an answer of the target. ``common_prefix`` is the
+    mean number of tokens before the first difference from the target's own continuation.
     """
 
     writer: str
@@ -405,10 +405,10 @@ def ratio_with_interval(
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """For each index of a draft, compute the share of target calls that accepted this draft.
+    """For each index of a draft in its round, compute the share of target calls that accepted it.
 
-    The first share is for the first draft of a round. ``committed_per_call`` has the number of
-    tokens that each target call committed.
+    The first share is for the first draft of each round. ``committed_per_call`` has one number per
+    target call: how many tokens the call committed, including the bonus token.
     """
     if not committed_per_call:
         return ()

@@ -360,7 +360,8 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     axes = figure.subplots()
     for y, summary in enumerate(reversed(summaries)):
         color = _color_number(summary.method, drafters)
-        # matplotlib expects the distance from the value to the lower bound, and to the upper bound.
+        # For error bars, matplotlib expects two distances: from the value to its lower bound, and
+        # from the value to its upper bound.
         bounds = summary.ratio_interval
         arms = bounds and [
             [max(0.0, summary.ratio - bounds[0])],
