@@ -99,7 +99,7 @@ class StopStrings:
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Return the index at which a stop string may begin that is still incomplete.
+    """Return the first index at which the rest of the text is the beginning of the stop string.
 
     If no such index exists, return the length of the text.
     """

@@ -310,7 +310,7 @@ class _Turn:
             self._save()
 
     def stats(self) -> Stats:
-        """Return the measurements so far."""
+        """Return the measurements of the answer so far."""
         session = self._session
         n_tokens = session.n_answer
         rate = 0.0

@@ -140,7 +140,8 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         self._thread.start()
 
     def __exit__(self, *exception: object) -> None:
-        # A running answer is not stopped; its thread continues.
+        # The page's server ends here. An answer that is still being made is not stopped; its own
+        # thread continues.
         self._server.should_exit = self._log.is_closed = True
         self._thread.join()
         self._listener.close()

@@ -177,8 +177,9 @@ class SegmentAttention:
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(segments, device)
         self._segments: Sequence[Segment] = segments
-        # Number of query heads -> the :class:`_Steps` objects for layers with this number of query
-        # heads. The list of objects is empty if another method is faster for these layers.
+        # Number of query heads -> a list of :class:`_Steps` objects, which compute the attention of
+        # all layers with this number of query heads. The list is empty if another method is faster
+        # for these layers.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [

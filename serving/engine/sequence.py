@@ -160,10 +160,10 @@ class Sequence:
 
     @functools.cached_property
     def sampling_state(self) -> SamplingState:
-        """Everything that determines the next token, except the logits.
+        """The sampling state: everything that determines the next token, except the logits.
 
-        The sampling state contains the sequence's own list of tokens, not a copy. So the state
-        includes tokens that are added later.
+        The state contains the sequence's own list of tokens, not a copy. So it includes tokens that
+        are added later.
         """
         request = self.request
         return SamplingState(
