@@ -290,7 +290,7 @@ class ServerSession:
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
-            return  # The commit belongs to a sequence that was removed meanwhile.
+            return  # Ignore the commit of a sequence that was removed meanwhile.
         if commit.error is not None:
             self._sequence_id = None
             # Do not send the details of the error to the client. Only the server's log contains
@@ -300,7 +300,7 @@ class ServerSession:
                 "the server failed while it decoded this session; open the session again.",
                 ends=True,
             )
-            self._on_lost(self)  # The gRPC server's callback closes this session.
+            self._on_lost(self)  # This callback of the gRPC server closes the session.
             return
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
@@ -426,7 +426,8 @@ class ContextLog:
 class Stream:
     """One stream, and the messages that are queued for its client.
 
-    Other messages go first: contexts are sent only if no other message is queued.
+    Contexts (data for the client's drafter) are not in the queue. They are sent only if no message
+    is queued.
     """
 
     # A stream is full if its client reads slowly. While a stream is full, decoding is paused, and
