@@ -46,7 +46,7 @@ Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 # A scorer is a function of two texts: the messages of a prompt, and the answer. It returns a
 # number. Better answers have higher numbers.
 Scorer = Callable[[str, str], float]
-# Continuations are written by the target and by the drafters. The target has this name as a writer.
+# The name of the target as a writer of continuations. Drafters are the other writers.
 TARGET = "target"
 # Number of cut answers that are continued in one batch. The results do not depend on this number.
 _BATCH = 8

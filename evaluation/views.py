@@ -406,8 +406,9 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
         highs: list[float] = []
         for agreement in summary.agreement_by_offset:
             # An offset is a number of tokens since the cut. Leave out offsets that only one
-            # continuation reaches. Fewer continuations reach larger offsets, so all offsets that
-            # are left out come last. The same holds for offsets without an interval.
+            # continuation reaches, and draw no band at offsets without a confidence interval. Fewer
+            # continuations reach larger offsets, so these offsets come last. Item i of each list
+            # still belongs to offset i + 1.
             if agreement.n > 1:
                 means.append(agreement.mean or 0.0)
                 if agreement.interval is not None:

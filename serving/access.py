@@ -249,7 +249,7 @@ def _name_of(authority: str) -> str:
 
 
 class Connection(H11Protocol):
-    """One connection, based on uvicorn's protocol.
+    """A client's connection to the HTTP server, based on uvicorn's class for HTTP/1.1.
 
     All points in time are values of ``time.monotonic()``.
     """

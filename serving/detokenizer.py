@@ -55,8 +55,8 @@ class StopStrings:
 
     Args:
         stops: the stop strings.
-        n_before: number of pieces at the start of the text. A stop string that ends in one of these
-            pieces is ignored.
+        n_before: a stop string is ignored if it ends in one of the first ``n_before`` pieces. This
+            guarantees a minimum length of the answer.
     """
 
     def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:

@@ -446,7 +446,8 @@ class DraftingServer:
             raise Overloaded(
                 "the server removed the session while the client resumed it; open it again."
             )
-        # Check again, because the engine may have added tokens since the first check.
+        # Compare the tokens of the client and of the session again, because the engine may have
+        # added tokens since the first comparison.
         known.check_text(request)
         if not known.must_rebuild(request):
             return False

@@ -223,7 +223,7 @@ class ServerSession:
         self._continue()
 
     def update_hold(self) -> None:
-        """Pause the sequence in the engine while the stream is full, and resume it afterwards."""
+        """Pause the sequence in the engine while the client reads slowly. Otherwise resume it."""
         is_full = self.stream is not None and self.stream.is_full
         if self._sequence_id is not None and is_full != self._is_held:
             self._engine.hold(self._sequence_id, is_full)

@@ -260,8 +260,8 @@ class SequenceDrafter:
         return None.
         """
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        # A root must not have a context in the drafter's caches, and contexts cannot be removed
-        # from these caches.
+        # The root must be a position without a context in the drafter's caches, and contexts cannot
+        # be removed from these caches. If no such position is known, no new round can start.
         if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest

@@ -7,10 +7,11 @@ Shapes: B rows, n tokens, E hidden size, K target layers whose outputs the draft
 per context.
 
 The sequences that draft together share one drafter state. This state contains the drafter's caches,
-and has one row per sequence. If a sequence does not draft before a target call, its row becomes a
-separate state. When the sequence drafts again, its row returns to the shared state. If the drafter
-first has to process many tokens of a sequence, as after a prompt, this sequence drafts alone for a
-round. Otherwise the rows of all other sequences would be padded to this number of tokens.
+and has one row per sequence. The drafter processes all rows of this state together. So if a
+sequence does not draft before a target call, its row becomes a separate state. When the sequence
+drafts again, its row returns to the shared state. If the drafter first has to process many tokens
+of a sequence, as after a prompt, this sequence drafts alone for a round. Otherwise the rows of all
+other sequences would be padded to this number of tokens.
 
 A chain of drafts ends early if the drafter is unsure of a draft. If drafts cost more time than they
 save, the target decodes without them (``moa.decoding.policy``). For each range of batch sizes (1, 2
@@ -219,7 +220,9 @@ class Speculation:
                 self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
     def judge(self, rounds: GenericSequence[Scheduled], round_s: float) -> None:
-        """Report a round to the policy: the number of committed tokens, and the duration.
+        """Report a round to the policy, which chooses the number of drafts of later rounds.
+
+        The report has the number of committed tokens, and the duration of the round.
 
         Args:
             rounds: the results of the target call for the sequences that could get drafts.
