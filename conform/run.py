@@ -4,9 +4,9 @@ The other engine decodes greedily and reports the drafts of each round (:mod:`.o
 package then repeats each round: it drafts with the same drafter after the same tokens.
 
 If drafts differ, this package looks for the cause. A *wrong choice* is a known mistake that is made
-on purpose in a copy of the drafter (:mod:`.wrong_choices`). For one wrong choice after another, all
-rounds are repeated with such a copy. If the copy drafts the same tokens as the other engine in all
-rounds, the wrong choice is reported as the cause.
+on purpose in a copy of the drafter (:mod:`.wrong_choices`). All wrong choices are tried: for each
+of them, all rounds are repeated with a copy that makes this mistake. If the copy drafts the same
+tokens as the other engine in all rounds, the wrong choice is reported as the cause.
 
 Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
@@ -293,7 +293,7 @@ def compare(
         try:
             return len(list(islice(partings(change), most)))
         # An error of one of these types means that the wrong choice cannot be made with this kind
-        # of drafter.
+        # of drafter. So it does not explain the differences.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 

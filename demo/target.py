@@ -145,7 +145,8 @@ def train_target(
     model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
     model.save_pretrained(folder)
-    # transformers writes weight files that other users cannot read. So write these files again.
+    # transformers writes weight files that other users cannot read. So write these files again, with
+    # the usual permissions.
     for file in folder.glob("*.safetensors"):
         with replacing(file) as partial:
             write_tensors(partial, load_file(file))

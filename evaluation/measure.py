@@ -103,8 +103,8 @@ class SkippedTurn:
 
     prompt_id: str
     turn: int
-    # Number of tokens of the messages up to the first skipped turn of the chat. 0 if an answer
-    # contains a control token.
+    # Number of tokens of all messages up to and including the first skipped turn of the chat. 0 if
+    # an answer contains a control token.
     n_prompt_tokens: int
 
 

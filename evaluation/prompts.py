@@ -137,7 +137,7 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
         by_category.setdefault(prompt.category, []).append(prompt)
     in_turn: list[Prompt] = []
     # If a category has fewer prompts than another one, ``zip_longest`` adds None for the missing
-    # prompts.
+    # prompts. Leave out these values.
     for candidate in chain.from_iterable(zip_longest(*by_category.values())):
         if candidate is not None:
             in_turn.append(candidate)

@@ -273,9 +273,9 @@ def _paired_figures(
 ) -> list[tuple[float, ...]]:
     """Return the four numbers of each row that :func:`ratio_with_interval` needs.
 
-    A figure is a ratio: ``calls`` or ``speed``, a property of :class:`MethodRun`. The first two
-    numbers are its numerator and denominator for ``method``. The last two numbers are its numerator
-    and denominator for ``other``.
+    ``figure`` names a ratio: ``calls`` for tokens per target call, or ``speed`` for tokens per
+    second. The first two numbers are the numerator and denominator of this ratio for ``method``.
+    The last two numbers belong to ``other``.
     """
     paired: list[tuple[float, ...]] = []
     for row in rows:
@@ -384,7 +384,8 @@ def ratio_with_interval(
     _, prompt_index = np.unique(np.array(prompt_ids)[used], return_inverse=True)
     # Add up the rows of each prompt. The bootstrap resamples whole prompts, because the rows of one
     # prompt (its turns or cuts) are not independent.
-    sums = np.zeros((prompt_index.max() + 1, table.shape[1]))  # The sums are [n_prompts, 2 or 4].
+    # The shape of ``sums`` is [n_prompts, 2] or [n_prompts, 4].
+    sums = np.zeros((prompt_index.max() + 1, table.shape[1]))
     np.add.at(sums, prompt_index, table[used])
 
     def ratio(drawn: np.ndarray) -> np.ndarray:
