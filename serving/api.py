@@ -591,7 +591,7 @@ class ResponseFormatter:
         return events
 
     def last(self, request_output: RequestOutput) -> bytes:
-        """Return the server-sent events after all text, with the token usage if it was requested."""
+        """Return the server-sent events after all text, with the usage if it was requested."""
         events = (
             event(self._chunk([]) | {"usage": self._usage(request_output)})
             if self._has_usage

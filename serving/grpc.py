@@ -521,7 +521,8 @@ def _end(stream: Stream) -> None:
 
 
 def _code(error: MoaDataError) -> str:
-    # A DrafterError means that the sampling settings are invalid.
+    # A DrafterError means that the client's sampling settings are invalid, so its code is
+    # "invalid".
     if isinstance(error, DrafterError):
         return "invalid"
     for code, kind in ERRORS.items():

@@ -133,8 +133,8 @@ class ServerSession:
         fewer or more tokens than the session. The shorter of the two must be the beginning of the
         longer one.
         """
-        # If the server has lost the session, it cannot make this check. In this case the client's
-        # tokens become the sequence of a new session.
+        # If the server has lost the session, it has no tokens to compare with the client's tokens.
+        # Then the client's tokens become the sequence of a new session.
         known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
         settings = (known.n_prompt, known.max_new_tokens, known.sampling, known.seed)

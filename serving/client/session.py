@@ -190,7 +190,7 @@ class SavedAnswer:
             raise RequestInvalid(
                 f"the saved conversation {path} cannot be read ({error.strerror}). Check the path."
             ) from error
-        # Pydantic and SamplingConfig raise ValueError for invalid values.
+        # Pydantic and SamplingConfig raise ValueError for invalid values in the file.
         except ValueError as error:
             raise RequestInvalid(
                 f"{path} is not a file in which this release of moa-data has saved a conversation. "

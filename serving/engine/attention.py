@@ -42,7 +42,9 @@ from .steps import SparseBuffers, attend_sparse, run_layers
 
 try:
     from torch.nn.attention import varlen
-except ImportError:  # PyTorch versions before 2.10 do not have this module.
+except ImportError:
+    # PyTorch versions before 2.10 have no module for variable-length attention. Then other methods
+    # are used.
     varlen = None  # type: ignore[assignment]
 
 ATTENTION = "moa_data_segments"
@@ -262,7 +264,7 @@ class SegmentAttention:
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
         # The KV buffer has room for the largest number of heads and the largest head dim of all
-        # layers. Check whether the present layer uses the whole buffer.
+        # layers. If the present layer is smaller, it uses only a part of the buffer.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(

@@ -429,6 +429,7 @@ class Engine:
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
             # If the sequence has failed meanwhile, it was removed, and its callback got the error.
+            # Then do nothing.
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 apply(sequence)
 
@@ -487,7 +488,7 @@ class Engine:
                 call it again.
 
         Returns:
-            The items that were processed. If a sequence fails alone, too, it is removed.
+            The sequences that were processed. If a sequence fails alone, too, it is removed.
         """
         if len(items) > 1:
             try:
@@ -508,7 +509,7 @@ class Engine:
         """Process each sequence alone. If that fails for a sequence, end only this sequence.
 
         Returns:
-            The items that were processed.
+            The sequences that were processed.
         """
         processed = []
         for item in items:
@@ -521,7 +522,7 @@ class Engine:
         return processed
 
     def _call(self, scheduled: list[Scheduled]) -> None:
-        """Call the target once for all sequences, and store each sequence's output in its item."""
+        """Call the target once for all sequences. Store each output in its ``Scheduled`` object."""
         segments = []
         for item in scheduled:
             sequence = item.sequence

@@ -147,7 +147,7 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: GenericSequence[Sequence]) -> None:
-        """Draft for the sequences of the last :meth:`gather`.
+        """Draft for the sequences that were passed to the last :meth:`gather`.
 
         The policy may stop drafting for some time. Then the sequences get no drafts.
         """
