@@ -77,12 +77,12 @@ class Conformance:
     # Indices of the prompts for which the engine's answer differs from the answer that this package
     # decodes without drafts.
     other_answers: list[int]
-    # Names of the wrong choices (mistakes made on purpose in a copy of the drafter) that explain
-    # all differences: with such a mistake, this package drafts the same tokens as the engine in all
+    # Names of the wrong choices (deliberate mistakes in a copy of the drafter) that explain all
+    # differences: with such a mistake, this package drafts the same tokens as the engine in all
     # rounds.
     causes: list[str] = field(default_factory=list)
-    # The wrong choice (a mistake made on purpose) with which the fewest rounds still differ from
-    # the engine's rounds, and the number of these rounds. None if a wrong choice explains all
+    # The wrong choice (a deliberate mistake) with which the fewest rounds still differ from the
+    # engine's rounds, and the number of these rounds. None if a wrong choice explains all
     # differences, or if no wrong choice lowers the number of rounds that differ.
     nearest: tuple[str, int] | None = None
 
@@ -144,7 +144,7 @@ def conform(
         n_drafts: number of drafts per round. DFlash ignores this number and always drafts a whole
             block.
         dtype: dtype of target and drafter, here and in the engine.
-        progress: reports the number of wrong choices that were tried.
+        progress: reports the number of wrong choices (deliberate mistakes) that were tried.
 
     Raises:
         OptionInvalid: the engine cannot run this kind of drafter, failed, or drafted nothing.
@@ -270,7 +270,7 @@ def compare(
         answers: for each prompt, the tokens and the draft rounds of the engine's answer, as
             :func:`ask_engine` returns them.
         max_new_tokens: maximum number of tokens of an answer.
-        progress: reports the number of wrong choices that were tried.
+        progress: reports the number of wrong choices (deliberate mistakes) that were tried.
     """
     texts: list[list[int]] = []
     other_answers: list[int] = []
@@ -292,8 +292,8 @@ def compare(
     def count(change: Choice, most: int) -> int:
         try:
             return len(list(islice(partings(change), most)))
-        # An error of one of these types means that the wrong choice cannot be made with this kind
-        # of drafter. So it does not explain the differences.
+        # An error of one of these types means that the wrong choice (a deliberate mistake) cannot
+        # be made with this kind of drafter. So it does not explain the differences.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
@@ -304,8 +304,8 @@ def compare(
         return result
     trying = progress.of("wrong choices", "choice")
     for number, (name, change) in enumerate(CHOICES.items()):
-        # If a single round still differs, the wrong choice is not the cause of the differences. So
-        # stop counting at the first differing round.
+        # If a single round still differs, the wrong choice (a deliberate mistake) does not explain
+        # the differences. So stop counting at the first differing round.
         if not count(change, 1):
             result.causes.append(name)
         trying(number + 1, len(CHOICES))
@@ -353,7 +353,7 @@ def _partings(
     rounding may have decided between them. Such a difference is not yielded.
 
     Args:
-        reading: a copy of the drafter, maybe with a wrong choice.
+        reading: a copy of the drafter, maybe with a wrong choice (a deliberate mistake).
         prompt: index of the prompt.
         text: tokens of the prompt and of the engine's answer.
         rounds: for each round, the number of tokens before the round, and the engine's drafts.
