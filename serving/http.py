@@ -486,7 +486,7 @@ class _Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def run(self, encode: Callable[[ChatTemplate], _T]) -> _T:
-        """Run a function on the thread, such as one that tokenizes a prompt.
+        """Run a function on this tokenizer's thread, such as one that tokenizes a prompt.
 
         If the caller is cancelled before the function starts, the function never runs.
         """

@@ -127,7 +127,7 @@ class ServerSession:
     # The methods below concern the stream.
 
     def check_text(self, request: Request) -> None:
-        """Raise RequestInvalid if a stream cannot resume this session with its request.
+        """Raise RequestInvalid if a client's request to resume this session does not match it.
 
         The request must have the same settings and the same prompt as the session. It may have
         fewer or more tokens than the session. The shorter of the two must be the beginning of the

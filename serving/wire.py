@@ -56,7 +56,8 @@ CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_prob
 # context (especially attention keys) are many times larger than the rest. With a single scale for
 # the whole context, the rest would be rounded to 0.
 GROUP = 64
-# Largest code of each integer codec. The smallest code is the same number with a minus sign.
+# Integer codec -> the largest integer that it stores for a number. The smallest integer is the same
+# with a minus sign.
 _MAX_CODE = {"int8": 127, "int4": 7}
 _LARGEST = torch.finfo(torch.bfloat16).max
 

@@ -105,7 +105,8 @@ class Segment:
         If it is, its attention needs no mask.
 
         Args:
-            window: the size of a layer's window or chunk; None if it has full attention.
+            window: the size of a layer's sliding window or attention chunk; None if it has full
+                attention.
         """
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
@@ -165,7 +166,8 @@ class SegmentAttention:
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the size of its window or chunk; None if it has full attention.
+        windows: for each layer, the size of its sliding window or attention chunk; None if it has
+            full attention.
         device: device of the target.
     """
 
@@ -441,7 +443,8 @@ class BatchedAttention:
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the size of its window or chunk; None if it has full attention.
+        windows: for each layer, the size of its sliding window or attention chunk; None if it has
+            full attention.
         n_heads: query heads of each layer.
         device: device of the target.
     """

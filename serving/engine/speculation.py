@@ -45,8 +45,8 @@ _MAX_CATCH_UP = 64
 """Limit of the number of tokens that the drafter still has to process before it can draft.
 
 Sequences within this limit draft together in one batch, whose caches are the shared state. A
-sequence above the limit drafts alone. Otherwise the whole batch would be padded to its number of
-tokens.
+sequence above the limit drafts alone. Otherwise the whole batch would be padded to the number of
+tokens of this sequence.
 """
 
 
