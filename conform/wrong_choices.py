@@ -197,9 +197,9 @@ def _context_normed_again(r: Reading) -> None:
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
     """Return a wrong choice (a deliberate mistake) about the keys of committed tokens.
 
-    The function ``make`` computes these keys. It is called as ``make(attention, states, rotation)``.
-    ``attention`` is the attention module. ``states`` [B, n, E] are the hidden states of the
-    committed tokens. ``rotation`` rotates keys to their positions (RoPE).
+    The call ``make(attention, states, rotation)`` computes these keys. ``attention`` is the
+    attention module. ``states`` [B, n, E] are the hidden states of the committed tokens.
+    ``rotation`` rotates keys to their positions (RoPE).
     """
 
     def choice(r: Reading) -> None:

@@ -13,10 +13,11 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
-# The report lists the settings in which the training runs of the drafters differ, but not these
-# settings. Drafters of different kinds are meant to be compared. A preset only sets other settings,
-# which are compared themselves. In place of ``max_steps`` and ``epochs``, the number of steps that
-# a run has made is compared. ``micro_batch_size`` and ``compile`` change only rounding.
+# The report lists the settings that differ between the training runs of the drafters. The settings
+# below are not compared. ``drafter`` may differ, because drafters of different kinds are meant to
+# be compared. ``preset`` only sets other settings, and these are compared. Instead of ``max_steps``
+# and ``epochs``, the number of steps that a run has made is compared. ``micro_batch_size`` and
+# ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",

@@ -367,7 +367,8 @@ class _Cut(NamedTuple):
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
     """Choose the positions at which an answer is cut. The positions are evenly spaced.
 
-    A short answer is cut at fewer than ``n_cuts`` positions.
+    At each position, the tokens before it are kept, and drafters continue them. A short answer is
+    cut at fewer than ``n_cuts`` positions.
     """
     points = set[int]()
     for number in range(1, n_cuts + 1):
@@ -389,7 +390,9 @@ def measure_disconnections(
     scorer: Scorer | None = None,
     progress: Progress = SILENT,
 ) -> list[CutRow]:
-    """Cut the greedy answers to prompts and let every drafter continue from each cut.
+    """Cut the target's greedy answers to prompts, and let every drafter continue from each cut.
+
+    To cut an answer means to keep only its first tokens.
 
     Args:
         target: the target.

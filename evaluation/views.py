@@ -275,7 +275,8 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
 
     A writer is the target or a drafter. The first table has one line per writer. The second table
     shows how often each writer agrees with the target, as a function of the number of tokens since
-    the cut. The third table shows the log-probability as a function of this number.
+    the cut. The third table shows the target's log-probability of the tokens of each writer, as a
+    function of the same number.
     """
     lines = [
         "",
