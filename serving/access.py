@@ -275,8 +275,7 @@ class Connection(H11Protocol):
         self.since = time.monotonic()  # Time at which the connection began to wait for a request.
         # ``ends_s`` is the time at which the present answer must be complete. It is infinity if the
         # answer has no deadline. ``blocked_s`` is the time at which the server began to wait for
-        # the client to read more of the answer. It is infinity if the server does not wait for
-        # this.
+        # the client to read more of the answer. It is infinity while the server is not waiting.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -407,7 +406,8 @@ class Connections:
 
         Returns:
             Whether one more connection may be opened. The result is also True if only young
-            connections wait. These are not aborted, so the new connection exceeds the limit.
+            connections wait. Young connections are not aborted, so the new connection exceeds the
+            limit.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:

@@ -52,8 +52,9 @@ class _Network(BaseModel):
 class EventLog:
     """The events of the current answer, for pages that open late, reload or reconnect.
 
-    Each item is a JSON object, with ``t`` for the seconds since the answer began. Items are
-    numbered, and the numbers continue from one answer to the next. Any thread may append items.
+    An item is one event as a JSON object. Its value ``t`` is the time in seconds since the answer
+    began. Items are numbered, and the numbers continue from one answer to the next. Any thread may
+    append items.
     """
 
     def __init__(self) -> None:

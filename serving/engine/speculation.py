@@ -102,8 +102,8 @@ class Speculation:
     def abandon(self, sequences: GenericSequence[Sequence]) -> None:
         """Handle a failure of the drafter: drop its caches, and stop drafting for some sequences.
 
-        All sequences in the shared state lose their caches, because the failure may have damaged
-        any row.
+        All sequences in the shared state (the caches of the sequences that draft in one batch) lose
+        their caches, because the failure may have damaged any row.
 
         Args:
             sequences: sequences that get no more drafts. They lose their caches even if they are
@@ -122,8 +122,9 @@ class Speculation:
     def gather(self, sequences: GenericSequence[Sequence]) -> None:
         """Move the sequences that draft now to the shared state, and all others out of it.
 
-        A sequence drafts alone, outside of the shared state, if the drafter still has to process
-        many of its tokens.
+        The shared state is the drafter's caches for all sequences that draft in one batch. A
+        sequence drafts alone, outside of the shared state, if the drafter still has to process many
+        of its tokens.
 
         Args:
             sequences: the sequences that draft. Each of their tokens has target KV, except the last
