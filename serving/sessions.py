@@ -283,7 +283,8 @@ class ServerSession:
         self.stopped.set() if state is _State.IDLE else self.stopped.clear()
 
     def _hand_commit(self, commit: Commit) -> None:  # The engine's thread calls this method.
-        # Copy the contexts to the host here, so that the event loop never waits for a GPU.
+        # Copy the contexts (data for the client's drafter) to the host here, in the engine's
+        # thread. So the event loop never waits for a GPU.
         if commit.context is not None:
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
         call_in(self._loop, self._take_commit, commit)
@@ -309,9 +310,9 @@ class ServerSession:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # Whether the target has read the whole prompt, so that all contexts of the prompt exist.
-        # Contexts are not sent earlier, because on a slow network they would delay the first tokens
-        # of the answer.
+        # Whether the target has read the whole prompt, so that all contexts of the prompt (data for
+        # the client's drafter) exist. Contexts are not sent earlier, because on a slow network they
+        # would delay the first tokens of the answer.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()

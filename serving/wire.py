@@ -80,7 +80,7 @@ def bytes_per_position(codec: str, width: int) -> int:
 
 
 def encode(codec: str, context: Tensor) -> bytes:
-    """Encode the contexts [n, W] of n positions, in any floating dtype."""
+    """Encode the contexts [n, W] (data for a drafter) of n positions, in any floating dtype."""
     check_codec(codec)
     if not context.numel():
         return b""
@@ -107,7 +107,7 @@ def encode(codec: str, context: Tensor) -> bytes:
 
 
 def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
-    """Decode the contexts of n positions: [n, W] float32. All numbers are finite.
+    """Decode the contexts (data for a drafter) of n positions: [n, W] float32, all finite.
 
     Raises:
         ServingError: the number of bytes is wrong.

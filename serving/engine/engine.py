@@ -584,8 +584,9 @@ class Engine:
     def _note_contexts(self, one: Scheduled, start: int) -> None:
         """Store the target's hidden states of new positions.
 
-        The drafter later encodes these hidden states to contexts. If the answer has ended, they are
-        encoded now, and the last commit gets all contexts that are still unsent.
+        The drafter later encodes these hidden states to contexts (data for the client's drafter).
+        If the answer has ended, the hidden states are encoded now, and the last commit gets all
+        contexts that are still unsent.
 
         Args:
             one: the results of the target call for a sequence.
@@ -605,7 +606,7 @@ class Engine:
             one.commit = sequence.take_contexts(one.commit)
 
     def _send_contexts(self, served: list[Scheduled]) -> None:
-        """Encode and send contexts, after the tokens of the same target call were sent."""
+        """Encode and send contexts (data for clients' drafters), after the tokens were sent."""
         # A context is the data that a client's drafter needs about one position. Encoding many
         # contexts takes as long as encoding a few. So while the server decodes without the client's
         # drafts, it encodes and sends many contexts at a time. There are two exceptions. If the

@@ -52,7 +52,7 @@ class Output:
     logits: Tensor | None
     # The most likely token of each row of ``logits``. Empty if the segment needs no logits.
     best: list[int]
-    # Index of a target layer that a drafter watches -> the output of this layer, [n, E].
+    # Index of a target layer that a drafter reads -> the output of this layer, [n, E].
     layers: dict[int, Tensor]
 
 

@@ -69,7 +69,8 @@ class Speculation:
         max_depth = self._proposer.max_depth
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
-        # Whether the server's drafts can reuse contexts that the drafter has encoded for clients.
+        # Whether the server's drafts can reuse contexts (data for clients' drafters) that the
+        # drafter has encoded for clients.
         self.reuses_contexts = (
             drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         )
@@ -196,7 +197,7 @@ class Speculation:
 
         Returns:
             The last hidden states [n, E], or the concatenated outputs [n, K * E] of the K layers
-            that the drafter watches.
+            that the drafter reads.
         """
         if not self.drafter.observed_layers:
             return output.hidden
@@ -310,7 +311,7 @@ class Speculation:
         }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Put contexts that were encoded for clients into the drafter's caches.
+        """Put contexts (data that was encoded for clients) into the drafter's caches.
 
         When the drafter drafts on the server, it need not encode these positions again.
 
