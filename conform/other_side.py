@@ -118,8 +118,8 @@ def _speculators(job: dict[str, Any]) -> Answers:
 
     target = _load(AutoModelForCausalLM, job["model"], job["dtype"])
     config: Any = SpeculatorModelConfig.from_pretrained(job["drafter"], trust_remote_code=False)
-    # Use eager attention, because FlexAttention requires sequences that fill its blocks of 128
-    # tokens.
+    # Use eager attention. The default, FlexAttention, requires that the length of a sequence is a
+    # multiple of 128, and answers have any length.
     config.transformer_layer_config._attn_implementation = "eager"
     model = _load(SpeculatorModel, job["drafter"], job["dtype"], config=config)
     chain = _chains_of_eagle3 if job["method"] == "eagle3" else _chains_of_blocks
@@ -177,7 +177,7 @@ def _chains_of_blocks(
     from speculators.models.dflash import core
 
     anchors = torch.arange(token_ids.shape[1] - model.block_size)[first - 1 :]
-    if not len(anchors):  # The answer is shorter than one draft block.
+    if not len(anchors):  # The answer is shorter than one draft block. So record no round.
         return []
     core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
     states, logits, *_ = model._backbone_forward(

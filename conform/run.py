@@ -4,9 +4,9 @@ The other engine decodes greedily and reports the drafts of each round (:mod:`.o
 package then repeats each round: it drafts with the same drafter after the same tokens.
 
 If drafts differ, this package looks for the cause. A *wrong choice* is a known mistake that is made
-on purpose in a copy of the drafter (:mod:`.wrong_choices`). For one wrong choice after another, all
-rounds are repeated with such a copy. If the copy drafts the same tokens as the other engine in all
-rounds, the wrong choice is reported as the cause.
+on purpose in a copy of the drafter (:mod:`.wrong_choices`). All wrong choices are tried: for each
+of them, all rounds are repeated with a copy that makes this mistake. If the copy drafts the same
+tokens as the other engine in all rounds, the wrong choice is reported as the cause.
 
 Shapes: n tokens of prompt and answer, E target width, V vocabulary, L target layers.
 """
@@ -48,7 +48,7 @@ QUESTIONS = (
     "Translate 'good morning' into French.", "How does a bicycle stay upright?",
 )  # fmt: skip
 _TIES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""dtype -> the largest relative difference at which two logits count as equal."""
+"""dtype -> the difference up to which two logits count as equal, relative to the higher logit."""
 _TIMEOUT_S = 3600.0
 
 
@@ -61,8 +61,9 @@ class Parting:
     draft: int  # index of the draft in the round, from 0
     here: int  # the token that this package drafts
     there: int  # the token that the other engine drafts
-    # The logit of the token ``here`` minus the logit of the token ``there``, both computed by this
-    # package. A small gap means that rounding may have decided between the two tokens.
+    # This package computes a logit for each of the two tokens. The gap is the logit of the token
+    # that this package drafts, minus the logit of the token that the engine drafts. A small gap
+    # means that rounding may have decided between the two tokens.
     gap: float
 
 
@@ -76,12 +77,13 @@ class Conformance:
     # Indices of the prompts for which the engine's answer differs from the answer that this package
     # decodes without drafts.
     other_answers: list[int]
-    # Names of the wrong choices (mistakes made on purpose in a copy of the drafter) that explain
-    # all differences: with such a mistake, this package drafts the same tokens as the engine in all
+    # Names of the wrong choices (deliberate mistakes in a copy of the drafter) that explain all
+    # differences: with such a mistake, this package drafts the same tokens as the engine in all
     # rounds.
     causes: list[str] = field(default_factory=list)
-    # The wrong choice with which the fewest rounds still differ, and the number of these rounds.
-    # None if a cause was found, or if wrong choices do not lower the number of rounds that differ.
+    # The wrong choice (a deliberate mistake) with which the fewest rounds still differ from the
+    # engine's rounds, and the number of these rounds. None if a wrong choice explains all
+    # differences, or if no wrong choice lowers the number of rounds that differ.
     nearest: tuple[str, int] | None = None
 
     def describe(self) -> str:
@@ -142,15 +144,16 @@ def conform(
         n_drafts: number of drafts per round. DFlash ignores this number and always drafts a whole
             block.
         dtype: dtype of target and drafter, here and in the engine.
-        progress: reports the number of wrong choices that were tried.
+        progress: reports the number of wrong choices (deliberate mistakes) that were tried.
 
     Raises:
         OptionInvalid: the engine cannot run this kind of drafter, failed, or drafted nothing.
     """
     target = Target.load(model, getattr(torch, dtype), "cpu")
     (loaded,) = load_drafters([drafter], target, target.model.dtype).values()
-    # Other engines choose a draft among all tokens of the vocabulary, with the target's LM head. Do
-    # the same here.
+    # A drafter may be limited to a part of the vocabulary. Other engines ignore this limit and
+    # choose drafts among all tokens, with the target's LM head. An empty ``draft_tokens`` does the
+    # same here.
     loaded.config = replace(loaded.config, draft_tokens=())
     if loaded.kind not in FORMATS[engine]:
         raise OptionInvalid(
@@ -198,7 +201,10 @@ def _encode_chats(target: Target, prompts: str | None, n_prompts: int) -> list[l
 
 
 def pieces_of(target: Target) -> dict[str, Any]:
-    """Return the target's config, embeddings and LM head, which a drafter's folder may contain."""
+    """Return the target's config, embeddings and LM head.
+
+    The folder of a drafter may contain these parts of the target.
+    """
     model: Any = target.model
     return {
         "config": target.facts.config,
@@ -264,7 +270,7 @@ def compare(
         answers: for each prompt, the tokens and the draft rounds of the engine's answer, as
             :func:`ask_engine` returns them.
         max_new_tokens: maximum number of tokens of an answer.
-        progress: reports the number of wrong choices that were tried.
+        progress: reports the number of wrong choices (deliberate mistakes) that were tried.
     """
     texts: list[list[int]] = []
     other_answers: list[int] = []
@@ -286,8 +292,8 @@ def compare(
     def count(change: Choice, most: int) -> int:
         try:
             return len(list(islice(partings(change), most)))
-        # An error of one of these types means that the wrong choice cannot be made with this kind
-        # of drafter.
+        # An error of one of these types means that the wrong choice (a deliberate mistake) cannot
+        # be made with this kind of drafter. So it does not explain the differences.
         except (AttributeError, KeyError, IndexError, DrafterError):
             return most
 
@@ -298,8 +304,8 @@ def compare(
         return result
     trying = progress.of("wrong choices", "choice")
     for number, (name, change) in enumerate(CHOICES.items()):
-        # If a single round still differs, the wrong choice is not the cause. So stop counting at
-        # the first differing round.
+        # If a single round still differs, the wrong choice (a deliberate mistake) does not explain
+        # the differences. So stop counting at the first differing round.
         if not count(change, 1):
             result.causes.append(name)
         trying(number + 1, len(CHOICES))
@@ -347,7 +353,7 @@ def _partings(
     rounding may have decided between them. Such a difference is not yielded.
 
     Args:
-        reading: a copy of the drafter, maybe with a wrong choice.
+        reading: a copy of the drafter, maybe with a wrong choice (a deliberate mistake).
         prompt: index of the prompt.
         text: tokens of the prompt and of the engine's answer.
         rounds: for each round, the number of tokens before the round, and the engine's drafts.
@@ -375,7 +381,8 @@ def _partings(
             logits = chain.logits[0].float()
             best = int(logits.argmax())
             if best != token:
-                # Limit the gap. It may be infinite, and JSON has no infinity.
+                # The gap between two logits may be infinite, but JSON has no infinity. So limit the
+                # gap.
                 gap = min(float(logits[best] - logits[token]), 1e9)
                 if gap > _TIES[drafter.dtype] * float(logits[best].abs()):
                     yield Parting(prompt, n, index, best, token, gap)

@@ -39,8 +39,9 @@ class Reading:
     # The drafter reads the concatenated outputs of these target layers. -1 stands for the
     # embeddings, and L stands for the output of the final norm.
     layers: tuple[int, ...]
-    # The right drafter reads the target's outputs for all committed tokens except the last one.
-    # With a wrong choice, the drafter may read the outputs for this number of further tokens.
+    # Without a mistake, the drafter reads the target's outputs for all committed tokens except the
+    # last one. With a wrong choice, it may also read the outputs for this number of tokens after
+    # them. The first of these tokens is the last committed one.
     ahead: int = 0
 
     @classmethod
@@ -62,7 +63,7 @@ Choice = Callable[[Reading], None]
 
 
 def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
-    """Return the wrong choice in which an attribute of a module is replaced.
+    """Return a wrong choice (a deliberate mistake) that replaces an attribute of a module.
 
     ``part`` is the dotted path of the attribute, such as ``layers.0.input_layernorm``. The new
     value is ``change(owner, value)``, where ``owner`` is the module and ``value`` is the right
@@ -78,7 +79,7 @@ def _put(part: str, change: Callable[[Any, Any], Any]) -> Choice:
 
 
 def _layers(pick: Callable[[int, int], int]) -> Choice:
-    """Return the wrong choice in which the drafter reads other target layers.
+    """Return a wrong choice (a deliberate mistake) that makes the drafter read other target layers.
 
     In place of each layer that it should read, it reads the layer ``pick(layer, L)``.
     """
@@ -86,7 +87,7 @@ def _layers(pick: Callable[[int, int], int]) -> Choice:
 
 
 def _size(name: str, pick: Callable[[Any, Any], Any]) -> Choice:
-    """Return the wrong choice in which a setting of the drafter has another value.
+    """Return a wrong choice (a deliberate mistake) that changes a setting of the drafter.
 
     ``name`` is the name of the setting. The new value is ``pick(sizes, size)``, where ``sizes`` are
     all settings of the drafter, and ``size`` is the right value.
@@ -106,7 +107,10 @@ def _mask(name: str) -> Choice:
 
 
 def _without(pattern: str) -> Choice:
-    """Return the wrong choice that leaves out all norms whose names match ``pattern``."""
+    """Return a wrong choice (a deliberate mistake) that leaves out norms.
+
+    The drafter then computes without the norms whose names match ``pattern``.
+    """
 
     def choice(r: Reading) -> None:
         for name, module in list(r.drafter.named_modules()):
@@ -134,9 +138,9 @@ def _rotation(**parameters: Any) -> Choice:
 
 
 def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
-    """Return the wrong choice in which the slots of a draft block have other positions.
+    """Return a wrong choice (a deliberate mistake) that moves the slots of a draft block.
 
-    The wrong positions are ``move(positions)``, where ``positions`` [B, Q] are the right ones.
+    The wrong positions are ``move(positions)``, where ``positions`` [B, Q] are the right positions.
     """
     return _put(
         "run_layers",
@@ -145,7 +149,7 @@ def _slots_at(move: Callable[[Tensor], Tensor]) -> Choice:
 
 
 def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
-    """Return the wrong choice in which ``rule`` decides to which keys a slot attends.
+    """Return a wrong choice (a deliberate mistake) that lets ``rule`` choose the keys of a slot.
 
     Slot q of a draft block attends to key k if ``rule(q, k)`` is true. The arguments of the rule
     are the numbers of all slots, q [Q, 1], and the numbers of all keys, k [S]. A slot and its key
@@ -163,10 +167,10 @@ def _slots_see(rule: Callable[[Tensor, Tensor], Tensor]) -> Choice:
 
 
 def _text(part: str, edit: Callable[[list[int]], list[int]]) -> Choice:
-    """Return the wrong choice in which a method of the drafter gets wrong committed tokens.
+    """Return a wrong choice (a deliberate mistake) that changes the tokens that a method gets.
 
-    ``part`` is the name of the method. ``edit`` takes the committed tokens of a row, and returns
-    the wrong tokens.
+    ``part`` is the name of the method of the drafter. ``edit`` takes the right committed tokens of
+    one row. It returns the wrong tokens that the method gets instead.
     """
     return _put(
         part,
@@ -191,10 +195,11 @@ def _context_normed_again(r: Reading) -> None:
 
 
 def _keys(make: Callable[[Any, Tensor, Any], Tensor]) -> Choice:
-    """Return the wrong choice in which ``make`` computes the keys of committed tokens.
+    """Return a wrong choice (a deliberate mistake) about the keys of committed tokens.
 
-    The call is ``make(attention, states, rotation)``. ``states`` [B, n, E] are the hidden states of
-    the committed tokens.
+    The call ``make(attention, states, rotation)`` computes these keys. ``attention`` is the
+    attention module. ``states`` [B, n, E] are the hidden states of the committed tokens.
+    ``rotation`` rotates keys to their positions (RoPE).
     """
 
     def choice(r: Reading) -> None:
@@ -213,10 +218,10 @@ def _unnormed(own: Any, x: Tensor, rotation: Any) -> Tensor:
 
 
 def _at_depth(pick: Callable[[int], int]) -> Choice:
-    """Return the wrong choice that computes a draft as if the draft had another depth.
+    """Return a wrong choice (a deliberate mistake) that changes the depth of a draft.
 
-    The depth of a draft is the number of drafts before it in the same chain. The wrong depth is
-    ``pick(depth)``.
+    The depth of a draft is the number of drafts before it in the same chain. The draft is computed
+    as if its depth were ``pick(depth)``.
     """
     return _put(
         "draft_level",
@@ -241,7 +246,7 @@ def _in_bfloat16(r: Reading) -> None:
 
 
 CHOICES: dict[str, Choice] = {
-    # Choices about the target's states
+    # Wrong choices (deliberate mistakes) about the target's states
     "the target's hidden states are taken before the final norm": _layers(
         lambda layer, n: layer - (layer == n)
     ),
@@ -253,7 +258,7 @@ CHOICES: dict[str, Choice] = {
     "the output of the target's last layer is taken after the final norm": _layers(
         lambda layer, n: layer + (layer == n - 1)
     ),
-    # Choices about norms
+    # Wrong choices (deliberate mistakes) about norms
     "the drafter's final norm is left out": _without("norm"),
     "the norm of the target's states (hidden_norm) is left out": _without(
         r"(midlayer\.)?hidden_norm"
@@ -277,7 +282,7 @@ CHOICES: dict[str, Choice] = {
     "the norms of queries and keys (q_norm, k_norm) are left out": _without(r".*\.[qk]_norm"),
     "k_norm is not applied to the keys of committed tokens": _keys(_unnormed),
     "each layer norms the states of committed tokens once more": _context_normed_again,
-    # Choices about positions
+    # Wrong choices (deliberate mistakes) about positions
     "the positions of the draft block are one too high": _slots_at(lambda at: at + 1),
     "the positions of the draft block are one too low": _slots_at(lambda at: at - 1),
     "all slots of a draft block have its first position": _slots_at(
@@ -295,7 +300,7 @@ CHOICES: dict[str, Choice] = {
     "RoPE has the base 10,000 and is not scaled": _rotation(
         rope_theta=10_000.0, rope_type="default"
     ),
-    # Choices about attention
+    # Wrong choices (deliberate mistakes) about attention
     "slots of a draft block attend only to themselves and to earlier slots": _slots_see(
         lambda q, k: k <= q
     ),
@@ -306,7 +311,7 @@ CHOICES: dict[str, Choice] = {
         lambda q, k: (k != -1) & (q == q)
     ),
     "a draft block reads the target's state of its own anchor": _sees_anchor,
-    # Choices about the slots of draft blocks
+    # Wrong choices (deliberate mistakes) about the slots of draft blocks
     "the mask token is 0": _size("mask_token", lambda sizes, mask: 0),
     "the mask token is one too low": _size("mask_token", lambda sizes, mask: mask - 1),
     "the mask token is one too high": _size("mask_token", lambda sizes, mask: mask + 1),
@@ -329,7 +334,7 @@ CHOICES: dict[str, Choice] = {
     "drafts are read from slots that are off by one (sample_from_anchor)": _size(
         "sample_from_anchor", lambda sizes, is_anchor: not is_anchor
     ),
-    # Choices about the Markov head and the LM head
+    # Wrong choices (deliberate mistakes) about the Markov head and the LM head
     "the Markov head is left out": _put("markov_head", lambda own, head: head and None),
     "the Markov head reads the anchor for every draft": _put(
         "markov_head.follow", lambda own, plain: lambda memory, hidden, tokens: memory
@@ -353,7 +358,7 @@ CHOICES: dict[str, Choice] = {
         "draft_logits",
         lambda own, plain: lambda frozen, features: frozen.logits(own.normed(features)),
     ),
-    # Choices about the order of inputs, and about precision
+    # Wrong choices (deliberate mistakes) about the order of inputs, and about precision
     "embedding and hidden state are concatenated in the wrong order": _put(
         "combine", lambda own, plain: lambda embeddings, hidden: plain(hidden, embeddings)
     ),
@@ -362,4 +367,4 @@ CHOICES: dict[str, Choice] = {
     ),
     "the engine computes in bfloat16": _in_bfloat16,
 }
-"""Description of a wrong choice -> the choice. The choices are tried in this order."""
+"""Description of a wrong choice (a deliberate mistake) -> the choice, in the order of trying."""

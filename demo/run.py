@@ -114,7 +114,8 @@ def run_demo(
         "eval": _evaluate, "serve": _serve,
     }  # fmt: skip
     if config.model is not None:
-        # If the model is missing, raise an error before anything is written.
+        # If the pretrained model is not installed, this line raises an error before anything is
+        # written.
         find_model(config.model)
         del phases["target"]
     finished = _open(config, folder)
@@ -141,11 +142,11 @@ def run_demo(
 def _with_estimate(
     progress: Progress, name: str, model: str, finished: dict[str, Facts]
 ) -> Progress:
-    """Return a progress that also shows how long all later phases will take.
+    """Return a progress reporter that also shows how long all later phases will take.
 
-    The estimate is the sum of ``MODEL_SECONDS`` over these phases, scaled by the speed of the
-    finished phases. In the first phase, this speed is unknown. Then an estimate is shown only for
-    smollm2, with which ``MODEL_SECONDS`` were measured.
+    The estimate is the sum of ``MODEL_SECONDS`` over the later phases. It is scaled by the speed of
+    the finished phases. In the first phase, this speed is unknown. Then an estimate is shown only
+    for smollm2, because ``MODEL_SECONDS`` were measured with smollm2.
 
     Args:
         progress: shows the progress of the current phase.
@@ -189,8 +190,8 @@ def _open(config: DemoConfig, folder: Path) -> dict[str, Facts]:
     file = folder / STATE_FILE
     settings = config.model_dump(mode="json", exclude={"out"})
     if not file.is_file():
-        # If a demo is killed while it starts, the folder contains only this temporary file. So
-        # accept a folder with this file.
+        # The state of the demo is first written to a temporary file. If the demo is killed while it
+        # starts, its folder contains only this file. So accept a folder with this file.
         leftovers = {STATE_FILE + PARTIAL_SUFFIX}
         refuse_other_files(folder, f"the folder of a demo ({STATE_FILE} is missing)", leftovers)
         folder.mkdir(parents=True, exist_ok=True)
@@ -368,7 +369,7 @@ def _serve(
 ) -> Facts:
     from .serving import answer_through_a_cut
 
-    # A pretrained model answers fewer prompts, because it is slow.
+    # A pretrained model is slower than the tiny target, so it answers fewer prompts.
     n_prompts = config.n_eval_prompts if config.model is None else _SERVED_PROMPTS
     rows = [*read_jsonl(_held_out(folder))][:n_prompts]
     progress.of("serve, and cut the network", "answer")(0, 1)

@@ -101,7 +101,7 @@ class CutProxy:
 class Timeline:
     """Records the number of shown and verified tokens over time.
 
-    When ``n_tokens`` tokens are shown, the timeline cuts the network for ``CUT_S`` seconds.
+    When ``n_tokens`` tokens are shown, this class cuts the network for ``CUT_S`` seconds.
     """
 
     def __init__(self, proxy: CutProxy, n_tokens: int) -> None:
@@ -133,7 +133,9 @@ class Timeline:
             self.cut.append(now)
             self._proxy.cut()
             timer = threading.Timer(CUT_S, self._restore)
-            timer.daemon = True  # If the demo is interrupted, Python does not wait for this thread.
+            # The timer runs in a daemon thread. So if the demo is interrupted, Python need not wait
+            # until the timer has restored the network.
+            timer.daemon = True
             timer.start()
 
     def _restore(self) -> None:

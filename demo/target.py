@@ -104,7 +104,8 @@ def build_target(config: DemoConfig, tokenizer: PreTrainedTokenizerFast) -> Llam
         num_attention_heads=config.n_heads,
         num_key_value_heads=config.n_kv_heads,
         max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,  # Large targets usually have untied embeddings too.
+        # Embeddings and LM head have separate weights, as in most large targets.
+        tie_word_embeddings=False,
         **special,
     )
     model = LlamaForCausalLM(sizes)
@@ -144,7 +145,8 @@ def train_target(
     model = build(config, tokenizer)
     n_tokens, loss = _fit(model, _tokenize(tokenizer, train), config, progress)
     model.save_pretrained(folder)
-    # transformers writes weight files that other users cannot read. So write these files again.
+    # transformers writes weight files that other users cannot read. So write these files again, with
+    # the usual permissions.
     for file in folder.glob("*.safetensors"):
         with replacing(file) as partial:
             write_tensors(partial, load_file(file))

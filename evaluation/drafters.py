@@ -13,10 +13,11 @@ from ..moa.drafters.base import Drafter
 from ..trainer.config import CHANGE_NO_RESULT
 
 _RUN_FILES = ("run.yaml", "report.json")  # files that `moa-data train` writes next to a drafter
-# The report lists the settings in which the training runs of the drafters differ, but not these
-# settings. Drafters of different kinds are meant to be compared. A preset only sets other settings,
-# which are compared themselves. In place of ``max_steps`` and ``epochs``, the number of steps that
-# a run has made is compared. ``micro_batch_size`` and ``compile`` change only rounding.
+# The report lists the settings that differ between the training runs of the drafters. The settings
+# below are not compared. ``drafter`` may differ, because drafters of different kinds are meant to
+# be compared. ``preset`` only sets other settings, and these are compared. Instead of ``max_steps``
+# and ``epochs``, the number of steps that a run has made is compared. ``micro_batch_size`` and
+# ``compile`` change only rounding.
 _MAY_DIFFER = CHANGE_NO_RESULT | {
     "drafter",
     "preset",
@@ -39,10 +40,10 @@ def drafter_facts(folder: str | Path, drafter: Drafter) -> dict[str, Any]:
         "n_parameters": sum(weight.numel() for weight in drafter.parameters()),
         "drafts_all_tokens": drafter.config.draft_vocabulary in (0, drafter.config.vocab_size),
         "n_steps": None,
-        # Number of tokens that the drafter was trained on. A resumed run may not have recorded this
-        # total. Then it is the number of tokens since the run was last resumed.
+        # Number of tokens that the drafter was trained on. If the run was resumed, it may not have
+        # recorded the total. Then this is the number of tokens since the run was last resumed.
         "n_tokens": None,
-        "n_bytes_read": None,  # number of bytes that training read from the store for these tokens
+        "n_bytes_read": None,  # number of bytes that training read from the store
         # facts that identify the store: numbers of sequences and tokens, hashes, codec
         "store": {},
         "settings": {},
@@ -75,7 +76,8 @@ def training_differences(drafters: Mapping[str, Mapping[str, Any]]) -> list[str]
     if len(drafters) < 2:
         return []
     differences: list[str] = []
-    # Text of a fact -> {name of a drafter: value}, for all drafters that recorded the fact.
+    # Text of a fact -> {name of a drafter: value of the fact}. Drafters that did not record the
+    # fact are left out.
     by_fact: dict[str, dict[str, Any]] = {}
     for name, facts in drafters.items():
         if not facts["settings"]:
@@ -109,8 +111,9 @@ def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield fact, value
     for name, value in facts["settings"].items():
         for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
-            # The settings under ``drafter`` apply only to one kind of drafter, so they may differ.
-            # Skip all of them except ``forward_kl_weight``.
+            # The settings under ``drafter`` apply only to one kind of drafter, so they may differ
+            # between drafters. Skip them. The exception is ``forward_kl_weight``, which several
+            # kinds of drafters have.
             if name == "drafter" and key != "forward_kl_weight":
                 continue
             key = name if key == "kind" else key

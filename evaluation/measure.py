@@ -46,7 +46,7 @@ Generate = Callable[[list[list[int]], Sequence[int]], list[Generation]]
 # A scorer is a function of two texts: the messages of a prompt, and the answer. It returns a
 # number. Better answers have higher numbers.
 Scorer = Callable[[str, str], float]
-# Continuations are written by the target and by the drafters. The target has this name as a writer.
+# The name of the target as a writer of continuations. Drafters are the other writers.
 TARGET = "target"
 # Number of cut answers that are continued in one batch. The results do not depend on this number.
 _BATCH = 8
@@ -103,8 +103,8 @@ class SkippedTurn:
 
     prompt_id: str
     turn: int
-    # Number of tokens of the messages up to the first skipped turn of the chat. 0 if an answer
-    # contains a control token.
+    # Number of tokens of all messages up to and including the first skipped turn of the chat. 0 if
+    # an answer contains a control token.
     n_prompt_tokens: int
 
 
@@ -130,7 +130,8 @@ def measure(
 ) -> Measurement:
     """Decode every turn of every prompt with every method.
 
-    The method that decodes a batch first changes from batch to batch.
+    The methods decode one batch after another. They take turns at being the first to decode a
+    batch.
 
     Args:
         target: the target.
@@ -366,7 +367,8 @@ class _Cut(NamedTuple):
 def cut_points(n_answer_tokens: int, n_cuts: int) -> list[int]:
     """Choose the positions at which an answer is cut. The positions are evenly spaced.
 
-    A short answer is cut at fewer than ``n_cuts`` positions.
+    At each position, the tokens before it are kept, and drafters continue them. A short answer is
+    cut at fewer than ``n_cuts`` positions.
     """
     points = set[int]()
     for number in range(1, n_cuts + 1):
@@ -388,7 +390,9 @@ def measure_disconnections(
     scorer: Scorer | None = None,
     progress: Progress = SILENT,
 ) -> list[CutRow]:
-    """Cut the greedy answers to prompts and let every drafter continue from each cut.
+    """Cut the target's greedy answers to prompts, and let every drafter continue from each cut.
+
+    To cut an answer means to keep only its first tokens.
 
     Args:
         target: the target.
@@ -521,7 +525,8 @@ def load_scorer(name: str) -> Scorer:
             scorer: Scorer = runpy.run_path(str(Path(where).expanduser()))[function]
         else:
             scorer = getattr(importlib.import_module(where), function)
-    except Exception as error:  # The user's module may raise any error.
+    except Exception as error:
+        # The user's module may raise any error. Report it as an invalid option.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
             f"`scorer={name}` cannot be loaded ({reason}). Write it as module:function or "
@@ -539,7 +544,8 @@ def _score(target: Target, scorer: Scorer, cut: _Cut, tokens: Sequence[int]) -> 
         score = scorer(prompt, answer)
         if not math.isfinite(score):
             raise ValueError(f"{score} is not a finite number")
-    except Exception as error:  # The user's function may raise any error.
+    except Exception as error:
+        # The user's function may raise any error. Report it as an invalid option.
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptionInvalid(
             "the function that `scorer` names failed for an answer to the prompt "

@@ -43,8 +43,8 @@ class Prompt:
 class PromptFile:
     """Prompts that were selected from a file, and facts about the file."""
 
-    kind: str  # The format of the file: ``chats`` or ``spec-bench``.
-    n_in_file: int  # Number of all prompts in the file.
+    kind: str  # The format of the file of prompts: ``chats`` or ``spec-bench``.
+    n_in_file: int  # The number of all prompts in the file, selected or not.
     prompts: tuple[Prompt, ...]
 
 
@@ -137,7 +137,7 @@ def _choose(prompts: list[Prompt], kind: str, n_prompts: int | None) -> Iterable
         by_category.setdefault(prompt.category, []).append(prompt)
     in_turn: list[Prompt] = []
     # If a category has fewer prompts than another one, ``zip_longest`` adds None for the missing
-    # prompts.
+    # prompts. Leave out these values.
     for candidate in chain.from_iterable(zip_longest(*by_category.values())):
         if candidate is not None:
             in_turn.append(candidate)

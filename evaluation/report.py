@@ -123,8 +123,8 @@ class Figure:
 class WriterSummary:
     """The results of one writer. A writer is the target or a drafter that continues cut answers.
 
-    ``common_prefix`` is the mean number of tokens before the first difference from the target's own
-    continuation.
+    A cut answer consists of the first tokens of an answer of the target. ``common_prefix`` is the
+    mean number of tokens before the first difference from the target's own continuation.
     """
 
     writer: str
@@ -273,9 +273,9 @@ def _paired_figures(
 ) -> list[tuple[float, ...]]:
     """Return the four numbers of each row that :func:`ratio_with_interval` needs.
 
-    A figure is a ratio: ``calls`` or ``speed``, a property of :class:`MethodRun`. The first two
-    numbers are its numerator and denominator for ``method``. The last two numbers are its numerator
-    and denominator for ``other``.
+    ``figure`` names a ratio: ``calls`` for tokens per target call, or ``speed`` for tokens per
+    second. The first two numbers are the numerator and denominator of this ratio for ``method``.
+    The last two numbers belong to ``other``.
     """
     paired: list[tuple[float, ...]] = []
     for row in rows:
@@ -384,7 +384,8 @@ def ratio_with_interval(
     _, prompt_index = np.unique(np.array(prompt_ids)[used], return_inverse=True)
     # Add up the rows of each prompt. The bootstrap resamples whole prompts, because the rows of one
     # prompt (its turns or cuts) are not independent.
-    sums = np.zeros((prompt_index.max() + 1, table.shape[1]))  # The sums are [n_prompts, 2 or 4].
+    # The shape of ``sums`` is [n_prompts, 2] or [n_prompts, 4].
+    sums = np.zeros((prompt_index.max() + 1, table.shape[1]))
     np.add.at(sums, prompt_index, table[used])
 
     def ratio(drawn: np.ndarray) -> np.ndarray:
@@ -405,10 +406,10 @@ def ratio_with_interval(
 
 
 def accepted_by_position(committed_per_call: Sequence[int]) -> tuple[float, ...]:
-    """For each index of a draft, compute the share of target calls that accepted this draft.
+    """For each index of a draft in its round, compute the share of target calls that accepted it.
 
-    The first share is for the first draft of a round. ``committed_per_call`` has the number of
-    tokens that each target call committed.
+    The first share is for the first draft of each round. ``committed_per_call`` has one number per
+    target call: how many tokens the call committed, including the bonus token.
     """
     if not committed_per_call:
         return ()

@@ -275,7 +275,8 @@ def _disconnection_lines(found: Disconnection, n_tokens: int) -> list[str]:
 
     A writer is the target or a drafter. The first table has one line per writer. The second table
     shows how often each writer agrees with the target, as a function of the number of tokens since
-    the cut. The third table shows the log-probability as a function of this number.
+    the cut. The third table shows the target's log-probability of the tokens of each writer, as a
+    function of the same number.
     """
     lines = [
         "",
@@ -360,7 +361,8 @@ def speed_figure(report: EvaluationReport, path: Path) -> None:
     axes = figure.subplots()
     for y, summary in enumerate(reversed(summaries)):
         color = _color_number(summary.method, drafters)
-        # matplotlib expects the distance from the value to the lower bound, and to the upper bound.
+        # For error bars, matplotlib expects two distances: from the value to its lower bound, and
+        # from the value to its upper bound.
         bounds = summary.ratio_interval
         arms = bounds and [
             [max(0.0, summary.ratio - bounds[0])],
@@ -405,8 +407,9 @@ def disconnection_figure(found: Disconnection, path: Path) -> None:
         highs: list[float] = []
         for agreement in summary.agreement_by_offset:
             # An offset is a number of tokens since the cut. Leave out offsets that only one
-            # continuation reaches. Fewer continuations reach larger offsets, so all offsets that
-            # are left out come last. The same holds for offsets without an interval.
+            # continuation reaches, and draw no band at offsets without a confidence interval. Fewer
+            # continuations reach larger offsets, so these offsets come last. Item i of each list
+            # still belongs to offset i + 1.
             if agreement.n > 1:
                 means.append(agreement.mean or 0.0)
                 if agreement.interval is not None:

@@ -54,8 +54,8 @@ _RETRY_S = 0.1
 # connections are not closed to make room for others, because a busy process may not have read their
 # requests yet.
 _YOUNG_S = 1.0
-# Young connections may exceed a limit on connections. The excess may be at most the limit times
-# this number.
+# A young connection has waited for less than ``_YOUNG_S`` seconds for its request. Young
+# connections may exceed a limit on connections, by at most the limit times this number.
 _BURST = 3
 # If a client reads nothing of its answer for this many seconds, the server may drop the client's
 # connection to make room for another request.
@@ -184,7 +184,8 @@ class Guard:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         # If a request has the headers ``content-length`` and ``transfer-encoding``, a proxy and
-        # this server could disagree about the end of the request (request smuggling).
+        # this server could disagree about the end of the request (request smuggling). So refuse the
+        # request.
         if "transfer-encoding" in headers and "content-length" in headers:
             message = (
                 "the request has both the header content-length and the header transfer-encoding; "
@@ -248,7 +249,7 @@ def _name_of(authority: str) -> str:
 
 
 class Connection(H11Protocol):
-    """One connection, based on uvicorn's protocol.
+    """A client's connection to the HTTP server, based on uvicorn's class for HTTP/1.1.
 
     All points in time are values of ``time.monotonic()``.
     """
@@ -274,8 +275,7 @@ class Connection(H11Protocol):
         self.since = time.monotonic()  # Time at which the connection began to wait for a request.
         # ``ends_s`` is the time at which the present answer must be complete. It is infinity if the
         # answer has no deadline. ``blocked_s`` is the time at which the server began to wait for
-        # the client to read more of the answer. It is infinity if the server does not wait for
-        # this.
+        # the client to read more of the answer. It is infinity while the server is not waiting.
         self.ends_s = self.blocked_s = float("inf")
         self._n_active = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -338,7 +338,8 @@ class Connection(H11Protocol):
 
     async def _write(self, writing: Any) -> None:
         """Write to the client. Abort the connection if the client reads nothing for too long."""
-        if not self.flow.write_paused:  # The buffer has room, so the write does not wait.
+        # If the send buffer has room, writing does not wait for the client.
+        if not self.flow.write_paused:
             await writing
             return
         now = time.monotonic()
@@ -356,8 +357,9 @@ class Connection(H11Protocol):
         self.is_cut = True
         if self.transport is not None:
             self.transport.abort()
-        else:  # During the TLS handshake, there is no transport yet.
-            with contextlib.suppress(OSError):  # The socket may be closed already.
+        else:  # During the TLS handshake, there is no transport yet. So shut down the socket.
+            # The socket may be closed already, which is not an error.
+            with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         self.forget()
 
@@ -404,7 +406,8 @@ class Connections:
 
         Returns:
             Whether one more connection may be opened. The result is also True if only young
-            connections wait. These are not aborted, so the new connection exceeds the limit.
+            connections wait. Young connections are not aborted, so the new connection exceeds the
+            limit.
         """
         n_surplus = len(crowd) + 1 - most
         if n_surplus <= 0:
@@ -462,6 +465,7 @@ class Connections:
                 continue
             except OSError:
                 # The connection was not accepted, because the process has too many open files.
+                # Close a waiting connection if possible, and try again after a pause.
                 self.make_room(self.open, len(self.open))
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -480,7 +484,7 @@ class Connections:
                 ssl=tls,
                 ssl_handshake_timeout=self.limits.head_s if tls else None,
             )
-        except OSError:  # The TLS handshake failed or took too long.
+        except OSError:  # The TLS handshake failed or took too long. Drop the connection.
             sock.close()
             connection.forget()
 

@@ -73,7 +73,8 @@ class ApiError(Exception):
         ):  # fmt: skip
             if isinstance(error, kind):
                 return cls(status, str(error), code=code, retry_after_s=retry_s)
-        # This is an internal error. The server's log has the details.
+        # Any other error is internal. The client gets only a general message, because the server's
+        # log has the details.
         return cls(
             500,
             "the server failed while it answered this request; the server's log has the details.",
@@ -460,8 +461,8 @@ class CompletionOutput:
 class RequestOutput:
     """The answers of one request.
 
-    ``ends_s`` is a deadline, as a value of ``time.monotonic()``. Answers that are still incomplete
-    at this time are cut off.
+    ``ends_s`` is a deadline, as a value of ``time.monotonic()``. If an answer is still incomplete
+    at this time, :meth:`pieces` raises ApiError.
     """
 
     def __init__(
@@ -570,7 +571,7 @@ class ResponseFormatter:
         }
 
     def first(self, request_output: RequestOutput) -> bytes:
-        """Return the events before the text.
+        """Return the server-sent events that come before the text of the answers.
 
         For a chat, these events contain the role. A completion has no such events.
         """
@@ -590,7 +591,7 @@ class ResponseFormatter:
         return events
 
     def last(self, request_output: RequestOutput) -> bytes:
-        """Return the events after all text, with the usage if it was requested."""
+        """Return the server-sent events after all text, with the usage if it was requested."""
         events = (
             event(self._chunk([]) | {"usage": self._usage(request_output)})
             if self._has_usage
@@ -621,7 +622,8 @@ class ResponseFormatter:
         def entry(token: int, logprob: float) -> JsonObject:
             text = self._decode([token])
             # If the text contains the replacement character, the token has only some of the bytes
-            # of a character.
+            # of a character. These bytes cannot be found from the text, so the field ``bytes`` is
+            # null.
             is_whole = "\ufffd" not in text
             shown = {"token": text, "logprob": max(logprob, _MIN_LOGPROB)}
             return shown | {"bytes": list(text.encode()) if is_whole else None}

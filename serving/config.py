@@ -177,7 +177,7 @@ class ServeConfig(TargetSettings):
 
     @property
     def tls(self) -> tuple[Path, Path] | None:
-        """The paths of the certificate chain and of its key. The result is None without TLS."""
+        """The paths of the TLS certificate chain and of its private key, or None without TLS."""
         if not self.tls_cert or not self.tls_key:
             return None
         return Path(self.tls_cert).expanduser(), Path(self.tls_key).expanduser()

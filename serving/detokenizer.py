@@ -55,8 +55,8 @@ class StopStrings:
 
     Args:
         stops: the stop strings.
-        n_before: number of pieces at the start of the text. A stop string that ends in one of these
-            pieces is ignored.
+        n_before: a stop string is ignored if it ends in one of the first ``n_before`` pieces. This
+            guarantees a minimum length of the answer.
     """
 
     def __init__(self, stops: Sequence[str], n_before: int = 0) -> None:
@@ -99,7 +99,7 @@ class StopStrings:
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """Return the index at which a stop string may begin that is still incomplete.
+    """Return the first index at which the rest of the text is the beginning of the stop string.
 
     If no such index exists, return the length of the text.
     """

@@ -22,7 +22,9 @@ class Grammar:
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher = matcher
         self._n_vocab = n_vocab
-        self._taken: list[int] = []  # The tokens of the answer that the matcher has consumed.
+        # The tokens of the answer that the matcher (llguidance's state of the grammar) has
+        # consumed.
+        self._taken: list[int] = []
 
     def __call__(self, answer: Sequence[int]) -> np.ndarray:
         """Return the tokens that may follow an answer.

@@ -48,7 +48,7 @@ _SILENT_S = 10.0
 
 @dataclass(frozen=True)
 class Identities:
-    """Hashes of target, tokenizer and drafters, computed in ``wire``.
+    """Hashes of target, tokenizer and drafters, computed by the module ``wire``.
 
     An empty hash counts as equal to every other hash.
     """
@@ -232,7 +232,8 @@ class DraftingServer:
                     stream.session.used_s = time.monotonic()
                     stream.session.update_hold()
         except TimeoutError as error:
-            # Try for one second to send this status. It arrives only if the client reads again.
+            # The client has read nothing for too long. Try for one second to send a gRPC status
+            # that says so. The status arrives only if the client reads again.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     message_ = (
@@ -240,7 +241,8 @@ class DraftingServer:
                         "server disconnects it; open the session again."
                     )
                     await context.abort(STATUSES["idle"], message_)
-            # grpc treats a CancelledError as a cancelled stream.
+            # The stream must end, even if the status was not sent. grpc treats a CancelledError as
+            # a cancelled stream.
             raise asyncio.CancelledError from error
         finally:
             reader.cancel()
@@ -315,7 +317,8 @@ class DraftingServer:
                     "moa.v1; correct the client."
                 ) from error
             await self._take(stream, message)
-        # The client has closed its side of the stream, but may still read answers.
+        # The client has closed its side of the stream, but may still read answers. If the stream
+        # has a session, close the stream only after all messages of the client are answered.
         if stream.session is None:
             stream.close()
         elif stream.session.stream is stream:
@@ -323,7 +326,8 @@ class DraftingServer:
 
     async def _take(self, stream: Stream, message: pb.ClientMessage) -> None:
         if message.sequence <= stream.last_sequence:
-            # This message is a repeat: messages with this number or a higher one have arrived.
+            # Ignore the message. It is a repeat, because a message with this number or a higher one
+            # has already arrived.
             return
         stream.last_sequence = message.sequence
         kind = message.WhichOneof("body")
@@ -336,7 +340,7 @@ class DraftingServer:
         elif session is None:
             raise RequestInvalid("the session is not open yet; send an Open message first.")
         elif session.stream is not stream:
-            return  # Another stream has resumed the session.
+            return  # Ignore the message, because another stream has resumed the session.
         elif kind == "close":
             self._forget(session)
             stream.close()
@@ -442,7 +446,8 @@ class DraftingServer:
             raise Overloaded(
                 "the server removed the session while the client resumed it; open it again."
             )
-        # Check again, because the engine may have added tokens since the first check.
+        # Compare the tokens of the client and of the session again, because the engine may have
+        # added tokens since the first comparison.
         known.check_text(request)
         if not known.must_rebuild(request):
             return False
@@ -516,7 +521,8 @@ def _end(stream: Stream) -> None:
 
 
 def _code(error: MoaDataError) -> str:
-    # A DrafterError means that the sampling settings are invalid.
+    # A DrafterError means that the client's sampling settings are invalid, so its code is
+    # "invalid".
     if isinstance(error, DrafterError):
         return "invalid"
     for code, kind in ERRORS.items():

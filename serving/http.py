@@ -339,7 +339,7 @@ class Service:
     async def _respond(
         self, request: HttpRequest, asked: GenerationRequest, prompts: list[list[int]]
     ) -> Response:
-        """Answer prompts.
+        """Answer prompts, and return the HTTP response: one JSON object or a stream of events.
 
         This method need not close the answers. The middleware of the request log closes them, even
         after an error.
@@ -362,7 +362,7 @@ class Service:
     async def _begin(
         self, asked: GenerationRequest, prompts: list[list[int]], connection: Connection
     ) -> RequestOutput:
-        """Start the answers.
+        """Add a sequence to the engine for each answer, and return the unfinished answers.
 
         If the engine is full, make room by dropping a connection whose client has stopped reading.
         """
@@ -486,7 +486,7 @@ class _Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def run(self, encode: Callable[[ChatTemplate], _T]) -> _T:
-        """Run a function on the thread, such as one that tokenizes a prompt.
+        """Run a function on this tokenizer's thread, such as one that tokenizes a prompt.
 
         If the caller is cancelled before the function starts, the function never runs.
         """
@@ -521,7 +521,8 @@ def _chat_tokens(
 
 
 def _text_tokens(template: ChatTemplate, text: str, adds_special: bool) -> list[int]:
-    # This line raises UnicodeError if the text contains surrogates, which are not characters.
+    # Refuse texts with surrogates, which are not characters: this line raises UnicodeError for
+    # them.
     text.encode()
     return list(template.tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
@@ -542,13 +543,15 @@ async def _events(
 
 
 async def _show_error(request: HttpRequest, error: Exception) -> Response:
-    # An HTTPException means that the server has no route for the request.
+    # An HTTPException means that the server has no route for the request. Report this in OpenAI's
+    # format.
     if isinstance(error, HTTPException):
         message = (
             f"this server cannot answer {request.method} {request.url.path[:200]}: {error.detail}."
         )
         error = ApiError(error.status_code, message, None, "unknown_url")
-    elif isinstance(error, ClientDisconnect):  # The client disconnected while sending its body.
+    elif isinstance(error, ClientDisconnect):
+        # The client disconnected while sending its body, so only the request log shows this error.
         error = ApiError(_CLIENT_GONE, "the client disconnected before its request was complete.")
     shown = ApiError.of(error)
     request.scope["moa_data.facts"].error = shown.message

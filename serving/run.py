@@ -205,7 +205,7 @@ def raise_file_limit() -> None:
 
 
 def check_tls(cert: Path, key: Path) -> None:
-    """Raise RequestInvalid if the certificate or its key cannot be read, or do not match."""
+    """Raise RequestInvalid if the TLS certificate or its key cannot be read, or do not match."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:

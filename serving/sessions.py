@@ -127,14 +127,14 @@ class ServerSession:
     # The methods below concern the stream.
 
     def check_text(self, request: Request) -> None:
-        """Raise RequestInvalid if a stream cannot resume this session with its request.
+        """Raise RequestInvalid if a client's request to resume this session does not match it.
 
         The request must have the same settings and the same prompt as the session. It may have
         fewer or more tokens than the session. The shorter of the two must be the beginning of the
         longer one.
         """
-        # If the server has lost the session, it cannot make this check. In this case the client's
-        # tokens become the sequence of a new session.
+        # If the server has lost the session, it has no tokens to compare with the client's tokens.
+        # Then the client's tokens become the sequence of a new session.
         known = self.request
         n_both = min(len(self.tokens), len(request.tokens))
         settings = (known.n_prompt, known.max_new_tokens, known.sampling, known.seed)
@@ -223,7 +223,7 @@ class ServerSession:
         self._continue()
 
     def update_hold(self) -> None:
-        """Pause the sequence in the engine while the stream is full, and resume it afterwards."""
+        """Pause the sequence in the engine while the client reads slowly. Otherwise resume it."""
         is_full = self.stream is not None and self.stream.is_full
         if self._sequence_id is not None and is_full != self._is_held:
             self._engine.hold(self._sequence_id, is_full)
@@ -283,14 +283,15 @@ class ServerSession:
         self.stopped.set() if state is _State.IDLE else self.stopped.clear()
 
     def _hand_commit(self, commit: Commit) -> None:  # The engine's thread calls this method.
-        # Copy the contexts to the host here, so that the event loop never waits for a GPU.
+        # Copy the contexts (data for the client's drafter) to the host here, in the engine's
+        # thread. So the event loop never waits for a GPU.
         if commit.context is not None:
             commit = replace(commit, context=commit.context.to("cpu", torch.bfloat16))
         call_in(self._loop, self._take_commit, commit)
 
     def _take_commit(self, commit: Commit) -> None:
         if commit.sequence_id != self._sequence_id:
-            return  # The commit belongs to a sequence that was removed meanwhile.
+            return  # Ignore the commit of a sequence that was removed meanwhile.
         if commit.error is not None:
             self._sequence_id = None
             # Do not send the details of the error to the client. Only the server's log contains
@@ -300,7 +301,7 @@ class ServerSession:
                 "the server failed while it decoded this session; open the session again.",
                 ends=True,
             )
-            self._on_lost(self)  # The gRPC server's callback closes this session.
+            self._on_lost(self)  # This callback of the gRPC server closes the session.
             return
         if commit.context is not None:
             self.contexts.append(commit.context_start, commit.context)
@@ -309,9 +310,9 @@ class ServerSession:
             self.finish = commit.finish
             self._engine.remove(commit.sequence_id)
             self._sequence_id = None
-        # Whether the target has read the whole prompt, so that all contexts of the prompt exist.
-        # Contexts are not sent earlier, because on a slow network they would delay the first tokens
-        # of the answer.
+        # Whether the target has read the whole prompt, so that all contexts of the prompt (data for
+        # the client's drafter) exist. Contexts are not sent earlier, because on a slow network they
+        # would delay the first tokens of the answer.
         is_read = commit.context is not None and self.contexts.stop == len(self.tokens) - 1
         if commit.tokens or commit.finish or is_read:
             self.contexts.release()
@@ -426,7 +427,8 @@ class ContextLog:
 class Stream:
     """One stream, and the messages that are queued for its client.
 
-    Other messages go first: contexts are sent only if no other message is queued.
+    Contexts (data for the client's drafter) are not in the queue. They are sent only if no message
+    is queued.
     """
 
     # A stream is full if its client reads slowly. While a stream is full, decoding is paused, and

@@ -56,7 +56,8 @@ CLIENT_OPTIONS = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_prob
 # context (especially attention keys) are many times larger than the rest. With a single scale for
 # the whole context, the rest would be rounded to 0.
 GROUP = 64
-# Largest code of each integer codec. The smallest code is the same number with a minus sign.
+# Integer codec -> the largest integer that it stores for a number. The smallest integer is the same
+# with a minus sign.
 _MAX_CODE = {"int8": 127, "int4": 7}
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -79,7 +80,7 @@ def bytes_per_position(codec: str, width: int) -> int:
 
 
 def encode(codec: str, context: Tensor) -> bytes:
-    """Encode the contexts [n, W] of n positions, in any floating dtype."""
+    """Encode the contexts [n, W] (data for a drafter) of n positions, in any floating dtype."""
     check_codec(codec)
     if not context.numel():
         return b""
@@ -106,7 +107,7 @@ def encode(codec: str, context: Tensor) -> bytes:
 
 
 def decode(codec: str, values: bytes, n_positions: int, width: int) -> Tensor:
-    """Decode the contexts of n positions: [n, W] float32. All numbers are finite.
+    """Decode the contexts (data for a drafter) of n positions: [n, W] float32, all finite.
 
     Raises:
         ServingError: the number of bytes is wrong.

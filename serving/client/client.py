@@ -256,8 +256,8 @@ class DraftingClient:
 class _Turn:
     """Makes one answer.
 
-    It passes messages between the link and the session, drafts tokens if the session wants drafts,
-    and measures times.
+    It passes messages between the link (the connection to the server) and the session. It also
+    drafts tokens if the session wants drafts, and measures times.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class _Turn:
             self._save()
 
     def stats(self) -> Stats:
-        """Return the measurements so far."""
+        """Return the measurements of the answer so far."""
         session = self._session
         n_tokens = session.n_answer
         rate = 0.0
@@ -333,7 +333,7 @@ class _Turn:
             bytes_down=self._link.bytes_down - self._bytes_before[1],
         )  # fmt: skip
 
-    # The methods below handle events of the link.
+    # The methods below handle events of the link (the connection to the server).
 
     def _handle(self, event: LinkEvent) -> None:
         if event.error is not None:
@@ -383,9 +383,9 @@ class _Turn:
             self._first_token = (at_s, n_new)
         if call_s := (committed.call_us + committed.queue_us) / 1e6:
             self._verify_s = _smoothed(self._verify_s, call_s)
-        # The contexts of these tokens (data for the drafter) arrive soon after the tokens. Waiting
-        # for the contexts is faster than letting the drafter process the tokens one by one without
-        # contexts.
+        # The contexts of new tokens (data for the drafter) arrive soon after the tokens. Waiting
+        # for the contexts is faster than letting the drafter process the new tokens one by one
+        # without contexts.
         self._contexts_due_s = time.monotonic() + self._n_lacking * (self._draft_s or 0.001)
 
     def _lose(self, error: ServingError) -> None:
@@ -428,9 +428,10 @@ class _Turn:
 
     @property
     def _n_lacking(self) -> int:
-        """The number of committed tokens without a context. The last token is not counted.
+        """The number of committed tokens whose contexts have not arrived.
 
-        A context is the data that the drafter reads about one position.
+        A context is the data that the drafter reads about one position. The last committed token is
+        not counted, because the target has not processed it yet.
         """
         return len(self._session.tokens) - 1 - self._drafter.n_context if self._drafter.width else 0
 
@@ -444,9 +445,9 @@ class _Turn:
         session = self._session
         drafter = self._drafter
         if session.wants_draft and self._n_lacking > _FAR and not session.is_offline:
-            # The contexts of a long prompt (data for the drafter) are on their way. Waiting for the
-            # contexts is faster than letting the drafter process the tokens of the prompt one by
-            # one without contexts.
+            # The contexts of a long prompt (data for the drafter) are on their way. Do not draft
+            # before they arrive. Waiting is faster than letting the drafter process the tokens of
+            # the prompt one by one without contexts.
             session.no_draft()
         if self._can_draft():
             began_s = time.perf_counter()

@@ -184,7 +184,7 @@ class SequenceDrafter:
 
     @property
     def n_pending(self) -> int:
-        """The number of contexts that have arrived but are not in the drafter's caches yet."""
+        """The number of arrived contexts (data of the target) not yet in the drafter's caches."""
         return self.n_context - self._n_taken
 
     def next(self, tokens: Sequence[int], drafts: Sequence[int]) -> Draft | None:
@@ -215,7 +215,7 @@ class SequenceDrafter:
             max_depth = self._model.drafter.config.max_depth
             assert chain is not None
             # If the maximum depth is reached, further drafts need a new chain. The new chain begins
-            # when newer contexts have arrived.
+            # when newer contexts (data of the target) have arrived.
             if max_depth is not None and len(known) >= max_depth:
                 self.is_catching_up = False
                 return None
@@ -260,8 +260,8 @@ class SequenceDrafter:
         return None.
         """
         newest = len(tokens) - 1 if self.width == 0 else min(self.n_context, len(tokens) - 1)
-        # A root must not have a context in the drafter's caches, and contexts cannot be removed
-        # from these caches.
+        # The root must be a position without a context in the drafter's caches, and contexts cannot
+        # be removed from these caches. If no such position is known, no new round can start.
         if newest < max(1, self._n_taken):
             return self._root if self._chain is not None and self._root < len(tokens) else None
         return newest

@@ -161,7 +161,7 @@ class Link:
             self._drop()
 
     def restore(self) -> None:
-        """Connect again."""
+        """Connect again after :meth:`cut`."""
         with self._changed:
             self._is_cut = False
             self._wait_s = _FIRST_WAIT_S
@@ -207,7 +207,8 @@ class Link:
                 channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
             self._channel = channel
             states = self._states = queue.SimpleQueue()
-        # A closed channel raises ValueError. Another thread may have closed this channel meanwhile.
+        # Another thread may have closed this channel meanwhile. A closed channel raises ValueError.
+        # Ignore the error here, because the code below reports that the channel is not connected.
         with contextlib.suppress(ValueError):
             channel.subscribe(states.put, try_to_connect=True)
         end_s = time.monotonic() + _CONNECT_S

@@ -190,7 +190,7 @@ class SavedAnswer:
             raise RequestInvalid(
                 f"the saved conversation {path} cannot be read ({error.strerror}). Check the path."
             ) from error
-        # Pydantic and SamplingConfig raise ValueError for invalid values.
+        # Pydantic and SamplingConfig raise ValueError for invalid values in the file.
         except ValueError as error:
             raise RequestInvalid(
                 f"{path} is not a file in which this release of moa-data has saved a conversation. "
@@ -523,7 +523,7 @@ class ClientSession:
     def _append(self, new: list[int], kinds: list[Kind]) -> None:
         """Commit tokens of the server.
 
-        Take back the first draft that differs from them, and all later drafts.
+        Take back the first draft that differs from the committed tokens, and all later drafts.
         """
         n_agreed = n_common(new, self.draft_tokens)
         n_seen = min(n_agreed, self.n_shown)

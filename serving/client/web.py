@@ -52,8 +52,9 @@ class _Network(BaseModel):
 class EventLog:
     """The events of the current answer, for pages that open late, reload or reconnect.
 
-    Each item is a JSON object, with ``t`` for the seconds since the answer began. Items are
-    numbered, and the numbers continue from one answer to the next. Any thread may append items.
+    An item is one event as a JSON object. Its value ``t`` is the time in seconds since the answer
+    began. Items are numbered, and the numbers continue from one answer to the next. Any thread may
+    append items.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,8 @@ class ChatPage(AbstractContextManager["ChatPage"]):
         self._thread.start()
 
     def __exit__(self, *exception: object) -> None:
-        # A running answer is not stopped; its thread continues.
+        # The page's server ends here. An answer that is still being made is not stopped; its own
+        # thread continues.
         self._server.should_exit = self._log.is_closed = True
         self._thread.join()
         self._listener.close()

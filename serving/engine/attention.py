@@ -42,7 +42,9 @@ from .steps import SparseBuffers, attend_sparse, run_layers
 
 try:
     from torch.nn.attention import varlen
-except ImportError:  # PyTorch versions before 2.10 do not have this module.
+except ImportError:
+    # PyTorch versions before 2.10 have no module for variable-length attention. Then other methods
+    # are used.
     varlen = None  # type: ignore[assignment]
 
 ATTENTION = "moa_data_segments"
@@ -103,7 +105,8 @@ class Segment:
         If it is, its attention needs no mask.
 
         Args:
-            window: the size of a layer's window or chunk; None if it has full attention.
+            window: the size of a layer's sliding window or attention chunk; None if it has full
+                attention.
         """
         return len(self.tokens) == 1 and (window is None or self.start < window)
 
@@ -163,7 +166,8 @@ class SegmentAttention:
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the size of its window or chunk; None if it has full attention.
+        windows: for each layer, the size of its sliding window or attention chunk; None if it has
+            full attention.
         device: device of the target.
     """
 
@@ -177,8 +181,9 @@ class SegmentAttention:
         self.positions = to_device(list(itertools.chain.from_iterable(positions)), device)
         self._pending = _pending_slots(segments, device)
         self._segments: Sequence[Segment] = segments
-        # Number of query heads -> the :class:`_Steps` objects for layers with this number of query
-        # heads. The list of objects is empty if another method is faster for these layers.
+        # Number of query heads -> a list of :class:`_Steps` objects, which compute the attention of
+        # all layers with this number of query heads. The list is empty if another method is faster
+        # for these layers.
         self._steps: dict[int, list[_Steps]] = {}
         by_window = {
             window: [
@@ -261,7 +266,7 @@ class SegmentAttention:
         planes = self._planes[layer]
         n_planes, _, max_head_dim = planes[0].shape
         # The KV buffer has room for the largest number of heads and the largest head dim of all
-        # layers. Check whether the present layer uses the whole buffer.
+        # layers. If the present layer is smaller, it uses only a part of the buffer.
         is_whole = n_planes == n_kv_heads and max_head_dim == width
         for plane, new in zip(planes, (k, v), strict=True):
             (plane if is_whole else plane[:n_kv_heads, :, :width]).index_copy_(
@@ -438,7 +443,8 @@ class BatchedAttention:
 
     Args:
         segments: the segments of the target call.
-        windows: for each layer, the size of its window or chunk; None if it has full attention.
+        windows: for each layer, the size of its sliding window or attention chunk; None if it has
+            full attention.
         n_heads: query heads of each layer.
         device: device of the target.
     """

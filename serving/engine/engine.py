@@ -429,6 +429,7 @@ class Engine:
     def _post(self, sequence_id: int, apply: Callable[[Sequence], None]) -> None:
         def deliver() -> None:
             # If the sequence has failed meanwhile, it was removed, and its callback got the error.
+            # Then do nothing.
             if (sequence := self._sequences.get(sequence_id)) is not None:
                 apply(sequence)
 
@@ -487,7 +488,7 @@ class Engine:
                 call it again.
 
         Returns:
-            The items that were processed. If a sequence fails alone, too, it is removed.
+            The sequences that were processed. If a sequence fails alone, too, it is removed.
         """
         if len(items) > 1:
             try:
@@ -508,7 +509,7 @@ class Engine:
         """Process each sequence alone. If that fails for a sequence, end only this sequence.
 
         Returns:
-            The items that were processed.
+            The sequences that were processed.
         """
         processed = []
         for item in items:
@@ -521,7 +522,7 @@ class Engine:
         return processed
 
     def _call(self, scheduled: list[Scheduled]) -> None:
-        """Call the target once for all sequences, and store each sequence's output in its item."""
+        """Call the target once for all sequences. Store each output in its ``Scheduled`` object."""
         segments = []
         for item in scheduled:
             sequence = item.sequence
@@ -583,8 +584,9 @@ class Engine:
     def _note_contexts(self, one: Scheduled, start: int) -> None:
         """Store the target's hidden states of new positions.
 
-        The drafter later encodes these hidden states to contexts. If the answer has ended, they are
-        encoded now, and the last commit gets all contexts that are still unsent.
+        The drafter later encodes these hidden states to contexts (data for the client's drafter).
+        If the answer has ended, the hidden states are encoded now, and the last commit gets all
+        contexts that are still unsent.
 
         Args:
             one: the results of the target call for a sequence.
@@ -604,7 +606,7 @@ class Engine:
             one.commit = sequence.take_contexts(one.commit)
 
     def _send_contexts(self, served: list[Scheduled]) -> None:
-        """Encode and send contexts, after the tokens of the same target call were sent."""
+        """Encode and send contexts (data for clients' drafters), after the tokens were sent."""
         # A context is the data that a client's drafter needs about one position. Encoding many
         # contexts takes as long as encoding a few. So while the server decodes without the client's
         # drafts, it encodes and sends many contexts at a time. There are two exceptions. If the

@@ -170,8 +170,8 @@ class Pool:
         """Move a sequence to start at block ``first``. Its old and new blocks may overlap."""
         before = kv.first * BLOCK_TOKENS
         after = first * BLOCK_TOKENS
-        # Copy at most this many slots at a time, so that no copy overwrites a slot that must still
-        # be read.
+        # The old and new slots may overlap. Copy at most ``step`` slots at a time, so that no copy
+        # overwrites a slot that must still be read.
         step = abs(after - before)
         starts = range(0, kv.length, step)
         for start in starts if after < before else reversed(starts):

@@ -52,7 +52,7 @@ class Output:
     logits: Tensor | None
     # The most likely token of each row of ``logits``. Empty if the segment needs no logits.
     best: list[int]
-    # Index of a target layer that a drafter watches -> the output of this layer, [n, E].
+    # Index of a target layer that a drafter reads -> the output of this layer, [n, E].
     layers: dict[int, Tensor]
 
 
@@ -97,7 +97,10 @@ class Runner:
         self._n_heads = facts.n_heads
 
     def frozen(self, n_layers: int) -> FrozenTarget:
-        """Return the target weights that drafters need. On a CPU, the LM head is packed."""
+        """Return the target weights that drafters need.
+
+        On a CPU, the LM head is packed into a layout for fast matrix products.
+        """
         return FrozenTarget.from_model(self._model, n_layers)
 
     def threads(self, n_tokens: int) -> contextlib.AbstractContextManager[None]:

@@ -44,7 +44,7 @@ class Request:
     # Whether commits contain contexts. The context of a position is the data that a client's
     # drafter needs about this position after the target has processed it.
     wants_context: bool = False
-    # The number of positions whose context the client already has.
+    # The number of positions whose context (data for its drafter) the client already has.
     n_context: int = 0
     # A function that gets the tokens of the answer so far, and returns which tokens may follow. The
     # result is a bool array with one value per token of the vocabulary. If the function is None,
@@ -149,8 +149,9 @@ class Sequence:
     # belongs to position ``n_context - 1``.
     encoded: list[Tensor] = field(default_factory=list)
     # Hidden states of the target for the positions from ``n_context`` on. The drafter later encodes
-    # these hidden states to contexts. Each tensor has one row per position. The row is the last
-    # hidden state, or the concatenated outputs of the layers that the drafter watches.
+    # these hidden states to contexts (data for the client's drafter). Each tensor has one row per
+    # position. The row is the last hidden state, or the concatenated outputs of the layers that the
+    # drafter reads.
     unencoded: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -160,10 +161,10 @@ class Sequence:
 
     @functools.cached_property
     def sampling_state(self) -> SamplingState:
-        """Everything that determines the next token, except the logits.
+        """The sampling state: everything that determines the next token, except the logits.
 
-        The sampling state contains the sequence's own list of tokens, not a copy. So the state
-        includes tokens that are added later.
+        The state contains the sequence's own list of tokens, not a copy. So it includes tokens that
+        are added later.
         """
         request = self.request
         return SamplingState(

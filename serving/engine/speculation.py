@@ -7,10 +7,11 @@ Shapes: B rows, n tokens, E hidden size, K target layers whose outputs the draft
 per context.
 
 The sequences that draft together share one drafter state. This state contains the drafter's caches,
-and has one row per sequence. If a sequence does not draft before a target call, its row becomes a
-separate state. When the sequence drafts again, its row returns to the shared state. If the drafter
-first has to process many tokens of a sequence, as after a prompt, this sequence drafts alone for a
-round. Otherwise the rows of all other sequences would be padded to this number of tokens.
+and has one row per sequence. The drafter processes all rows of this state together. So if a
+sequence does not draft before a target call, its row becomes a separate state. When the sequence
+drafts again, its row returns to the shared state. If the drafter first has to process many tokens
+of a sequence, as after a prompt, this sequence drafts alone for a round. Otherwise the rows of all
+other sequences would be padded to this number of tokens.
 
 A chain of drafts ends early if the drafter is unsure of a draft. If drafts cost more time than they
 save, the target decodes without them (``moa.decoding.policy``). For each range of batch sizes (1, 2
@@ -44,8 +45,8 @@ _MAX_CATCH_UP = 64
 """Limit of the number of tokens that the drafter still has to process before it can draft.
 
 Sequences within this limit draft together in one batch, whose caches are the shared state. A
-sequence above the limit drafts alone. Otherwise the whole batch would be padded to its number of
-tokens.
+sequence above the limit drafts alone. Otherwise the whole batch would be padded to the number of
+tokens of this sequence.
 """
 
 
@@ -68,7 +69,8 @@ class Speculation:
         max_depth = self._proposer.max_depth
         self._shape = shape if shape is None or max_depth is None else shape.cut(max_depth)
         self._observes = type(drafter).observe is not Drafter.observe
-        # Whether the server's drafts can reuse contexts that the drafter has encoded for clients.
+        # Whether the server's drafts can reuse contexts (data for clients' drafters) that the
+        # drafter has encoded for clients.
         self.reuses_contexts = (
             drafter.context_needs_kv and type(drafter).reuse_context is not Drafter.reuse_context
         )
@@ -101,8 +103,8 @@ class Speculation:
     def abandon(self, sequences: GenericSequence[Sequence]) -> None:
         """Handle a failure of the drafter: drop its caches, and stop drafting for some sequences.
 
-        All sequences in the shared state lose their caches, because the failure may have damaged
-        any row.
+        All sequences in the shared state (the caches of the sequences that draft in one batch) lose
+        their caches, because the failure may have damaged any row.
 
         Args:
             sequences: sequences that get no more drafts. They lose their caches even if they are
@@ -121,8 +123,9 @@ class Speculation:
     def gather(self, sequences: GenericSequence[Sequence]) -> None:
         """Move the sequences that draft now to the shared state, and all others out of it.
 
-        A sequence drafts alone, outside of the shared state, if the drafter still has to process
-        many of its tokens.
+        The shared state is the drafter's caches for all sequences that draft in one batch. A
+        sequence drafts alone, outside of the shared state, if the drafter still has to process many
+        of its tokens.
 
         Args:
             sequences: the sequences that draft. Each of their tokens has target KV, except the last
@@ -146,7 +149,7 @@ class Speculation:
             self._together.append(id_)
 
     def draft(self, sequences: GenericSequence[Sequence]) -> None:
-        """Draft for the sequences of the last :meth:`gather`.
+        """Draft for the sequences that were passed to the last :meth:`gather`.
 
         The policy may stop drafting for some time. Then the sequences get no drafts.
         """
@@ -194,7 +197,7 @@ class Speculation:
 
         Returns:
             The last hidden states [n, E], or the concatenated outputs [n, K * E] of the K layers
-            that the drafter watches.
+            that the drafter reads.
         """
         if not self.drafter.observed_layers:
             return output.hidden
@@ -219,7 +222,9 @@ class Speculation:
                 self.drafter.observe(self._apart[id_], self.states(item.output)[None], [item.kept])
 
     def judge(self, rounds: GenericSequence[Scheduled], round_s: float) -> None:
-        """Report a round to the policy: the number of committed tokens, and the duration.
+        """Report a round to the policy, which chooses the number of drafts of later rounds.
+
+        The report has the number of committed tokens, and the duration of the round.
 
         Args:
             rounds: the results of the target call for the sequences that could get drafts.
@@ -306,7 +311,7 @@ class Speculation:
         }
 
     def reuse(self, by_id: dict[int, tuple[Tensor, int]]) -> None:
-        """Put contexts that were encoded for clients into the drafter's caches.
+        """Put contexts (data that was encoded for clients) into the drafter's caches.
 
         When the drafter drafts on the server, it need not encode these positions again.
 
