@@ -298,8 +298,8 @@ def _compare_logits(
 ) -> tuple[float, float, str]:
     """Compare logits computed from stored states with logits computed from live states.
 
-    Both logits are computed from last hidden states. For the stored states, the LM head is read
-    from the store. For the live states, it is the LM head of the loaded target.
+    The states are last hidden states. The LM head that is applied to the stored states is read from
+    the store. The LM head that is applied to the live states belongs to the loaded target.
     """
     divergence = Divergence()
     divergence.add_states(

@@ -1,6 +1,6 @@
 """Read the rows of a dataset of chats in order, in any supported format.
 
-A row that cannot be read counts as one bad row. The rest of its file is still read.
+If a row cannot be read, only this row is rejected. The rest of its file is still read.
 
 If a dataset is a folder, one of its splits is read, as on the Hub. The split of a file is taken
 from the name of the file or of its sub-folder. Examples: ``train-00000-of-00002.parquet``,
@@ -40,12 +40,14 @@ from ..moa.targets.chat import (
 from ..moa.targets.row_values import unique_keys
 from ..text import counted, first_line, format_bytes
 
-MAX_ROW_BYTES = 1 << 28  # Maximum size of a row. Longer rows are not read into memory.
+# Maximum size of a row in bytes. A longer row of a JSON lines file is rejected without being read
+# into memory.
+MAX_ROW_BYTES = 1 << 28
 MAX_EXPANSION = 200
 """Largest allowed compression ratio of a Parquet row group.
 
-The ratio of chats is about 10. The limit protects against small files that expand to gigabytes. Row
-groups that are decompressed to at most MAX_ROW_BYTES may have any ratio.
+The ratio of chats is about 10. The limit protects against small files that expand to gigabytes. A
+row group may have any ratio if its decompressed size is at most MAX_ROW_BYTES.
 """
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 _UNREAD = re.compile(
@@ -114,8 +116,8 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
             the folder.
 
     Returns:
-        The files in reading order, the name of their split or None, and the number of files left
-        out.
+        The files in reading order, the name of their split, and the number of other files in the
+        folder. If the files do not belong to a split, the name is None.
     """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
@@ -194,7 +196,8 @@ def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in walk(folder, follows_links=True):
         real = parent.resolve()
         folders[:] = [name for name in folders if not _NO_CHATS.fullmatch(name)]
-        if real in visited:  # A link leads back to this folder. Its files were yielded before.
+        if real in visited:
+            # This path reaches a folder by a link. The folder was visited before, so skip it.
             folders.clear()
             continue
         visited.add(real)
@@ -330,10 +333,10 @@ class ChatSource:
             yield _without_nulls(row)
 
     def origin(self) -> dict[str, str] | None:
-        """Return an identification of the dataset that is known before any row is read.
+        """Return entries for a manifest that identify the dataset without reading its rows.
 
         Local files are identified by their hash. A Hub dataset is identified by its name,
-        configuration, split and commit. If its commit is not known, the result is None.
+        configuration, split and commit. If the commit is not known, the result is None.
         """
         if self._hub is None:
             return {"sha256": self._files_sha256}
@@ -395,7 +398,8 @@ def _count_rows(path: Path) -> int:
         try:
             return int(pq.ParquetFile(path).metadata.num_rows)
         except (pa.ArrowException, OSError):
-            # The file cannot be read. The error is reported later, when the rows are read.
+            # The file cannot be read, so count 0 rows. The error is raised later, when the rows are
+            # read.
             return 0
     if path.suffix.lower() != ".jsonl":
         return 0
@@ -578,7 +582,7 @@ def read_jsonl(path: Path) -> Iterator[Any]:
 
 
 _TURN_ROLES = {"user", "assistant"}  # roles that a chat must have
-# Keys of a chat; each of them is read from a single column.
+# Keys of a chat. The value of each key is read from one column; columns are not concatenated.
 _SINGLE_COLUMNS = ("messages", "tools", "system")
 FORMATS = {
     "alpaca": ("user=instruction+input", "assistant=output"),
@@ -705,10 +709,10 @@ class Columns:
 
 
 def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list[Any]:
-    """Return the messages of one turn. Usually it is a single message.
+    """Return the messages that the columns of one role contain. Usually it is a single message.
 
-    The texts of several columns are concatenated. A single column may also hold a list of messages,
-    as in TRL's conversational prompts. Such a list is returned unchanged.
+    The texts of several columns are concatenated. If there is only one column, it may also hold a
+    list of messages, as in TRL's conversational prompts. Such a list is returned unchanged.
     """
     values = [row[name] for name in columns if row[name] not in (None, "")]
     content = values[0] if len(values) == 1 else None

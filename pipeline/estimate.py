@@ -188,10 +188,11 @@ class ForwardPlan(CaptureSettings):
         device_bytes = 0
         if self.device_type == "cuda":
             # The weights are loaded to host memory, moved to the device, and freed on the host.
-            # Only after that, batches are queued in host memory. So the larger of the two sizes
-            # counts, and not their sum.
+            # Batches are queued in host memory only after that. So host memory never holds the
+            # weights and the queued batches together, and needs the larger of their sizes.
             host_bytes = max(self.weight_bytes, waiting_bytes)
-            # The activations of the previous batch stay on the device until they have been copied.
+            # The activations of the previous batch stay on the device until they have been copied
+            # to the host. So add the size of a second batch of activations.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
         return host_bytes * self.n_workers, device_bytes
 
@@ -206,8 +207,8 @@ class ForwardPlan(CaptureSettings):
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
-        # The weight files are memory-mapped while their 16-bit weights are converted to float32.
-        # The files have half the size of the converted weights.
+        # While 16-bit weights are converted to float32, memory holds the converted weights and the
+        # memory-mapped weight files. The files have half the size of the converted weights.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
         # A codec is fitted to one piece (keys or values) of one group of layers at a time. During
@@ -228,7 +229,7 @@ class ForwardPlan(CaptureSettings):
 
     @property
     def _needs(self) -> str:
-        """Text for error messages that says which weights and batches need the memory."""
+        """A text that says what needs the memory: the weights, and the batches of each worker."""
         per_worker = f", for each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
             f"weights of {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
@@ -481,7 +482,11 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
 
 
 def _made_texts(table: pa.Table) -> dict[str, TokensAndMask]:
-    """Generate token ids and response masks for rows of the plan. No token occurs twice."""
+    """Generate token ids and response masks for rows of the plan.
+
+    No token occurs twice. Repeated tokens would give repeated activations, which do not compress
+    like those of real text.
+    """
     texts: dict[str, TokensAndMask] = {}
     start = 0
     for row in table.to_pylist():
@@ -498,10 +503,12 @@ def _padded_tokens(batch: pa.Table) -> int:
 def _most_basis_bytes(codec: TransformCodec, facts: TargetFacts) -> int:
     """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
-    The parameters are the axes of the components, prediction weights and token features, all in
-    float16. The bound assumes the largest case, in two respects. First, the codec weighs errors
-    with a matrix, so it stores each axis twice: once for encoding and once for decoding. Second,
-    every component gets bits. The axis of a component without bits would not be stored.
+    The codec transforms values to components, which are coordinates along learned axes. It also
+    predicts values from other values and from features of the tokens. So the parameters are the
+    axes, the prediction weights and the token features, all in float16. The bound assumes the
+    largest case, in two respects. First, the codec weighs errors with a matrix, so it stores each
+    axis twice: once for encoding and once for decoding. Second, every component gets bits. The axis
+    of a component without bits would not be stored.
     """
     n_features = KV_FEATURES + MAX_FEATURES + facts.hidden_size
     n_values = facts.vocab_size * min(facts.hidden_size, MAX_FEATURES) * codec.needs_tokens

@@ -118,7 +118,7 @@ class ExtractPlan(WritePlan):
             *counts.beside_lines(),
         ]
         # If a tokenizer has one template for all chats, the two keys below are the same object.
-        # The dict then has a single entry, with the second name.
+        # The dict then has a single entry, with the name "chat template".
         names = {
             self.template.for_tools([]): "chat template for chats with tools",
             self.template: "chat template",
@@ -300,7 +300,7 @@ def _plan_forwards(
     if spec.kv:
         facts.check_kv()
     if config.target_layers:
-        # This call raises an error if no drafter can use the target's layers.
+        # This call raises an error if no drafter can use the target's last layers.
         facts.layer_sizes()
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(

@@ -63,8 +63,9 @@ MIN_ROWS = 2000
 ROWS_PER_PROCESS = 16_384
 """Maximum number of rows that a process gets from one block.
 
-A block is a list of rows that is read at once and divided among processes. A process needs some
-seconds for this number of rows. Starting a process takes much less time.
+A block is a list of rows that is read at once and divided among processes. New processes are started
+for each block. A process needs some seconds to tokenise this number of rows, which is much longer
+than it takes to start the process.
 """
 _BLOCK_CHARS = 1 << 28  # Approximate maximum number of characters in a block of rows.
 Tokenised = tuple[TokenizedChat | Rejection, bool]
@@ -99,7 +100,7 @@ _ORIGIN_VERSION = 5
 # generated.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # Maximum number of columns and keys that a report lists.
-# This instance leaves rows unchanged. It is used if rows are chats already.
+# Columns without settings: rows are left unchanged. Used if the rows of the dataset are chats already.
 _ALL_COLUMNS = Columns()
 
 
@@ -125,8 +126,8 @@ class Sequences:
     asked_the_time: bool = False
     # Hash of the rows or files that were read (``ChatSource.identity``).
     dataset_sha256: str = ""
-    # Counts content that is not part of the tokens. Maps the name of a column, or of a key of
-    # messages, to the number of sequences in which this column or key has such content.
+    # The columns of the dataset, and the keys of messages, whose content is not part of the tokens.
+    # Each name is mapped to the number of sequences that have such content in this column or key.
     beside: Counter[str] = field(default_factory=Counter)
     # Maps a rejection reason to the number of rows that were rejected for it.
     rejections: Counter[str] = field(default_factory=Counter)
@@ -177,9 +178,10 @@ class Sequences:
         self.examples.setdefault(reason, f"row {row}: {rejection.detail}".removesuffix(": "))
 
     def beside_lines(self) -> list[str]:
-        """Return a list with a line of text about columns and keys that are not part of the tokens.
+        """Describe the columns and the keys of messages whose content is not part of the tokens.
 
-        If all columns and keys are part of the tokens, the list is empty.
+        Returns:
+            A list with one line of text. If there are no such columns and keys, the list is empty.
         """
         if not self.beside:
             return []
@@ -196,7 +198,8 @@ class Sequences:
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # Entry i is the number of response tokens before token i. There are n_tokens + 1 entries.
+        # Entry i is the number of response tokens among the first i tokens of all sequences
+        # together. So the array has one entry more than there are tokens.
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {
@@ -230,8 +233,8 @@ class Sequences:
     def from_arrow(cls, table: pa.Table) -> "Sequences":
         """Make sequences from a table that :meth:`to_arrow` has made.
 
-        The columns of the table must have one chunk each. Token ids and masks are views of the
-        table.
+        Each column of the table must consist of a single Arrow chunk. Token ids and masks are not
+        copied, but are views of the table's memory.
         """
         counts = json.loads(table.schema.metadata[_COUNTS_KEY])
         tokens = table["tokens"].chunk(0)
@@ -328,7 +331,7 @@ def tokenise_rows(rows: Iterator[Any], tokenise: Tokenise, n_processes: int) -> 
 def _ending_in_error(rows: Iterator[Any]) -> Iterator[Any]:
     """Yield rows. If reading a row raises a DatasetError, yield the error as the last row.
 
-    So the rows before the error are tokenised first.
+    In this way, the rows before the error are tokenised before the error is raised.
     """
     try:
         yield from rows
@@ -342,7 +345,8 @@ def _read_block(rows: Iterator[Any], n_rows: int) -> list[Any]:
     n_chars = 0
     for row in islice(rows, n_rows):
         block.append(row)
-        # Do not count the characters of a row that is nested too deeply. It is rejected later.
+        # `texts` raises RecursionError if a row is nested too deeply. Do not count the characters of
+        # such a row, because the row is rejected later.
         with contextlib.suppress(RecursionError):
             n_chars += sum(map(len, texts(row)))
         if n_chars >= _BLOCK_CHARS:

@@ -39,8 +39,8 @@ TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
 # Seconds that a worker waits between two checks for commits of other workers.
 _LOOK_EVERY_S = 1.0
-# After this number of seconds without a commit, a worker also writes parts that other workers have
-# locked.
+# If all remaining parts are locked by other workers, and no part is committed for this number of
+# seconds, a worker also writes locked parts. The workers that hold the locks may hang.
 _PATIENCE_S = 600.0
 # Seconds between two polls of the workers.
 _POLL_EVERY_S = 0.5
@@ -58,7 +58,8 @@ _QUIET = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # For a cluster that Ray starts itself, ``token`` is the default. Setting it avoids a warning.
+    # If Ray starts the cluster itself, its default is ``token``. Setting the variable explicitly
+    # avoids a warning of Ray.
     "RAY_AUTH_MODE": "token",
 }
 

@@ -145,7 +145,8 @@ def _write_index(
     """
     identity = hashlib.sha256(store.manifest.to_json().encode()).hexdigest()
     _check_index(path, identity)
-    # A sequence starts at row `part * part_rows + first_token` of the token axis (docs/format.md).
+    # The index says where each sequence starts in the store's arrays. The first token of a sequence
+    # is in row `part * part_rows + first_token` (docs/format.md), so read `part_rows`.
     array = store.path / schema.PARTS_NAME / schema.TOKENS / schema.ZARR_NAME
     part_rows = parse_object(backend_of(array).read())["attributes"]["part_rows"]
     has_tokenizer = (store.target_path / "tokenizer.json").is_file()
@@ -224,8 +225,8 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another `out`."
             ) from error
-        # The entries ``target`` and ``identities`` need not be compared, because they are part of
-        # the manifest, and ``store_sha256`` is the hash of the manifest.
+        # Compare the entry ``store_sha256``, which is the hash of the store's manifest. The entries
+        # ``target`` and ``identities`` are copied from this manifest, so they need not be compared.
         free_to_change = {"target", "identities"}
         if n_recorded <= n_sequences:
             free_to_change.add("n_sequences")
@@ -261,7 +262,7 @@ def import_folder(
     target_folder = resolve_model_folder(config.model)
     facts = load_facts(target_folder)
     if config.target_layers:
-        facts.layer_sizes()  # This call raises an error if no drafter can use the target's layers.
+        facts.layer_sizes()  # Raises an error if no drafter can use the target's last layers.
     file_format = make_format(config.format, config.layers, facts.n_layers)
     paths = file_format.files(folder)[: config.max_sequences]
     sequences = _read_texts(file_format, paths, facts.vocab_size, progress)

@@ -43,7 +43,7 @@ The metric measures how much an error in the last hidden state changes the next-
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
     """Choose sequences that have about ``n_tokens`` tokens in total.
 
-    They are spread evenly over the plan.
+    The chosen sequences are spread evenly over the plan.
 
     Args:
         lengths: number of tokens of each planned sequence.
@@ -76,7 +76,9 @@ def learned_before(
             return None
         return StoreCodec.open(stored, store) if stored.codec.get("name") == codec.name else None
     except (StoreDamaged, CodecUnknown, SchemaVersionError):
-        return None  # The store is damaged. The writer reports or repairs the damage later.
+        # The store is damaged, so its codec is not used. The writer reports or repairs the damage
+        # later.
+        return None
 
 
 def learning_on(device: str | torch.device, folder: Path | None, progress: Progress) -> Learning:
@@ -222,8 +224,8 @@ def _rotation(facts: TargetFacts, parameters: Mapping[str, Any]) -> tuple[np.nda
     config.rope_parameters = dict(parameters)
     rotated_share = parameters.get("partial_rotary_factor") or 1.0
     # ``partial_rotary_factor`` is the share of a head's dimensions that are rotated. For the
-    # default RoPE type, transformers ignores it. So set ``head_dim`` to the number of rotated
-    # dimensions.
+    # default RoPE type, transformers ignores this factor and rotates all ``head_dim`` dimensions. So
+    # set ``head_dim`` to the number of rotated dimensions.
     if rotated_share != 1 and parameters["rope_type"] == "default":
         config.head_dim = int(facts.head_dim * rotated_share)
     with torch.device("cpu"):

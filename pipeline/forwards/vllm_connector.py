@@ -130,7 +130,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def get_finished_count(self) -> int | None:
-        # Number of workers that must report a request as finished. Only one worker copies values.
+        # Number of workers that must report the copy of a request as done before vLLM frees the
+        # request's blocks. Only one worker copies values.
         return 1
 
     # Methods that run in the scheduler.
