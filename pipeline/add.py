@@ -111,6 +111,8 @@ def add(
 ) -> WriteReport:
     """Add activations to every committed part of a store, or resume an earlier addition.
 
+    Returns the report of the addition.
+
     Args:
         config: the settings of the addition.
         progress: reports the phases ``hash weights``, ``load the target``, ``learn`` and ``add``.
@@ -163,8 +165,8 @@ def _write_fields(
     """Write the store's folder ``target/``, then new fields of all parts, and the manifest last.
 
     Returns:
-        A text about how closely the target reproduces the stored values. The text is empty if no
-        values were compared.
+        A text about how closely the target reproduces the stored last hidden states. The text is
+        empty if the store does not contain last hidden states, or if no part lacks new fields.
     """
     agreement = ""
     forward = plan.forward
@@ -413,7 +415,10 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> None:
 def _find_same_target(
     config: AddConfig, path: StorePath, stored: StoreManifest, progress: Progress
 ) -> tuple[Path, str]:
-    """Return the target's folder and the device.
+    """Find the target that a store was made with, and a device of the same kind.
+
+    Returns:
+        The target's folder, and the device that runs the target.
 
     Raises:
         StoreMismatch: the store was made with another target, tokenizer, chat template or kind of

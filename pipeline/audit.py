@@ -300,6 +300,10 @@ def _compare_logits(
 
     The states are last hidden states. The LM head that is applied to the stored states is read from
     the store. The LM head that is applied to the live states belongs to the loaded target.
+
+    Returns:
+        The largest absolute difference of the logits, their relative L2 error, and a text about how
+        often the stored and the live logits have the same largest entry.
     """
     divergence = Divergence()
     divergence.add_states(

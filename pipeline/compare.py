@@ -170,7 +170,11 @@ def compare(
 
 
 def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
-    """List the activations that both stores have. Refuse stores of different targets."""
+    """Return the names of the activations that both stores have.
+
+    Raises:
+        OptionInvalid: the stores belong to different targets, or have no activations in common.
+    """
     first = exact.manifest.identities.get("target.weights_sha256")
     second = coded.manifest.identities.get("target.weights_sha256")
     if first != second:

@@ -222,8 +222,9 @@ def _missing_shards(files: Sequence[Path]) -> list[str]:
 def _split_of(relative: Path) -> str | None:
     """Guess the split of a file from its path.
 
-    If folders of the path are named after splits, the innermost of them is used. Otherwise, the
-    file's name is used. The result is None if the file's name does not contain a split either.
+    If folders of the path are named after splits, the innermost of these folders gives the split.
+    Otherwise, the file's name gives it. If the file's name does not contain a split either, the
+    result is None.
     """
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):
@@ -490,10 +491,10 @@ def _arrow_row(batch: pa.RecordBatch) -> Any:
 
 
 def _without_nulls(row: Any) -> Any:
-    """Drop null values inside the columns of a row.
+    """Return a row without the keys whose value is null inside the row's columns.
 
     In an Arrow column, the structs of all rows have the same keys. If the original row lacks a key,
-    Arrow stores null for it.
+    Arrow stores null for this key.
     """
     # Clean every column, because with ``--columns`` a chat can be made from any of the columns.
     return {name: _drop_nulls(value) for name, value in row.items()}

@@ -219,8 +219,8 @@ class ForwardPlan(CaptureSettings):
             for group in codec.groups:
                 most_width = max(most_width, len(group) * codec.layer_width)
         most_bytes += 3 * 4 * SAMPLE_TOKENS * most_width
-        # With a single worker, the command is the worker. With several workers, the command is one
-        # more process.
+        # With a single worker, the process of the command does the work itself. With several workers,
+        # the command is one more process besides the workers.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
             program_bytes + self.n_workers * least_bytes,
@@ -574,9 +574,9 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         config.num_kv_shared_layers = 0
     kinds = getattr(config, "layer_types", None) or ()
     # A target may have several kinds of layers, such as layers with a sliding window. The reduced
-    # model gets the kinds of the target's first layers. If the family has recurrent layers, the
-    # reduced model gets the kinds of the last layers instead. It needs a layer with KV, and in
-    # these families only the last layer is sure to have KV.
+    # model gets the kinds of the target's first layers. But it needs at least one layer with KV, and
+    # in families with recurrent layers only the last layer is sure to have KV. So in these families,
+    # the reduced model gets the kinds of the target's last layers.
     if len(kinds) > n_layers:
         config.layer_types = kinds[-n_layers:] if facts.family.carries_state else kinds[:n_layers]
     with torch.device("meta"):
@@ -601,7 +601,10 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
 
 
 def _cut(batch: pa.Table, facts: TargetFacts) -> pa.Table:
-    """Shorten a batch so that its forward takes about two seconds on a CPU."""
+    """Return a smaller batch, whose forward takes about two seconds on a CPU.
+
+    The result has fewer sequences than the batch, and if necessary shorter ones.
+    """
     max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(facts) * facts.n_layers)))
     lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, max_tokens // int(lengths.max())))

@@ -860,7 +860,14 @@ class Server:
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None = None
     ) -> httpx.Response:
-        """Send a request. Retry for `patience_s` if the server is overloaded or unreachable."""
+        """Send a request to the server and return the response.
+
+        If the server is overloaded or cannot be reached, the request is repeated for `patience_s`.
+
+        Raises:
+            ServingError: the server was still overloaded or unreachable after `patience_s`.
+            httpx.ReadTimeout: the response took longer than allowed.
+        """
         wait_s = _FIRST_WAIT_S
         last_s = float("inf")
         while True:

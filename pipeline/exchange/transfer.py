@@ -317,7 +317,13 @@ def import_folder(
 def _read_texts(
     file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress
 ) -> Sequences:
-    """Read the token ids and masks of all files."""
+    """Return the token ids and response masks of all files, with one sequence per file.
+
+    Duplicates are counted and left out.
+
+    Raises:
+        DatasetError: the token ids or the mask of a file cannot be used.
+    """
     sequences = Sequences()
     has_response = False
     reading = progress.of("read tokens", "row")

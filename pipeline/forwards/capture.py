@@ -61,7 +61,10 @@ class Capture:
     copying: tuple[Mark, Mark] | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
-        """Encode fields with the store's codec, on the device. Lossless fields are not encoded.
+        """Encode fields with the store's codec, on the device.
+
+        Returns a capture in which the fields with a lossy codec are encoded. The other fields are
+        unchanged.
 
         Args:
             codec: the codec of the store.
@@ -89,9 +92,10 @@ class Capture:
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self) -> "Capture":
-        """Copy the values to host memory.
+        """Return a capture with copies of the values in host memory.
 
-        Copies from a CUDA device are asynchronous. Call :meth:`wait` before the values are read.
+        Copies from a CUDA device are asynchronous. Call :meth:`wait` on the result before you read
+        its values.
         """
         device = self.tokens.device
         if device.type != "cuda":
@@ -151,7 +155,7 @@ class Capture:
 
 
 def _start_copy(source: Tensor) -> Tensor:
-    """Start copying a tensor to pinned host memory, on the current CUDA stream."""
+    """Start copying a tensor to pinned host memory, on the current CUDA stream. Returns the copy."""
     copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     copied.copy_(source, non_blocking=True)
     # Tell torch's allocator that the copy stream uses the source. Otherwise, the allocator could
@@ -186,6 +190,9 @@ def capture(
         uses_cache: whether the forward fills a KV cache even if keys and values are not captured.
             With a KV cache, torch may choose other attention kernels, which change the last bits of
             the activations.
+
+    Returns:
+        The activations of the batch, on the device of the model.
     """
     input_ids, valid = padded_tokens(sequences, model.device)
     facts = TargetFacts.of_model(model)

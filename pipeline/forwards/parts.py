@@ -189,7 +189,7 @@ def sequence_name(row: Mapping[str, Any]) -> str:
 
 
 def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
-    """Run the target over a batch, encode on the device, and start the copy to the host."""
+    """Run the target over a batch, encode the activations, and start to copy them to the host."""
     names: list[str] = []
     texts: list[tuple[np.ndarray, np.ndarray]] = []
     for row in batch.to_pylist():
