@@ -197,7 +197,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         real = parent.resolve()
         folders[:] = [name for name in folders if not _NO_CHATS.fullmatch(name)]
         if real in visited:
-            # This path reaches a folder by a link. The folder was visited before, so skip it.
+            # A link points to a folder that was visited before under another path. Skip the folder.
             folders.clear()
             continue
         visited.add(real)
@@ -371,7 +371,7 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         raise DatasetError(
             f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name)."
         )
-    import datasets  # This import is slow, and only Hub datasets need it.
+    import datasets  # Import it here, because the import is slow and only Hub datasets need it.
 
     try:
         return datasets.load_dataset(
@@ -496,7 +496,7 @@ def _without_nulls(row: Any) -> Any:
     In an Arrow column, the structs of all rows have the same keys. If the original row lacks a key,
     Arrow stores null for this key.
     """
-    # Clean every column, because with ``--columns`` a chat can be made from any of the columns.
+    # Clean every column, because the option ``--columns`` can name any of them.
     return {name: _drop_nulls(value) for name, value in row.items()}
 
 
@@ -515,7 +515,8 @@ def parse_json(text: str | bytes) -> Any:
         # line as UTF-16.
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(decoded, object_pairs_hook=unique_keys)
-    # Python also raises ValueError for invalid UTF-8, and for integers with thousands of digits.
+    # Python raises ValueError for text that is not JSON, for invalid UTF-8, and for integers with
+    # thousands of digits.
     except ValueError as error:
         return Rejection(RejectReason.MALFORMED_ROW, f"it is not valid JSON: {first_line(error)}")
     except RecursionError:

@@ -93,7 +93,7 @@ def field_specs(
 
     Args:
         spec: the activations to store.
-        facts: facts about the target.
+        facts: the sizes and other properties of the target.
         dtype: dtype of the stored activations.
     """
     groups = {group.field: group for group in facts.kv_groups}
@@ -211,9 +211,9 @@ class ForwardPlan(CaptureSettings):
         # memory-mapped weight files. The files have half the size of the converted weights.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
-        # A codec is fitted to one piece (keys or values) of one group of layers at a time. During
-        # this, three float32 arrays of the same size are in memory: the values of the sample, the
-        # values minus their means, and the values transformed to components.
+        # A codec is fitted to the keys or the values of one group of layers at a time. Meanwhile, three
+        # float32 arrays of the same size are in memory: the values of the sample, the values minus
+        # their means, and the values transformed to components.
         most_width = 0
         for codec in self.codec.learned.values():
             for group in codec.groups:
@@ -339,7 +339,7 @@ class WritePlan:
 
     @property
     def disk(self) -> Path:
-        """Path of an existing folder. It is on the same disk as the store."""
+        """Path of a folder that exists already and is on the disk of the planned store."""
         return backend_of(self.store).local_folder()
 
     def check_disk(self) -> None:

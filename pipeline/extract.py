@@ -241,7 +241,7 @@ def _work(
 
     Args:
         plan: the plan of the extraction.
-        store: the store.
+        store: writes the parts of the store.
         forwards: runs the target over batches in this process. If worker processes run the target,
             the argument is None.
         progress: reports the number of processed tokens.

@@ -517,7 +517,7 @@ def sources_record(
     Args:
         config: the settings of the extraction.
         folder: the model's folder. In the cache of the Hub, the folder's name is the commit.
-        dataset: the dataset.
+        dataset: the dataset of the extraction.
         before: the entry that an existing store records, or None for a new store.
     """
     current: Sources = {}

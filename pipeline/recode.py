@@ -67,9 +67,9 @@ def recode(
 ) -> WriteReport:
     """Write the content of a lossless store with another codec, or resume an earlier run.
 
-    Without ``kv_metrics``, the new store is the same as if the extraction had used the new codec. A
-    transform codec may cause differences by rounding. With ``kv_metrics``, the codec is fitted in
-    another way, so the encoded values differ.
+    Without ``kv_metrics``, the new store is the same as if the extraction had used the new codec.
+    Only with a transform codec, the values may differ in their rounding. With ``kv_metrics``, the
+    codec is fitted in another way, so the encoded values differ.
 
     Args:
         store: a complete lossless store.

@@ -62,9 +62,9 @@ _TIMED_TOKENS = 16
 # the run stops.
 _MOST_DROPPED = 9
 _FEW_DROPPED = 64
-# The seeds for answers are `seed` plus the row number. The seeds for questions start at
-# `(seed + 1) * _SEED_FACTOR % 2**62`. The factor is large, so that the seeds for questions differ
-# from the seeds for answers, and from the seeds for questions in runs with another `seed`.
+# The seed for the answers of a row is the setting `seed` plus the row number. The seeds for questions
+# start at `(seed + 1) * _SEED_FACTOR % 2**62`. The factor is large, so that the seeds for questions
+# differ from the seeds for answers, and from the seeds for questions in runs with another `seed`.
 _SEED_FACTOR = 0x9E3779B97F4A7C15
 
 
@@ -110,10 +110,10 @@ class Row:
 
     @classmethod
     def read(cls, row: int, content: Any, columns: Columns) -> "Row":
-        """Read the questions of a row of the dataset.
+        """Divide the messages of a dataset row into turns, without the assistant's answers.
 
         A turn is the messages between two answers. The last turn is asked even if the row does not
-        contain an answer to it.
+        contain an answer to it. If the row cannot be used, the result has the reason and no turns.
         """
         chat = parse_prompt(columns.apply(content))
         if isinstance(chat, Rejection):
@@ -189,7 +189,7 @@ class Row:
 
         Args:
             reason: the reason, a LossReason or a RejectReason.
-            detail: further text about the reason.
+            detail: details about the reason, for the user. They may be empty.
         """
         self.reason = str(reason)
         self.detail = printable(detail)
@@ -310,7 +310,7 @@ def regenerate(config: RegenerateConfig, progress: Progress = SILENT) -> "ChatFi
     The questions come from a dataset, or the target writes them.
 
     Returns:
-        The file of answered chats. It is closed already.
+        An object that describes the file of answered chats. The file itself is closed already.
 
     Raises:
         DatasetError: the dataset has no questions, or more rows are rejected than allowed.
@@ -517,7 +517,7 @@ class ChatFile:
             )
 
     def describe(self, config: RegenerateConfig) -> str:
-        """Return the report as text, with the command to run next."""
+        """Return a text about the chats in the file, with the command to run next."""
         counts = self.counts
         arguments = self.settings["template_kwargs"]
         command = (
@@ -578,9 +578,9 @@ class LocalTarget:
 
     def answer(self, rows: Iterator[Row], chat_file: ChatFile) -> None:
         """Answer all turns of the rows, batch by batch, and write each batch to the file."""
-        # Write the answers of a batch together. After an interruption, all rows of the unfinished
-        # batch are answered again. The batch must have the same rows, because the rounding in a
-        # forward depends on all rows of the batch, and may change answers.
+        # The rounding in a forward depends on all rows of the batch, and may change answers. So a
+        # batch that was interrupted must be answered again with the same rows. For this reason, all
+        # answers of a batch are written together.
         while batch := list(islice(rows, self._config.n_together)):
             if self._config.self_prompted is not None:
                 self._ask(batch, chat_file)
@@ -705,7 +705,8 @@ class LocalTarget:
 
 
 _RETRIED = (409, 425, 429, 500, 502, 503, 504)
-# HTTP status codes with which a server refuses one request, but not all requests.
+# HTTP status codes with which a server refuses one request, but not all requests. The chat of the
+# request ends, and the run continues.
 _REFUSALS = (400, 408, 413, 422)
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 20.0

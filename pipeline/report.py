@@ -29,7 +29,7 @@ class Timings:
     forward_s: float = 0.0
     # Duration of the copies from a GPU to the host. Copies run at the same time as forwards.
     copy_s: float = 0.0
-    # Time for which the main thread waited to put a batch into the writer thread's queue.
+    # Time for which the main thread waited because the writer thread's queue was full.
     wait_s: float = 0.0
     # CPU time of the writer thread.
     writer_s: float = 0.0

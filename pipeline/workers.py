@@ -95,7 +95,7 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
     remaining parts, None is yielded, and the caller should ask again.
 
     Args:
-        store: the store.
+        store: writes the parts of the store.
         index: index of the worker.
         n_workers: number of workers.
     """
@@ -157,7 +157,7 @@ class WorkerProcess:
     """A worker in a process on this machine, with a share of the machine's cores.
 
     Args:
-        worker: the worker.
+        worker: the worker to run.
         n_here: number of workers that share the cores of this machine.
         start: starts the process. The process writes a log and a JSON file with its timings to a
             folder.
@@ -246,10 +246,10 @@ def direct(
 
     Args:
         start: starts a worker and returns the function that polls it.
-        workers: the workers.
+        workers: the workers to run.
         store: the store that the workers write.
         progress: reports the tokens in the phase of the caller.
-        restarts: whether lost workers are started again. Otherwise, the other workers write the
+        restarts: whether lost workers are started again. If false, the other workers write the
             parts of a lost worker.
 
     Returns:
@@ -331,7 +331,7 @@ def run_processes(
 def _end(workers: Sequence[WorkerProcess]) -> None:
     """End the workers that are still running.
 
-    They get some time to discard their unfinished parts.
+    Before a worker is killed, it gets some time to discard its unfinished parts.
     """
     for worker in workers:
         worker.process.terminate()
@@ -388,7 +388,7 @@ def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
     """Run a worker as a process on a machine of a cluster, with a share of the machine's cores.
 
     Args:
-        worker: the worker.
+        worker: the worker to run.
         needs: the CPUs and GPUs that each worker needs.
 
     Returns:

@@ -111,14 +111,14 @@ def calibrate(
     """Fit a codec to a sample of the sequences.
 
     The values of the sample may not fit into memory, so they are written to disk sequence by
-    sequence. Fitting then reads one piece (keys or values) of one group of layers at a time.
+    sequence. Then the keys or the values of one group of layers at a time are read for fitting.
 
     Args:
         codec: the codec to fit.
         lengths: number of tokens of each planned sequence.
         read: maps a row of the plan to a dict of arrays. The arrays are the values of each field,
             float32 [n_tokens, *token_shape], and the token ids, int [n_tokens].
-        facts: facts about the target.
+        facts: the sizes and other properties of the target.
         lm_head: the target's LM head, [vocab_size, width], of any dtype and on any device.
         embeddings: the target's embeddings, [vocab_size, width], of any dtype and on any device.
         learning: settings of the calibration.
@@ -217,8 +217,8 @@ def _rotation(facts: TargetFacts, parameters: Mapping[str, Any]) -> tuple[np.nda
     """Compute a rotation from RoPE parameters.
 
     Returns:
-        The angle per position of each pair of dimensions, float32 [rotary_dim / 2], and the factor
-        by which the rotated values are scaled.
+        For each pair of dimensions, the angle by which the pair is rotated per position: float32
+        [rotary_dim / 2]. Also the factor that scales the rotated values.
     """
     config = copy.copy(facts.config)
     config.rope_parameters = dict(parameters)

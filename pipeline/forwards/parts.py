@@ -1,8 +1,8 @@
 """The loop that runs the target over the parts of a store and passes each batch to a writer thread.
 
-A part of a store is a range of sequences that is written and committed as a whole. ``extract`` and
-``add`` share this loop. The loop is a pipeline. Its stages work on different batches at the same
-time::
+A part of a store is a range of sequences that is written and committed as a whole. The commands
+``extract`` and ``add`` use this loop. The loop is a pipeline with these stages, which work on
+different batches at the same time::
 
     main thread    runs the forward, gathers the activations, runs lossy codecs on the device
     copy streams   copy from the device to pinned host memory (``capture``)
@@ -299,7 +299,7 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
     The forward may compute in another dtype.
 
     Args:
-        store: the store.
+        store: writes the folder ``target/`` of the store.
         target: the loaded target.
         folder: the target's folder.
         n_layers_kept: number of last decoder layers to write.
