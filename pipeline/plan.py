@@ -87,7 +87,8 @@ class Source(TypedDict):
     commit: str
 
 
-Sources = dict[str, Source]  # Maps "model" or "dataset" to its source.
+# Maps "model" and "dataset" to their id, revision and commit on the Hub.
+Sources = dict[str, Source]
 _SOURCE = TypeAdapter(Source)
 _MAIN = "main"
 
@@ -512,7 +513,7 @@ def sources_record(
     gets the current values. An existing store keeps its recorded values, with one exception: if the
     commit of the model or dataset has changed, its current values replace the recorded ones. If an
     existing store does not record the model or dataset, nothing is added, because the content
-    hashes already show whether it has changed.
+    hashes already show whether the model or dataset has changed.
 
     Args:
         config: the settings of the extraction.

@@ -81,7 +81,7 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
             )
 
     def __len__(self) -> int:
-        """Count the sequences of the store."""
+        """Return the number of sequences in the store."""
         return len(self.store)
 
     @property

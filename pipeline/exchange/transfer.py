@@ -1,6 +1,7 @@
-"""Export a store to another project's file format or to a Parquet index, and import such files.
+"""Export stores to other projects' file formats, and import files in these formats to new stores.
 
-An index lists the sequences of a store without their activations, so an index cannot be imported.
+A store can also be exported to a Parquet index. An index lists the sequences of a store without
+their activations, so an index cannot be imported.
 """
 
 import copy
@@ -62,7 +63,7 @@ RECORD_NAME = "export.json"
 
 
 def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
-    """Write the sequences of a store as another project's files or as a Parquet index.
+    """Write the sequences of a store in another project's file format, or as a Parquet index.
 
     The order of the sequences is kept. If an earlier export of this store was interrupted, its
     files are kept, and the missing files are written. An older index of this store is replaced.

@@ -229,7 +229,7 @@ def capture(
 
 
 def padded_tokens(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Stack B sequences of token ids, padded on the right with copies of their last token.
+    """Stack B sequences of token ids. Each is padded on the right with copies of its last token.
 
     The sequences are not padded with the pad token, because transformers would print a warning.
 
@@ -253,15 +253,15 @@ def finite_rows(fields: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor
         valid: bool [B, T], false at the padding.
 
     Returns:
-        A dict that maps each field to a bool tensor. The shape is [B, L] if the field has a layer
-        axis, and otherwise [B, 1].
+        A dict that maps each field to a bool tensor, which is true where all values are finite. The
+        shape is [B, L] if the field has a layer axis, and otherwise [B, 1].
     """
     finite: dict[str, Tensor] = {}
     for name, values in fields.items():
         n_layers = values.shape[2] if values.dim() > 3 else 1
-        # `x * 0` is NaN if x is not finite, and otherwise 0. A sum with a NaN is NaN. So a sum of
-        # `x * 0` shows whether all x are finite. This is cheap and needs no large bool tensor.
-        # The probe has one sum per sequence, token and layer: [B, T, L].
+        # `isfinite` of all values would need a large bool tensor. Instead, use sums: `x * 0` is NaN if
+        # x is not finite, and otherwise 0, and a sum with a NaN is NaN. So a sum of `x * 0` shows
+        # whether all x are finite. There is one sum per sequence, token and layer: [B, T, L].
         probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)
         finite[name] = (torch.isfinite(probe) | ~valid[..., None]).all(1)
     return finite

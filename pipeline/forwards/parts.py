@@ -204,7 +204,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check a batch for NaN and infinity, and write it to its part, on the writer thread."""
+    """On the writer thread: refuse NaN and infinity in a batch, then write the batch to its part."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)

@@ -140,7 +140,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False  # The connector loads no cached tokens into vLLM.
+        return 0, False  # This connector only saves values. It does not load any into vLLM.
 
     @override
     def update_state_after_alloc(
