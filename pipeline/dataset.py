@@ -187,7 +187,9 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that may hold chats. Links to folders are followed.
+    """Yield the files below a folder, without files that cannot hold chats.
+
+    Links to folders are followed.
 
     Raises:
         OSError: a folder cannot be read.
@@ -472,7 +474,8 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """Yield the rows of a batch. A row that Python cannot represent becomes a Rejection."""
     try:
-        # Only Arrow's full validation finds offsets that point outside the buffers of the batch.
+        # In a damaged file, offsets may point outside the buffers of the batch. Only Arrow's full
+        # validation finds such offsets.
         batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist(maps_as_pydicts="strict")
     except _UNREADABLE as error:
@@ -511,8 +514,8 @@ def _drop_nulls(value: Any) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Parse one JSON value. Returns a Rejection if Python cannot read the text as JSON."""
     try:
-        # Decode here, because json.loads guesses the encoding of bytes and might read a damaged
-        # line as UTF-16.
+        # Decode bytes as UTF-8 here, because json.loads guesses the encoding of bytes and might read a
+        # damaged line as UTF-16.
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(decoded, object_pairs_hook=unique_keys)
     # Python raises ValueError for text that is not JSON, for invalid UTF-8, and for integers with

@@ -262,7 +262,7 @@ class ForwardPlan(CaptureSettings):
                 )
 
     def load_target(self, progress: Progress = SILENT) -> Target:
-        """Load the target. Progress is counted in bytes of weights."""
+        """Load the target and return it. Progress is counted in bytes of weights."""
         loading = progress.of("load the target", "B")
         loading(0, self.weight_bytes)
         target = Target.load(str(self.folder), getattr(torch, self.compute_dtype), self.device)
@@ -296,7 +296,10 @@ class WritePlan:
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
-        """Maps each component of the store to a lower and an upper bound of its size in bytes."""
+        """Lower and upper bounds of the sizes of the store's parts, its folders and its other files.
+
+        The dict maps a text such as ``parts`` or ``target/`` to the two bounds in bytes.
+        """
         facts = self.forward.facts
         codec = self.forward.codec
         bits = sum(
@@ -592,8 +595,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
-    # Initialise the buffers. Unlike weights, buffers must have their right values. For example, the
-    # buffers of the rotary embedding are computed from the config.
+    # Initialise the buffers. Unlike weights, buffers must not be random. For example, the buffers of
+    # the rotary embedding are computed from the config.
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)
