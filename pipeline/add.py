@@ -375,7 +375,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
     for key in ("activations", "target_layers"):
         settings[key] = old.extraction.get(key)
     # Identities are hashes of the inputs. A dry run does not hash the target's weights, so its plan
-    # lacks this hash. Do not compare a hash that the plan lacks: copy it from the store.
+    # lacks this hash. If the plan lacks a hash, take it from the store, so that it is not compared.
     identities = {**old.identities, **new.identities}
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=identities

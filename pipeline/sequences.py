@@ -99,7 +99,7 @@ _ORIGIN_VERSION = 5
 # that was cut at its token limit must be tokenised after the generation prompt, as it was generated.
 REGENERATED_COLUMNS = {"row", "messages", "finish_reason"}
 _MOST_NAMES = 12  # Maximum number of columns and keys that a report lists.
-# Columns without settings: rows are left unchanged. Used if the rows of the dataset are chats already.
+# For datasets whose rows are chats already. This instance leaves rows unchanged.
 _ALL_COLUMNS = Columns()
 
 
@@ -197,8 +197,8 @@ class Sequences:
         """
         mask = np.frombuffer(self._mask, np.uint8)
         offsets = np.frombuffer(self.offsets, np.int64)
-        # Entry i is the number of response tokens among the first i tokens of all sequences
-        # together. So the array has one entry more than there are tokens.
+        # Entry i of `n_before` is the number of response tokens among the first i tokens of all
+        # sequences together. So `n_before` has one entry more than there are tokens.
         n_before = np.concatenate(([0], np.cumsum(mask, dtype=np.int64)))
         return pa.table(
             {

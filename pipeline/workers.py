@@ -187,7 +187,8 @@ class WorkerProcess:
         code = self.process.wait()
         if code == 0:
             output = (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
-            # The last line contains the timings. Libraries may have printed lines before it.
+            # The last line of the output contains the timings. Libraries may have printed lines
+            # before it.
             return code, output.splitlines()[-1]
         log = self._folder / LOG_NAME
         text = log.read_text(encoding="utf-8", errors="replace")
@@ -219,7 +220,7 @@ def outcome_of(code: int, text: str) -> Outcome:
     """Interpret the exit code and the text that :meth:`WorkerProcess.ended` returns.
 
     Returns:
-        The timings of a worker that finished, or a text about a lost worker.
+        The timings of a worker that finished, or a text that says how the worker was lost.
 
     Raises:
         WorkerError: the worker failed with an error that would occur in every other worker, too.
@@ -422,8 +423,8 @@ def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float])
 def _connected(scale: ScaleSettings) -> Iterator[Any]:
     """Connect to a Ray cluster, or start a cluster on this machine.
 
-    Ray's messages are suppressed. Ray replaces the handler of SIGTERM, so the command's handler is
-    restored.
+    Ray's messages are suppressed. Ray replaces the handler of SIGTERM, so this function restores
+    the handler of the command.
     """
     address = scale.address or os.environ.get("RAY_ADDRESS")
     for name, value in _QUIET.items():
