@@ -604,9 +604,9 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
 
 
 def _cut(batch: pa.Table, facts: TargetFacts) -> pa.Table:
-    """Return a smaller batch, whose forward takes about two seconds on a CPU.
+    """Limit a batch so that its forward takes about two seconds on a CPU.
 
-    The result has fewer sequences than the batch, and if necessary shorter ones.
+    If the batch is too large, the result has fewer sequences, and if necessary shorter ones.
     """
     max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(facts) * facts.n_layers)))
     lengths = numbers(batch, "n_tokens")

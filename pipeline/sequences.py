@@ -540,7 +540,7 @@ def keep_texts(
     """Write sequences to the file ``texts.arrow`` in a store, so that later runs can read them.
 
     Args:
-        store: writes the file to the store.
+        store: path of the store.
         sequences: the sequences to write.
         origin: all inputs that determine the sequences (:func:`texts_origin`), or None if they are
             unknown. Without an origin, nothing is written, because a later run could not check
