@@ -64,15 +64,15 @@ _SETTINGS = ("activations", "batch_tokens", "compute_dtype", "device", "dtype", 
 class AddPlan(WritePlan):
     """The plan of adding fields to a store.
 
-    ``table`` lists the sequences to process. They are the sequences of all committed parts in which
-    a new field is missing.
+    ``table`` lists the sequences to process. If a committed part lacks a new field, the table
+    contains all sequences of the part.
     """
 
     config: AddConfig
     # The store's manifest before the addition.
     stored: StoreManifest
-    # The manifest that the addition will write. Its entry ``codec`` is replaced later, because the
-    # codec of the new fields may not be fitted to data yet.
+    # The manifest that the addition will write. The codec of the new fields may not be fitted to
+    # data yet. After it is fitted, the manifest's entry ``codec`` is replaced.
     manifest: StoreManifest
     codec: StoreCodec = field(repr=False)  # the store's codec for old and new fields together
     n_stored_tokens: int  # number of tokens in committed parts
@@ -111,6 +111,8 @@ def add(
 ) -> WriteReport:
     """Add activations to every committed part of a store, or resume an earlier addition.
 
+    Returns the report of the addition.
+
     Args:
         config: the settings of the addition.
         progress: reports the phases ``hash weights``, ``load the target``, ``learn`` and ``add``.
@@ -132,7 +134,8 @@ def add(
             agreement = _write_fields(plan, writer, reader, timings, progress)
         named: dict[str, Any] = {}
         # If the store has no record of its extraction, `recorded_config` raises WorkerError. In
-        # that case, do not rewrite the dataset card.
+        # that case, keep the old dataset card. A new card would need the dataset and the licences,
+        # which only this record contains.
         with contextlib.suppress(WorkerError):
             extraction = plan.manifest.extraction
             recorded = recorded_config(plan.store).replaced(
@@ -162,8 +165,8 @@ def _write_fields(
     """Write the store's folder ``target/``, then new fields of all parts, and the manifest last.
 
     Returns:
-        A text about how closely the target reproduces the stored values. The text is empty if no
-        values were compared.
+        A text about how closely the target reproduces the stored last hidden states. The text is
+        empty if the store does not contain last hidden states, or if no part lacks new fields.
     """
     agreement = ""
     forward = plan.forward
@@ -233,8 +236,8 @@ def _compare(plan: AddPlan, reader: ActivationStore, target: Target, rows: list[
         return ""
     tokens = [reader.read(row, TOKENS) for row in rows]
     dtype = plan.forward.dtype
-    # Kernels with other rounding may run if keys and values are captured. So if the store has the
-    # field kv, capture kv here, too: then the same kernels run as in the extraction.
+    # If keys and values are captured, other kernels with other rounding may run. So if the store has
+    # keys and values, capture them here, too. The same kernels then run as in the extraction.
     spec = ActivationSpec(parse_fields(reader.fields).kv, True, ())
     live = capture(
         target.model, tokens, spec, getattr(torch, dtype), plan.forward.uses_cache
@@ -298,7 +301,7 @@ def plan_addition(config: AddConfig, progress: Progress = SILENT) -> AddPlan:
     facts = load_facts(folder)
     n_layers = max(settings["target_layers"], config.target_layers)
     if config.target_layers:
-        facts.layer_sizes()  # This call raises an error if no drafter can use the target's layers.
+        facts.layer_sizes()  # Raises an error if no drafter can use the target's last layers.
     old = parse_fields(spec.name for spec in stored.fields).fields
     wanted = (*map(activation_name, old), *config.activations)
     kv_fields = tuple(group.field for group in facts.kv_groups)
@@ -361,7 +364,7 @@ def refuse_addition(plan: ExtractPlan) -> None:
         old = read_manifest(plan.store)
         new = plan.manifest
     except StoreError:
-        return  # The store is damaged. The writer repairs or refuses it later.
+        return  # The store is damaged. Refuse nothing here: the writer repairs or refuses it later.
     n_old = old.extraction.get("target_layers", -1)
     n_new = new.extraction["target_layers"]
     n_added = n_new if n_old < n_new else 0
@@ -371,8 +374,8 @@ def refuse_addition(plan: ExtractPlan) -> None:
     settings = dict(new.extraction)
     for key in ("activations", "target_layers"):
         settings[key] = old.extraction.get(key)
-    # Identities are hashes of the inputs. The plan of a dry run does not have the hash of the
-    # target's weights. A hash that the plan does not have is not compared.
+    # Identities are hashes of the inputs. A dry run does not hash the target's weights, so its plan
+    # lacks this hash. If the plan lacks a hash, take it from the store, so that it is not compared.
     identities = {**old.identities, **new.identities}
     same = replace(
         new, fields=old.fields, extraction=settings, codec=old.codec, identities=identities
@@ -412,7 +415,10 @@ def _check_settings(path: StorePath, stored: StoreManifest) -> None:
 def _find_same_target(
     config: AddConfig, path: StorePath, stored: StoreManifest, progress: Progress
 ) -> tuple[Path, str]:
-    """Return the target's folder and the device.
+    """Find the target that a store was made with, and a device of the same kind.
+
+    Returns:
+        The target's folder, and the device that runs the target.
 
     Raises:
         StoreMismatch: the store was made with another target, tokenizer, chat template or kind of

@@ -298,8 +298,12 @@ def _compare_logits(
 ) -> tuple[float, float, str]:
     """Compare logits computed from stored states with logits computed from live states.
 
-    Both logits are computed from last hidden states. For the stored states, the LM head is read
-    from the store. For the live states, it is the LM head of the loaded target.
+    The states are last hidden states. The LM head that is applied to the stored states is read from
+    the store. The LM head that is applied to the live states belongs to the loaded target.
+
+    Returns:
+        The largest absolute difference of the logits, their relative L2 error, and a text about how
+        often the stored and the live logits have the same largest entry.
     """
     divergence = Divergence()
     divergence.add_states(

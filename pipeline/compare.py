@@ -170,7 +170,11 @@ def compare(
 
 
 def _common_fields(exact: ActivationStore, coded: ActivationStore) -> list[str]:
-    """List the activations that both stores have. Refuse stores of different targets."""
+    """Return the names of the activations that both stores have.
+
+    Raises:
+        OptionInvalid: the stores belong to different targets, or have no activations in common.
+    """
     first = exact.manifest.identities.get("target.weights_sha256")
     second = coded.manifest.identities.get("target.weights_sha256")
     if first != second:
@@ -272,11 +276,11 @@ def compare_teachers(
 
 
 def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], device: str) -> Target:
-    """Load the target of a store.
+    """Load the target of a store, to continue sequences from their stored keys and values.
 
     Raises:
-        OptionInvalid: the store lacks a piece of the target's cache, such as the keys and values of
-            a layer, or recurrent states.
+        OptionInvalid: the target's cache cannot be filled from the store, because the store lacks
+            the keys and values of a layer, or because the target also caches recurrent states.
     """
     folder = plan.find_same_target(model, exact.path, exact.manifest)
     target = Target.load(str(folder), device=device)
@@ -296,10 +300,13 @@ def _load_target(model: str, exact: ActivationStore, fields: Sequence[str], devi
 
 
 def layer_caches(fields: Mapping[str, FieldSpec], values: Mapping[str, np.ndarray]) -> LayerCaches:
-    """Split the stored fields of a sequence into the KV caches of the layers.
+    """Return the keys and values of each layer, taken from the stored fields of a sequence.
 
-    Each array in ``values`` has the shape [T, *token_shape]. Fields without a layer axis, such as
-    hidden states, are skipped.
+    Fields without a layer axis, such as hidden states, are skipped.
+
+    Args:
+        fields: maps the name of a field to the description of the field.
+        values: maps the name of a field to the field's values, [T, *token_shape].
     """
     caches = {}
     for name, field_values in values.items():

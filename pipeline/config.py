@@ -391,8 +391,9 @@ class RegenerateConfig(Config):
     def shape(self) -> "TreeShape":
         """Return the shape of the drafts.
 
-        The default is a fixed shape. With ``auto``, the number of drafts would depend on the speed
-        of this machine, because ``auto`` chooses it from measured times of target and drafter.
+        If the setting ``tree`` is not given, the shape is a fixed one. It is not ``auto``, because
+        ``auto`` chooses the number of drafts from measured times of target and drafter. The shape
+        would then depend on the speed of this machine.
         """
         from ..moa.decoding.sampling import SamplingConfig
         from ..moa.decoding.tree import TreeShape

@@ -1,6 +1,6 @@
 """Read the rows of a dataset of chats in order, in any supported format.
 
-A row that cannot be read counts as one bad row. The rest of its file is still read.
+If a row cannot be read, only this row is rejected. The rest of its file is still read.
 
 If a dataset is a folder, one of its splits is read, as on the Hub. The split of a file is taken
 from the name of the file or of its sub-folder. Examples: ``train-00000-of-00002.parquet``,
@@ -40,12 +40,14 @@ from ..moa.targets.chat import (
 from ..moa.targets.row_values import unique_keys
 from ..text import counted, first_line, format_bytes
 
-MAX_ROW_BYTES = 1 << 28  # Maximum size of a row. Longer rows are not read into memory.
+# Maximum size of a row in bytes. A longer row of a JSON lines file is rejected without being read
+# into memory.
+MAX_ROW_BYTES = 1 << 28
 MAX_EXPANSION = 200
 """Largest allowed compression ratio of a Parquet row group.
 
-The ratio of chats is about 10. The limit protects against small files that expand to gigabytes. Row
-groups that are decompressed to at most MAX_ROW_BYTES may have any ratio.
+The ratio of chats is about 10. The limit protects against small files that expand to gigabytes. A
+row group may have any ratio if its decompressed size is at most MAX_ROW_BYTES.
 """
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".feather")
 _UNREAD = re.compile(
@@ -114,8 +116,8 @@ def choose_files(path: Path, split: str | None) -> tuple[list[Path], str | None,
             the folder.
 
     Returns:
-        The files in reading order, the name of their split or None, and the number of files left
-        out.
+        The files in reading order, the name of their split, and the number of other files in the
+        folder. If the files do not belong to a split, the name is None.
     """
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
@@ -185,7 +187,9 @@ def _files_by_split(folder: Path) -> dict[Path, str | None]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that may hold chats. Links to folders are followed.
+    """Yield the files below a folder, without files that cannot hold chats.
+
+    Links to folders are followed.
 
     Raises:
         OSError: a folder cannot be read.
@@ -194,7 +198,8 @@ def _walk(folder: Path) -> Iterator[Path]:
     for parent, folders, names in walk(folder, follows_links=True):
         real = parent.resolve()
         folders[:] = [name for name in folders if not _NO_CHATS.fullmatch(name)]
-        if real in visited:  # A link leads back to this folder. Its files were yielded before.
+        if real in visited:
+            # A link points to a folder that was visited before under another path. Skip the folder.
             folders.clear()
             continue
         visited.add(real)
@@ -219,8 +224,9 @@ def _missing_shards(files: Sequence[Path]) -> list[str]:
 def _split_of(relative: Path) -> str | None:
     """Guess the split of a file from its path.
 
-    If folders of the path are named after splits, the innermost of them is used. Otherwise, the
-    file's name is used. The result is None if the file's name does not contain a split either.
+    If folders of the path are named after splits, the innermost of these folders gives the split.
+    Otherwise, the file's name gives it. If the file's name does not contain a split either, the
+    result is None.
     """
     for folder in reversed(relative.parts[:-1]):
         if match := _KEYWORD.search(folder):
@@ -330,10 +336,10 @@ class ChatSource:
             yield _without_nulls(row)
 
     def origin(self) -> dict[str, str] | None:
-        """Return an identification of the dataset that is known before any row is read.
+        """Return entries for a manifest that identify the dataset without reading its rows.
 
         Local files are identified by their hash. A Hub dataset is identified by its name,
-        configuration, split and commit. If its commit is not known, the result is None.
+        configuration, split and commit. If the commit is not known, the result is None.
         """
         if self._hub is None:
             return {"sha256": self._files_sha256}
@@ -367,7 +373,7 @@ def _load_hub(dataset: str, config_name: str | None, split: str, revision: str |
         raise DatasetError(
             f"Dataset {dataset} does not exist. Give a file, a folder or a hub id (owner/name)."
         )
-    import datasets  # This import is slow, and only Hub datasets need it.
+    import datasets  # Import it here, because the import is slow and only Hub datasets need it.
 
     try:
         return datasets.load_dataset(
@@ -395,7 +401,8 @@ def _count_rows(path: Path) -> int:
         try:
             return int(pq.ParquetFile(path).metadata.num_rows)
         except (pa.ArrowException, OSError):
-            # The file cannot be read. The error is reported later, when the rows are read.
+            # The file cannot be read, so count 0 rows. The error is raised later, when the rows are
+            # read.
             return 0
     if path.suffix.lower() != ".jsonl":
         return 0
@@ -467,7 +474,8 @@ def _read_arrow(path: Path) -> Iterator[Any]:
 def _arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
     """Yield the rows of a batch. A row that Python cannot represent becomes a Rejection."""
     try:
-        # Only Arrow's full validation finds offsets that point outside the buffers of the batch.
+        # In a damaged file, offsets may point outside the buffers of the batch. Only Arrow's full
+        # validation finds such offsets.
         batch.validate(full=True)
         rows: Iterable[Any] = batch.to_pylist(maps_as_pydicts="strict")
     except _UNREADABLE as error:
@@ -486,12 +494,12 @@ def _arrow_row(batch: pa.RecordBatch) -> Any:
 
 
 def _without_nulls(row: Any) -> Any:
-    """Drop null values inside the columns of a row.
+    """Return a row without the keys whose value is null inside the row's columns.
 
     In an Arrow column, the structs of all rows have the same keys. If the original row lacks a key,
-    Arrow stores null for it.
+    Arrow stores null for this key.
     """
-    # Clean every column, because with ``--columns`` a chat can be made from any of the columns.
+    # Clean every column, because the option ``--columns`` can name any of them.
     return {name: _drop_nulls(value) for name, value in row.items()}
 
 
@@ -506,11 +514,12 @@ def _drop_nulls(value: Any) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Parse one JSON value. Returns a Rejection if Python cannot read the text as JSON."""
     try:
-        # Decode here, because json.loads guesses the encoding of bytes and might read a damaged
-        # line as UTF-16.
+        # Decode bytes as UTF-8 here, because json.loads guesses the encoding of bytes and might read a
+        # damaged line as UTF-16.
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(decoded, object_pairs_hook=unique_keys)
-    # Python also raises ValueError for invalid UTF-8, and for integers with thousands of digits.
+    # Python raises ValueError for text that is not JSON, for invalid UTF-8, and for integers with
+    # thousands of digits.
     except ValueError as error:
         return Rejection(RejectReason.MALFORMED_ROW, f"it is not valid JSON: {first_line(error)}")
     except RecursionError:
@@ -578,7 +587,7 @@ def read_jsonl(path: Path) -> Iterator[Any]:
 
 
 _TURN_ROLES = {"user", "assistant"}  # roles that a chat must have
-# Keys of a chat; each of them is read from a single column.
+# Keys of a chat. The value of each key is read from one column; columns are not concatenated.
 _SINGLE_COLUMNS = ("messages", "tools", "system")
 FORMATS = {
     "alpaca": ("user=instruction+input", "assistant=output"),
@@ -705,10 +714,10 @@ class Columns:
 
 
 def _messages(role: str, columns: Sequence[str], row: Mapping[str, Any]) -> list[Any]:
-    """Return the messages of one turn. Usually it is a single message.
+    """Return the messages that the columns of one role contain. Usually it is a single message.
 
-    The texts of several columns are concatenated. A single column may also hold a list of messages,
-    as in TRL's conversational prompts. Such a list is returned unchanged.
+    The texts of several columns are concatenated. If there is only one column, it may also hold a
+    list of messages, as in TRL's conversational prompts. Such a list is returned unchanged.
     """
     values = [row[name] for name in columns if row[name] not in (None, "")]
     content = values[0] if len(values) == 1 else None

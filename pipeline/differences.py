@@ -16,7 +16,7 @@ _POSITIONS_AT_ONCE = 64
 class Difference:
     """Measures the difference between approximate and exact values.
 
-    The values are added piece by piece, so they need not be in memory together.
+    Each call of :meth:`add` adds some of the values, so they need not all be in memory at once.
     """
 
     squared_error: float = 0.0
@@ -45,7 +45,7 @@ class Difference:
 
 @dataclass
 class LayerDifferences:
-    """Differences of each layer of the target, and of all layers together."""
+    """Differences between exact and approximate values, by layer and for all layers together."""
 
     total: Difference = field(default_factory=Difference)
     by_layer: dict[int, Difference] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Divergence(Difference):
         exact_head: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
     ) -> None:
-        """Compute logits from exact and from approximate last hidden states, and add the logits.
+        """Compute logits from exact and from approximate last hidden states, and compare them.
 
         Args:
             exact: the exact states, [n, E].

@@ -93,7 +93,7 @@ def field_specs(
 
     Args:
         spec: the activations to store.
-        facts: facts about the target.
+        facts: the sizes and other properties of the target.
         dtype: dtype of the stored activations.
     """
     groups = {group.field: group for group in facts.kv_groups}
@@ -188,10 +188,11 @@ class ForwardPlan(CaptureSettings):
         device_bytes = 0
         if self.device_type == "cuda":
             # The weights are loaded to host memory, moved to the device, and freed on the host.
-            # Only after that, batches are queued in host memory. So the larger of the two sizes
-            # counts, and not their sum.
+            # Batches are queued in host memory only after that. So host memory never holds the
+            # weights and the queued batches together, and needs the larger of their sizes.
             host_bytes = max(self.weight_bytes, waiting_bytes)
-            # The activations of the previous batch stay on the device until they have been copied.
+            # The activations of the previous batch stay on the device until they have been copied
+            # to the host. So add the size of a second batch of activations.
             device_bytes = self.weight_bytes + forward_bytes + n_tokens * kept_bytes
         return host_bytes * self.n_workers, device_bytes
 
@@ -206,20 +207,20 @@ class ForwardPlan(CaptureSettings):
         """
         host_bytes, device_bytes = self.memory_bytes
         least_bytes = n_batch_tokens * self.kept_bytes + (0 if device_bytes else self.weight_bytes)
-        # The weight files are memory-mapped while their 16-bit weights are converted to float32.
-        # The files have half the size of the converted weights.
+        # While 16-bit weights are converted to float32, memory holds the converted weights and the
+        # memory-mapped weight files. The files have half the size of the converted weights.
         most_bytes = host_bytes // self.n_workers + self.weight_bytes // 2
         most_bytes += _CUDA_LIBRARY_BYTES if device_bytes else _THREAD_BYTES
-        # A codec is fitted to one piece (keys or values) of one group of layers at a time. During
-        # this, three float32 arrays of the same size are in memory: the values of the sample, the
-        # values minus their means, and the values transformed to components.
+        # A codec is fitted to the keys or the values of one group of layers at a time. Meanwhile, three
+        # float32 arrays of the same size are in memory: the values of the sample, the values minus
+        # their means, and the values transformed to components.
         most_width = 0
         for codec in self.codec.learned.values():
             for group in codec.groups:
                 most_width = max(most_width, len(group) * codec.layer_width)
         most_bytes += 3 * 4 * SAMPLE_TOKENS * most_width
-        # With a single worker, the command is the worker. With several workers, the command is one
-        # more process.
+        # With a single worker, the process of the command does the work itself. With several workers,
+        # the command is one more process besides the workers.
         program_bytes = resident_memory() * (self.n_workers + (self.n_workers > 1))
         return (
             program_bytes + self.n_workers * least_bytes,
@@ -228,7 +229,7 @@ class ForwardPlan(CaptureSettings):
 
     @property
     def _needs(self) -> str:
-        """Text for error messages that says which weights and batches need the memory."""
+        """A text that says what needs the memory: the weights, and the batches of each worker."""
         per_worker = f", for each of {self.n_workers} workers" if self.n_workers > 1 else ""
         return (
             f"weights of {format_bytes(self.weight_bytes)} in {self.compute_dtype}, batches of "
@@ -261,7 +262,7 @@ class ForwardPlan(CaptureSettings):
                 )
 
     def load_target(self, progress: Progress = SILENT) -> Target:
-        """Load the target. Progress is counted in bytes of weights."""
+        """Load the target and return it. Progress is counted in bytes of weights."""
         loading = progress.of("load the target", "B")
         loading(0, self.weight_bytes)
         target = Target.load(str(self.folder), getattr(torch, self.compute_dtype), self.device)
@@ -295,7 +296,10 @@ class WritePlan:
 
     @property
     def disk_ranges(self) -> dict[str, tuple[int, int]]:
-        """Maps each component of the store to a lower and an upper bound of its size in bytes."""
+        """Lower and upper bounds of the sizes of the store's parts, its folders and its other files.
+
+        The dict maps a text such as ``parts`` or ``target/`` to the two bounds in bytes.
+        """
         facts = self.forward.facts
         codec = self.forward.codec
         bits = sum(
@@ -338,7 +342,7 @@ class WritePlan:
 
     @property
     def disk(self) -> Path:
-        """Path of an existing folder. It is on the same disk as the store."""
+        """Path of a folder that exists already and is on the disk of the planned store."""
         return backend_of(self.store).local_folder()
 
     def check_disk(self) -> None:
@@ -481,7 +485,11 @@ def describe_estimate(plan: WritePlan, n_workers: int = 1) -> str:
 
 
 def _made_texts(table: pa.Table) -> dict[str, TokensAndMask]:
-    """Generate token ids and response masks for rows of the plan. No token occurs twice."""
+    """Generate token ids and response masks for rows of the plan.
+
+    No token occurs twice. Repeated tokens would give repeated activations, which do not compress
+    like those of real text.
+    """
     texts: dict[str, TokensAndMask] = {}
     start = 0
     for row in table.to_pylist():
@@ -498,10 +506,12 @@ def _padded_tokens(batch: pa.Table) -> int:
 def _most_basis_bytes(codec: TransformCodec, facts: TargetFacts) -> int:
     """Return an upper bound of the size of a codec's learned parameters, in bytes.
 
-    The parameters are the axes of the components, prediction weights and token features, all in
-    float16. The bound assumes the largest case, in two respects. First, the codec weighs errors
-    with a matrix, so it stores each axis twice: once for encoding and once for decoding. Second,
-    every component gets bits. The axis of a component without bits would not be stored.
+    The codec transforms values to components, which are coordinates along learned axes. It also
+    predicts values from other values and from features of the tokens. So the parameters are the
+    axes, the prediction weights and the token features, all in float16. The bound assumes the
+    largest case, in two respects. First, the codec weighs errors with a matrix, so it stores each
+    axis twice: once for encoding and once for decoding. Second, every component gets bits. The axis
+    of a component without bits would not be stored.
     """
     n_features = KV_FEATURES + MAX_FEATURES + facts.hidden_size
     n_values = facts.vocab_size * min(facts.hidden_size, MAX_FEATURES) * codec.needs_tokens
@@ -567,9 +577,9 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
         config.num_kv_shared_layers = 0
     kinds = getattr(config, "layer_types", None) or ()
     # A target may have several kinds of layers, such as layers with a sliding window. The reduced
-    # model gets the kinds of the target's first layers. If the family has recurrent layers, the
-    # reduced model gets the kinds of the last layers instead. It needs a layer with KV, and in
-    # these families only the last layer is sure to have KV.
+    # model gets the kinds of the target's first layers. But it needs at least one layer with KV, and
+    # in families with recurrent layers only the last layer is sure to have KV. So in these families,
+    # the reduced model gets the kinds of the target's last layers.
     if len(kinds) > n_layers:
         config.layer_types = kinds[-n_layers:] if facts.family.carries_state else kinds[:n_layers]
     with torch.device("meta"):
@@ -585,8 +595,8 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
         else:
             weight.fill_(1.0)
-    # Initialise the buffers. Unlike weights, buffers must have their right values. For example, the
-    # buffers of the rotary embedding are computed from the config.
+    # Initialise the buffers. Unlike weights, buffers must not be random. For example, the buffers of
+    # the rotary embedding are computed from the config.
     for module in model.modules():
         if next(module.buffers(recurse=False), None) is not None:
             model._init_weights(module)
@@ -594,7 +604,10 @@ def _random_target(forward: ForwardPlan, n_tokens: int) -> Any:
 
 
 def _cut(batch: pa.Table, facts: TargetFacts) -> pa.Table:
-    """Shorten a batch so that its forward takes about two seconds on a CPU."""
+    """Limit a batch so that its forward takes about two seconds on a CPU.
+
+    If the batch is too large, the result has fewer sequences, and if necessary shorter ones.
+    """
     max_tokens = max(64, int(_MAX_PRODUCTS / (_layer_weights(facts) * facts.n_layers)))
     lengths = numbers(batch, "n_tokens")
     batch = batch.slice(0, max(1, max_tokens // int(lengths.max())))

@@ -195,7 +195,10 @@ def _load_forwards(
     progress: Progress,
     opened: ExitStack,
 ) -> Forwards:
-    """Load the target unless it is loaded already. Start vLLM if it is to run the target."""
+    """Return the object that runs the target over batches.
+
+    The target is loaded unless ``target`` is given. With ``source=vllm``, vLLM is started, too.
+    """
     target = target or plan.forward.load_target(progress)
     forwards = Forwards(replace(plan.forward, codec=codec), target, plan.sequences.text)
     if plan.config.forward.source == "vllm":
@@ -209,10 +212,10 @@ def _load_forwards(
 def _open_store(
     plan: ExtractPlan, codec: StoreCodec, progress: Progress, repairs: bool
 ) -> StoreWriter:
-    """Create the store, or resume an existing one.
+    """Create the store, or resume an existing one. Returns the writer of the store.
 
     Another run may have fitted the codec in the meantime. In that case, the codec of the other run
-    is used.
+    is used instead of ``codec``.
     """
     codec = learned_before(codec, plan.store, plan.manifest) or codec
     return StoreWriter.create_or_resume(
@@ -238,7 +241,7 @@ def _work(
 
     Args:
         plan: the plan of the extraction.
-        store: the store.
+        store: writes the parts of the store.
         forwards: runs the target over batches in this process. If worker processes run the target,
             the argument is None.
         progress: reports the number of processed tokens.

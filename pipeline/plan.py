@@ -87,7 +87,8 @@ class Source(TypedDict):
     commit: str
 
 
-Sources = dict[str, Source]  # Maps "model" or "dataset" to its source.
+# Maps "model" and "dataset" to their id, revision and commit on the Hub.
+Sources = dict[str, Source]
 _SOURCE = TypeAdapter(Source)
 _MAIN = "main"
 
@@ -118,7 +119,7 @@ class ExtractPlan(WritePlan):
             *counts.beside_lines(),
         ]
         # If a tokenizer has one template for all chats, the two keys below are the same object.
-        # The dict then has a single entry, with the second name.
+        # The dict then has a single entry, with the name "chat template".
         names = {
             self.template.for_tools([]): "chat template for chats with tools",
             self.template: "chat template",
@@ -300,7 +301,7 @@ def _plan_forwards(
     if spec.kv:
         facts.check_kv()
     if config.target_layers:
-        # This call raises an error if no drafter can use the target's layers.
+        # This call raises an error if no drafter can use the target's last layers.
         facts.layer_sizes()
     if spec.kv and uses_vllm and kv_fields != (KV,):
         raise OptionInvalid(
@@ -512,12 +513,12 @@ def sources_record(
     gets the current values. An existing store keeps its recorded values, with one exception: if the
     commit of the model or dataset has changed, its current values replace the recorded ones. If an
     existing store does not record the model or dataset, nothing is added, because the content
-    hashes already show whether it has changed.
+    hashes already show whether the model or dataset has changed.
 
     Args:
         config: the settings of the extraction.
         folder: the model's folder. In the cache of the Hub, the folder's name is the commit.
-        dataset: the dataset.
+        dataset: the dataset of the extraction.
         before: the entry that an existing store records, or None for a new store.
     """
     current: Sources = {}

@@ -67,9 +67,9 @@ def recode(
 ) -> WriteReport:
     """Write the content of a lossless store with another codec, or resume an earlier run.
 
-    Without ``kv_metrics``, the new store is the same as if the extraction had used the new codec. A
-    transform codec may cause differences by rounding. With ``kv_metrics``, the codec is fitted in
-    another way, so the encoded values differ.
+    Without ``kv_metrics``, the new store is the same as if the extraction had used the new codec.
+    Only with a transform codec, the values may differ in their rounding. With ``kv_metrics``, the
+    codec is fitted in another way, so the encoded values differ.
 
     Args:
         store: a complete lossless store.
@@ -147,9 +147,10 @@ def _learned_codec(
     progress: Progress,
     kv_metrics: KVMetrics | None,
 ) -> StoreCodec:
-    """Create the new codec. If this kind of codec needs fitting, fit it to the source store.
+    """Return the codec of the new store. If the codec needs fitting, fit it to the source store.
 
-    If an earlier run to ``out`` has fitted the codec already, return that codec.
+    If an earlier run has already fitted the codec and written it to ``out``, the result is the
+    codec of that run.
     """
     try:
         codec = StoreCodec(name, source.manifest.fields)
@@ -237,6 +238,9 @@ def write_parts(
         read: maps a row of the plan to a dict. The dict maps the name of each field to the values
             for ``PartWriter.write``.
         progress: reports the number of tokens in the phase of the caller.
+
+    Returns:
+        The duration, and the counts of written tokens and parts.
     """
     timings = Timings()
     start = time.perf_counter()

@@ -29,7 +29,7 @@ class Timings:
     forward_s: float = 0.0
     # Duration of the copies from a GPU to the host. Copies run at the same time as forwards.
     copy_s: float = 0.0
-    # Time for which the main thread waited to put a batch into the writer thread's queue.
+    # Time for which the main thread waited because the writer thread's queue was full.
     wait_s: float = 0.0
     # CPU time of the writer thread.
     writer_s: float = 0.0
@@ -112,7 +112,7 @@ class Timings:
 
 @dataclass
 class WriteReport:
-    """Report on a store to which a command has written, and on the parts written by this run."""
+    """Report of a command on the store that it wrote to, and on the parts that this run wrote."""
 
     store: StorePath
     # The next four fields are about all committed parts of the store, including the parts of
@@ -122,7 +122,8 @@ class WriteReport:
     n_parts: int
     stored_bytes: int
     timings: Timings = field(repr=False)
-    # Further lines of text from the command.
+    # Lines of text that the command adds to the report, such as the names of added fields. The
+    # lines are shown after the size of the store.
     lines: list[str] = field(default_factory=list)
     # Whether this run replaced an earlier store in the folder. An earlier store is replaced only if
     # it was made from other inputs and has no parts.

@@ -39,8 +39,8 @@ TIMINGS_NAME = "timings.json"
 LOG_NAME = "log.txt"
 # Seconds that a worker waits between two checks for commits of other workers.
 _LOOK_EVERY_S = 1.0
-# After this number of seconds without a commit, a worker also writes parts that other workers have
-# locked.
+# If all remaining parts are locked by other workers, and no part is committed for this number of
+# seconds, a worker also writes locked parts. The workers that hold the locks may hang.
 _PATIENCE_S = 600.0
 # Seconds between two polls of the workers.
 _POLL_EVERY_S = 0.5
@@ -58,7 +58,8 @@ _QUIET = {
     "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # For a cluster that Ray starts itself, ``token`` is the default. Setting it avoids a warning.
+    # If Ray starts the cluster itself, its default is ``token``. Setting the variable explicitly
+    # avoids a warning of Ray.
     "RAY_AUTH_MODE": "token",
 }
 
@@ -94,7 +95,7 @@ def pending_in_turn(store: StoreWriter, index: int = 0, n_workers: int = 1) -> I
     remaining parts, None is yielded, and the caller should ask again.
 
     Args:
-        store: the store.
+        store: writes the parts of the store.
         index: index of the worker.
         n_workers: number of workers.
     """
@@ -156,7 +157,7 @@ class WorkerProcess:
     """A worker in a process on this machine, with a share of the machine's cores.
 
     Args:
-        worker: the worker.
+        worker: the worker to run.
         n_here: number of workers that share the cores of this machine.
         start: starts the process. The process writes a log and a JSON file with its timings to a
             folder.
@@ -186,7 +187,8 @@ class WorkerProcess:
         code = self.process.wait()
         if code == 0:
             output = (self._folder / TIMINGS_NAME).read_text(encoding="utf-8")
-            # The last line contains the timings. Libraries may have printed lines before it.
+            # The last line of the output contains the timings. Libraries may have printed lines
+            # before it.
             return code, output.splitlines()[-1]
         log = self._folder / LOG_NAME
         text = log.read_text(encoding="utf-8", errors="replace")
@@ -218,7 +220,7 @@ def outcome_of(code: int, text: str) -> Outcome:
     """Interpret the exit code and the text that :meth:`WorkerProcess.ended` returns.
 
     Returns:
-        The timings of a worker that finished, or a text about a lost worker.
+        The timings of a worker that finished, or a text that says how the worker was lost.
 
     Raises:
         WorkerError: the worker failed with an error that would occur in every other worker, too.
@@ -245,10 +247,10 @@ def direct(
 
     Args:
         start: starts a worker and returns the function that polls it.
-        workers: the workers.
+        workers: the workers to run.
         store: the store that the workers write.
         progress: reports the tokens in the phase of the caller.
-        restarts: whether lost workers are started again. Otherwise, the other workers write the
+        restarts: whether lost workers are started again. If false, the other workers write the
             parts of a lost worker.
 
     Returns:
@@ -330,7 +332,7 @@ def run_processes(
 def _end(workers: Sequence[WorkerProcess]) -> None:
     """End the workers that are still running.
 
-    They get some time to discard their unfinished parts.
+    Before a worker is killed, it gets some time to discard its unfinished parts.
     """
     for worker in workers:
         worker.process.terminate()
@@ -387,7 +389,7 @@ def ray_task(worker: Worker, needs: Mapping[str, float]) -> tuple[int, str]:
     """Run a worker as a process on a machine of a cluster, with a share of the machine's cores.
 
     Args:
-        worker: the worker.
+        worker: the worker to run.
         needs: the CPUs and GPUs that each worker needs.
 
     Returns:
@@ -421,8 +423,8 @@ def workers_that_fit(resources: Mapping[str, float], needs: Mapping[str, float])
 def _connected(scale: ScaleSettings) -> Iterator[Any]:
     """Connect to a Ray cluster, or start a cluster on this machine.
 
-    Ray's messages are suppressed. Ray replaces the handler of SIGTERM, so the command's handler is
-    restored.
+    Ray's messages are suppressed. Ray replaces the handler of SIGTERM, so this function restores
+    the handler of the command.
     """
     address = scale.address or os.environ.get("RAY_ADDRESS")
     for name, value in _QUIET.items():

@@ -108,7 +108,8 @@ class FileFormat(ABC):
 
         def words(path: Path) -> list[Any]:
             split: list[Any] = re.split(r"(\d+)", path.relative_to(folder).as_posix())
-            split[1::2] = map(int, split[1::2])  # re.split has put numbers at the odd indices.
+            # re.split has put the numbers at the odd indices. Convert them, to sort 9 before 10.
+            split[1::2] = map(int, split[1::2])
             return split
 
         paths: list[Path] = []
@@ -130,7 +131,11 @@ class FileFormat(ABC):
         """
 
     def read_tokens(self, path: Path) -> np.ndarray:
-        """Return the token ids of a file, int64 [S]. No other file is read."""
+        """Return the token ids of a file, int64 [S].
+
+        Unlike :meth:`read_text`, this method reads only the given file. In speculators' format, the
+        loss masks are in another file.
+        """
         return self.read_text(path)[0]
 
     @abstractmethod
@@ -269,7 +274,7 @@ class SpeculatorsFormat(FileFormat):
             "hidden_states": states.contiguous(),
         }
         for kind, layer in self._last_layers.items():
-            # Take the keys and values of this layer: [S, H_kv, 2, d].
+            # The keys and values of ``layer``: [S, H_kv, 2, d].
             of_layer = hidden["kv"][:, self.kv_layers.index(layer)]
             for index, part in enumerate("kv"):
                 tensors[f"kv_last_{kind}_{part}"] = of_layer[:, :, index].contiguous()
@@ -318,7 +323,8 @@ class SpeculatorsFormat(FileFormat):
                 "with `layers`."
             )
         if states.dtype == torch.float8_e4m3fn:
-            scales = _read_tensor(path, "hidden_states_scales")  # float32, with one scale per token
+            # The scales are float32. There is one scale per token.
+            scales = _read_tensor(path, "hidden_states_scales")
             with parsing(
                 f"The tensor hidden_states_scales in {path} does not fit hidden_states",
                 DatasetError,

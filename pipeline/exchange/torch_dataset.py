@@ -81,7 +81,7 @@ class ActivationDataset(Dataset[dict[str, Tensor]]):
             )
 
     def __len__(self) -> int:
-        """Count the sequences of the store."""
+        """Return the number of sequences in the store."""
         return len(self.store)
 
     @property
@@ -225,8 +225,8 @@ class IterableActivationDataset(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's sequences of the epoch.
 
-        If the ``DataLoader`` has several worker processes, each of them yields a part of the
-        groups.
+        If the ``DataLoader`` has several worker processes, they divide the rank's groups among
+        themselves, and each worker yields the sequences of its own groups.
         """
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)

@@ -1,6 +1,7 @@
-"""Export a store to another project's file format or to a Parquet index, and import such files.
+"""Export stores to other projects' file formats, and import files in these formats to new stores.
 
-An index lists the sequences of a store without their activations, so an index cannot be imported.
+A store can also be exported to a Parquet index. An index lists the sequences of a store without
+their activations, so an index cannot be imported.
 """
 
 import copy
@@ -62,7 +63,7 @@ RECORD_NAME = "export.json"
 
 
 def export_store(config: ExportConfig, progress: Progress = SILENT) -> str:
-    """Write the sequences of a store as another project's files or as a Parquet index.
+    """Write the sequences of a store in another project's file format, or as a Parquet index.
 
     The order of the sequences is kept. If an earlier export of this store was interrupted, its
     files are kept, and the missing files are written. An older index of this store is replaced.
@@ -145,7 +146,8 @@ def _write_index(
     """
     identity = hashlib.sha256(store.manifest.to_json().encode()).hexdigest()
     _check_index(path, identity)
-    # A sequence starts at row `part * part_rows + first_token` of the token axis (docs/format.md).
+    # The index says where each sequence starts in the store's arrays. The first token of a sequence
+    # is in row `part * part_rows + first_token` (docs/format.md), so read `part_rows`.
     array = store.path / schema.PARTS_NAME / schema.TOKENS / schema.ZARR_NAME
     part_rows = parse_object(backend_of(array).read())["attributes"]["part_rows"]
     has_tokenizer = (store.target_path / "tokenizer.json").is_file()
@@ -224,8 +226,8 @@ def _claim(folder: Path, file_format: FileFormat, store: ActivationStore, n_sequ
             raise OutputOccupied(
                 f"{path} is not the record of an export ({error}). Choose another `out`."
             ) from error
-        # The entries ``target`` and ``identities`` need not be compared, because they are part of
-        # the manifest, and ``store_sha256`` is the hash of the manifest.
+        # Compare the entry ``store_sha256``, which is the hash of the store's manifest. The entries
+        # ``target`` and ``identities`` are copied from this manifest, so they need not be compared.
         free_to_change = {"target", "identities"}
         if n_recorded <= n_sequences:
             free_to_change.add("n_sequences")
@@ -261,7 +263,7 @@ def import_folder(
     target_folder = resolve_model_folder(config.model)
     facts = load_facts(target_folder)
     if config.target_layers:
-        facts.layer_sizes()  # This call raises an error if no drafter can use the target's layers.
+        facts.layer_sizes()  # Raises an error if no drafter can use the target's last layers.
     file_format = make_format(config.format, config.layers, facts.n_layers)
     paths = file_format.files(folder)[: config.max_sequences]
     sequences = _read_texts(file_format, paths, facts.vocab_size, progress)
@@ -316,7 +318,13 @@ def import_folder(
 def _read_texts(
     file_format: FileFormat, paths: Sequence[Path], vocab_size: int, progress: Progress
 ) -> Sequences:
-    """Read the token ids and masks of all files."""
+    """Return the token ids and response masks of all files, with one sequence per file.
+
+    Duplicates are counted and left out.
+
+    Raises:
+        DatasetError: the token ids or the mask of a file cannot be used.
+    """
     sequences = Sequences()
     has_response = False
     reading = progress.of("read tokens", "row")

@@ -43,7 +43,7 @@ The metric measures how much an error in the last hidden state changes the next-
 def sample_rows(lengths: np.ndarray, n_tokens: int = SAMPLE_TOKENS) -> list[int]:
     """Choose sequences that have about ``n_tokens`` tokens in total.
 
-    They are spread evenly over the plan.
+    The chosen sequences are spread evenly over the plan.
 
     Args:
         lengths: number of tokens of each planned sequence.
@@ -76,7 +76,9 @@ def learned_before(
             return None
         return StoreCodec.open(stored, store) if stored.codec.get("name") == codec.name else None
     except (StoreDamaged, CodecUnknown, SchemaVersionError):
-        return None  # The store is damaged. The writer reports or repairs the damage later.
+        # The store is damaged, so its codec is not used. The writer reports or repairs the damage
+        # later.
+        return None
 
 
 def learning_on(device: str | torch.device, folder: Path | None, progress: Progress) -> Learning:
@@ -109,14 +111,14 @@ def calibrate(
     """Fit a codec to a sample of the sequences.
 
     The values of the sample may not fit into memory, so they are written to disk sequence by
-    sequence. Fitting then reads one piece (keys or values) of one group of layers at a time.
+    sequence. Then the keys or the values of one group of layers at a time are read for fitting.
 
     Args:
         codec: the codec to fit.
         lengths: number of tokens of each planned sequence.
         read: maps a row of the plan to a dict of arrays. The arrays are the values of each field,
             float32 [n_tokens, *token_shape], and the token ids, int [n_tokens].
-        facts: facts about the target.
+        facts: the sizes and other properties of the target.
         lm_head: the target's LM head, [vocab_size, width], of any dtype and on any device.
         embeddings: the target's embeddings, [vocab_size, width], of any dtype and on any device.
         learning: settings of the calibration.
@@ -215,15 +217,15 @@ def _rotation(facts: TargetFacts, parameters: Mapping[str, Any]) -> tuple[np.nda
     """Compute a rotation from RoPE parameters.
 
     Returns:
-        The angle per position of each pair of dimensions, float32 [rotary_dim / 2], and the factor
-        by which the rotated values are scaled.
+        For each pair of dimensions, the angle by which the pair is rotated per position: float32
+        [rotary_dim / 2]. Also the factor that scales the rotated values.
     """
     config = copy.copy(facts.config)
     config.rope_parameters = dict(parameters)
     rotated_share = parameters.get("partial_rotary_factor") or 1.0
     # ``partial_rotary_factor`` is the share of a head's dimensions that are rotated. For the
-    # default RoPE type, transformers ignores it. So set ``head_dim`` to the number of rotated
-    # dimensions.
+    # default RoPE type, transformers ignores this factor and rotates all ``head_dim`` dimensions. So
+    # set ``head_dim`` to the number of rotated dimensions.
     if rotated_share != 1 and parameters["rope_type"] == "default":
         config.head_dim = int(facts.head_dim * rotated_share)
     with torch.device("cpu"):

@@ -61,7 +61,10 @@ class Capture:
     copying: tuple[Mark, Mark] | None = None
 
     def encode(self, codec: StoreCodec, names: Sequence[str]) -> "Capture":
-        """Encode fields with the store's codec, on the device. Lossless fields are not encoded.
+        """Encode fields with the store's codec, on the device.
+
+        Returns a capture in which the fields with a lossy codec are encoded. The other fields are
+        unchanged.
 
         Args:
             codec: the codec of the store.
@@ -89,9 +92,10 @@ class Capture:
         return replace(self, fields=plain, codes=codes)
 
     def to_host(self) -> "Capture":
-        """Copy the values to host memory.
+        """Return a capture with copies of the values in host memory.
 
-        Copies from a CUDA device are asynchronous. Call :meth:`wait` before the values are read.
+        Copies from a CUDA device are asynchronous. Call :meth:`wait` on the result before you read
+        its values.
         """
         device = self.tokens.device
         if device.type != "cuda":
@@ -151,7 +155,7 @@ class Capture:
 
 
 def _start_copy(source: Tensor) -> Tensor:
-    """Start copying a tensor to pinned host memory, on the current CUDA stream."""
+    """Start copying a tensor to pinned host memory, on the current CUDA stream. Returns the copy."""
     copied = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     copied.copy_(source, non_blocking=True)
     # Tell torch's allocator that the copy stream uses the source. Otherwise, the allocator could
@@ -186,6 +190,9 @@ def capture(
         uses_cache: whether the forward fills a KV cache even if keys and values are not captured.
             With a KV cache, torch may choose other attention kernels, which change the last bits of
             the activations.
+
+    Returns:
+        The activations of the batch, on the device of the model.
     """
     input_ids, valid = padded_tokens(sequences, model.device)
     facts = TargetFacts.of_model(model)
@@ -222,7 +229,7 @@ def capture(
 
 
 def padded_tokens(sequences: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Stack B sequences of token ids, padded on the right with copies of their last token.
+    """Stack B sequences of token ids. Each is padded on the right with copies of its last token.
 
     The sequences are not padded with the pad token, because transformers would print a warning.
 
@@ -246,15 +253,15 @@ def finite_rows(fields: Mapping[str, Tensor], valid: Tensor) -> dict[str, Tensor
         valid: bool [B, T], false at the padding.
 
     Returns:
-        A dict that maps each field to a bool tensor. The shape is [B, L] if the field has a layer
-        axis, and otherwise [B, 1].
+        A dict that maps each field to a bool tensor, which is true where all values are finite. The
+        shape is [B, L] if the field has a layer axis, and otherwise [B, 1].
     """
     finite: dict[str, Tensor] = {}
     for name, values in fields.items():
         n_layers = values.shape[2] if values.dim() > 3 else 1
-        # `x * 0` is NaN if x is not finite, and otherwise 0. A sum with a NaN is NaN. So a sum of
-        # `x * 0` shows whether all x are finite. This is cheap and needs no large bool tensor.
-        # The probe has one sum per sequence, token and layer: [B, T, L].
+        # `isfinite` of all values would need a large bool tensor. Instead, use sums: `x * 0` is NaN if
+        # x is not finite, and otherwise 0, and a sum with a NaN is NaN. So a sum of `x * 0` shows
+        # whether all x are finite. There is one sum per sequence, token and layer: [B, T, L].
         probe = (values * 0).flatten(2).unflatten(-1, (n_layers, -1)).sum(-1)
         finite[name] = (torch.isfinite(probe) | ~valid[..., None]).all(1)
     return finite

@@ -1,8 +1,8 @@
 """The loop that runs the target over the parts of a store and passes each batch to a writer thread.
 
-A part of a store is a range of sequences that is written and committed as a whole. ``extract`` and
-``add`` share this loop. The loop is a pipeline. Its stages work on different batches at the same
-time::
+A part of a store is a range of sequences that is written and committed as a whole. The commands
+``extract`` and ``add`` use this loop. The loop is a pipeline with these stages, which work on
+different batches at the same time::
 
     main thread    runs the forward, gathers the activations, runs lossy codecs on the device
     copy streams   copy from the device to pinned host memory (``capture``)
@@ -70,7 +70,12 @@ class CaptureSettings:
     n_encode_threads: int
 
     def capture(self, target: Target, sequences: Sequence[np.ndarray]) -> Capture:
-        """Run the target over a batch of sequences. Each is an array of token ids, int32 [n_tokens]."""
+        """Run the target over a batch of sequences and return the activations.
+
+        Args:
+            target: the loaded target.
+            sequences: one array of token ids per sequence, int32 [n_tokens].
+        """
         dtype = getattr(torch, self.dtype)
         return capture(target.model, sequences, self.spec, dtype, self.uses_cache)
 
@@ -127,10 +132,10 @@ def run_parts(
             if part is None:
                 writer.check()
                 continue
-            # Call `store.part` before `counter.look`. Another process may have committed this part
-            # since it was chosen. If `counter.look` had read this commit already, `store.part`
-            # would refuse the part. Here the commit is noticed later, when this process publishes
-            # its own part.
+            # Another process may have committed this part since it was chosen. `counter.look` reads
+            # new commits, and `store.part` refuses a part if its commit has been read. So call
+            # `store.part` first. The part is then written a second time, and the other commit is
+            # noticed when this process publishes its own part.
             out = store.part(part, pool)
             # Keep a list of open parts, to discard them after an error. If parts are as small as a
             # single batch, several earlier parts may still wait in the writer thread's queue.
@@ -150,7 +155,8 @@ def run_parts(
         counter.look()
         counter.report(timings)
     except BaseException:
-        # Do not encode the remaining chunks of the batch that is being written.
+        # Close the pool first. This cancels the encoding of the batch that is being written, so that
+        # the writer thread ends soon.
         pool.close()
         writer.abort()
         for out in open_parts:
@@ -183,7 +189,7 @@ def sequence_name(row: Mapping[str, Any]) -> str:
 
 
 def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
-    """Run the target over a batch, encode on the device, and start the copy to the host."""
+    """Run the target over a batch, encode the activations, and start to copy them to the host."""
     names: list[str] = []
     texts: list[tuple[np.ndarray, np.ndarray]] = []
     for row in batch.to_pylist():
@@ -198,7 +204,7 @@ def _run_batch(forwards: Forwards, batch: pa.Table) -> _Batch:
 
 
 def _write_batch(out: PartWriter, batch: _Batch, timings: Timings) -> None:
-    """Check a batch for NaN and infinity, and write it to its part, on the writer thread."""
+    """On the writer thread: refuse NaN and infinity in a batch, then write the batch to its part."""
     captured = batch.captured
     timings.copy_s += captured.wait()
     captured.check_finite(batch.names)
@@ -261,7 +267,8 @@ class BackgroundWriter:
         try:
             task()
         except BaseException:
-            # Skip all queued tasks, because a part that lacks a batch must not be committed.
+            # If this task failed to write a batch, the batch's part is incomplete. A queued task
+            # would commit the part, so skip all queued tasks.
             self._stopped = True
             raise
         finally:
@@ -292,7 +299,7 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
     The forward may compute in another dtype.
 
     Args:
-        store: the store.
+        store: writes the folder ``target/`` of the store.
         target: the loaded target.
         folder: the target's folder.
         n_layers_kept: number of last decoder layers to write.
@@ -301,7 +308,7 @@ def save_bundle(store: StoreWriter, target: Target, folder: Path, n_layers_kept:
         if store.has_target:
             with ActivationStore(store.path, parts=()) as reader:
                 if n_layers_kept <= held_layers(reader.target_path):
-                    return  # Another process has written the folder target/.
+                    return  # Another process has already written target/ with enough layers.
         own_dtype = getattr(load_facts(folder).config, "dtype", None) or torch.float32
         model: Any = target.model
         if torch.promote_types(model.dtype, own_dtype) != model.dtype:

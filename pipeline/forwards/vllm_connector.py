@@ -130,7 +130,8 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @override
     def get_finished_count(self) -> int | None:
-        # Number of workers that must report a request as finished. Only one worker copies values.
+        # Number of workers that must report the copy of a request as done before vLLM frees the
+        # request's blocks. Only one worker copies values.
         return 1
 
     # Methods that run in the scheduler.
@@ -139,7 +140,7 @@ class MoaDataConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return 0, False  # The connector loads no cached tokens into vLLM.
+        return 0, False  # This connector only saves values. It does not load any into vLLM.
 
     @override
     def update_state_after_alloc(

@@ -256,8 +256,8 @@ class VllmSource:
 def _end_processes() -> None:
     """Kill vLLM's processes.
 
-    These processes may have children. The connector in a child ends the child when the parent of
-    the child has ended.
+    These processes may have children. The children need not be killed here, because the connector
+    runs in each child and ends the child when the child's parent has ended.
     """
     for child in multiprocessing.active_children():
         if child.name.startswith(_PROCESSES):
