@@ -384,14 +384,14 @@ class SamplingState:
         return len(self.tokens) - self.n_prompt < self.min_tokens and bool(self.ends)
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Set the logits [V] of tokens that :attr:`allowed` excludes to -inf."""
+        """Return the logits [V], with -inf for all tokens that :attr:`allowed` excludes."""
         if self.allowed is None:
             return logits
         allowed = torch.from_numpy(self.allowed(self.tokens[self.n_prompt :]))
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def choosable(self, logits: Tensor) -> Tensor:
-        """Set the logits [V] of tokens that must not be chosen to -inf.
+        """Return the logits [V], with -inf for all tokens that must not be chosen.
 
         These are the tokens that :meth:`masked` excludes, and the tokens of ``ends`` before the
         minimum length.

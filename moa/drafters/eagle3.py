@@ -276,7 +276,10 @@ class Eagle3Drafter(FeatureDrafter):
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def normed(self, features: Tensor) -> Tensor:
-        """Turn features [..., E] into the input of the LM head."""
+        """Apply the final norm to features [..., E], for the LM head.
+
+        With ``norm_output``, the norm has already been applied, and features stay unchanged.
+        """
         return features if self.config.norm_output else self.norm(features)
 
     @override
@@ -335,7 +338,8 @@ class Eagle3Drafter(FeatureDrafter):
         Args:
             tokens: [B, T], token ids.
             queries: [B, Q], positions.
-            at: for each of the P loss positions, the index of its row [P] and of its query [P].
+            at: two tensors [P]: for each of the P loss positions, the index of its row, and its
+                index in ``queries``.
             own: [P, J, E], normed features of the drafter.
             reached: [P, J] bool, the second result of :meth:`test_time_features`.
             smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.

@@ -503,8 +503,8 @@ def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    # Padding adds an entry for the first position. If there are no positions at all, cut the added
-    # entry off.
+    # ``is_equal`` compares each position with the previous one, so it lacks an entry for the first
+    # position. Padding adds this entry. If there are no positions at all, cut the added entry off.
     starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

@@ -478,7 +478,10 @@ class DecoderBlock(nn.Module):
         return fused
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the fused products, because they cannot be copied."""
+        """Return the attributes that a copy or a pickle of this block gets.
+
+        The fused products are left out, because they cannot be copied.
+        """
         return {name: value for name, value in vars(self).items() if name != "fused"}
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:

@@ -54,9 +54,9 @@ _UNREAD = re.compile(
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
 )
-# More keys with a part of a chat that moa-data does not read. A key counts only if it is a key of
-# the row, the message or the tool call itself. In a nested object, such as `metadata`, the same
-# name may have another meaning.
+# Further keys that belong to a chat, but that moa-data does not read. Unlike the keys of `_UNREAD`,
+# they count only if they are keys of the row, the message or the tool call itself. In a nested
+# object, such as `metadata`, the same name may have another meaning.
 _UNREAD_DIRECTLY = re.compile(
     r"observations?"
     r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
@@ -123,7 +123,10 @@ _FUNCTION_KEYS = {"name", "arguments"}
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
 NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
-"""Keys of messages that the template must show: tools, and the model's plan for their use."""
+"""Keys of messages that the template must show.
+
+They are the keys with JSON schemas of tools, and the key with the model's plan for using the tools.
+"""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
 """Keys of messages whose values the model wrote, in addition to contents and tool calls."""
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
@@ -656,9 +659,9 @@ def _additional(item: Mapping[Any, Any], known: Collection[str]) -> list[str]:
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
-    """Return a text with the key, and its value, that excludes a message or row from training.
+    """Find a key that excludes a message or a row from training.
 
-    The result is empty if the message or row is not excluded.
+    The result is a text with the key and its value. It is empty if there is not such a key.
     """
     for key in _DESIRABLE_COLUMNS:
         if is_row and str(item.get(key)).strip().lower() == "false":
