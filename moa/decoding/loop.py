@@ -87,7 +87,7 @@ class DecodeStats:
 
 
 def sum_stats(runs: Iterable[DecodeStats]) -> DecodeStats:
-    """Add the counts and times of several generations."""
+    """Return the sums of the counts and times of several generations."""
     total = DecodeStats()
     for run in runs:
         for item in fields(DecodeStats):

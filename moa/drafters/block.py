@@ -341,10 +341,10 @@ class BlockDrafter(KVEncoder, Drafter):
         appends: Sequence[AppendKV],
         mask: masks.AnyMask,
     ) -> Tensor:
-        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E].
+        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers and the final norm.
 
-        ``appends`` has one function per layer. The function appends the slots' keys and values to
-        the keys and values of the context.
+        The result is [B, Q, E]. ``appends`` has one function per layer. In each layer, the function
+        of the layer appends the slots' keys and values to those of the context.
         """
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):

@@ -107,8 +107,8 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     width = max(counts)
     last = sum(counts) - 1
     starts = list(itertools.accumulate(counts[:-1], initial=0))
-    # [B, max n]. ``rows_in_order`` has the items of all rows, one row after another. Line r of
-    # ``indices`` has the indices of row r's items, followed by arbitrary indices as padding.
+    # [B, max n]. ``rows_in_order`` has the items of all rows, one row after another. For each row,
+    # ``indices`` has the indices of its items, followed by arbitrary indices as padding.
     indices = np.minimum(np.add.outer(starts, np.arange(width)), last)
     chosen = rows_in_order.index_select(0, to_device(indices.ravel(), rows_in_order.device))
     return chosen.view(*indices.shape, *rows_in_order.shape[1:])

@@ -275,8 +275,8 @@ class EagleDrafter(FeatureDrafter):
         if (scale := self.config.eagle_embedding_scale) != 1:
             embeddings = embeddings * scale
         combined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        # Under autocast, the result has lower precision. Convert the result back, so that the
-        # residual stream keeps its dtype.
+        # Under autocast, the result of ``fc`` has a lower precision than the embeddings. Convert
+        # the result back, so that the residual stream has the dtype of the embeddings.
         return combined.to(embeddings.dtype)
 
     @override

@@ -707,7 +707,8 @@ def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
     """Parse the tool calls of a message. In OpenAI's earlier format, a message has one call."""
     calls = unpacked(item.get("tool_calls")) or []
     old_call = unpacked(item.get("function_call"))
-    # Some libraries write an object of null values instead of null.
+    # If a message has no call, some libraries write an object of null values instead of null.
+    # Ignore such an object.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:

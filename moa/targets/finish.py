@@ -1,4 +1,4 @@
-"""Finds the answers in a row of a dataset that were cut off, mostly at a token limit."""
+"""Finds out which answers in a row of a dataset were cut off, mostly at a token limit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -186,7 +186,7 @@ class ChatTemplate:
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after(self, messages: list[Message]) -> str:
-        """Render a chat that contains the placeholder, and return the text after the placeholder.
+        """Render a chat in which a content is PLACEHOLDER, and return the text after this content.
 
         The result is empty if the template refuses the chat.
         """
@@ -195,7 +195,7 @@ class ChatTemplate:
     def _find_end_of_turn(self, header: str) -> str:
         """Return the text that ends a response, or an empty text if it cannot be found.
 
-        What the template writes after the last response of a chat decides:
+        The result depends on what the template writes after the last response of a chat:
 
         - A control token. The result is this token. If more control tokens follow, each of them may
           end the whole chat, or begin the next turn. So a further token is added to the result only
@@ -337,7 +337,7 @@ class ChatTemplate:
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def open_user_turn(self) -> tuple[list[int], int]:
-        """Return the tokens before the text of a first user message, and the token that ends it.
+        """Return the tokens before the text of a first user message, and the token after this text.
 
         Raises:
             TemplateError: the tokens cannot be found.
@@ -348,8 +348,8 @@ class ChatTemplate:
             text = self.render([question], add_generation_prompt=True)
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
-        # Cut off a space before the user's text. If the text follows directly, a tokenizer puts the
-        # space into the token of the text's first word.
+        # Cut off a space before the user's text. In a whole prompt, the space is not a token of its
+        # own: the tokenizer puts it into the token of the text's first word.
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(
@@ -439,8 +439,8 @@ class ChatTemplate:
         as_texts = [*before, probe, *after]
         as_parts = [*map(_in_parts, before), probe, *map(_in_parts, after)]
         is_shown = False
-        # Render both chats in any case, because this also detects whether the template reads the
-        # time.
+        # Render the second chat even if the first one already shows the content, because rendering
+        # also detects whether the template reads the time.
         for chat in (as_texts, as_parts):
             text = self._try_render(chat, is_shaped=True)
             is_shown = is_shown or (PLACEHOLDER in text and not _PARTS_AS_JSON.search(text))
@@ -580,9 +580,9 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Parse the arguments of a chat template, as the user gives them.
 
-    ``texts`` are ``name=value`` texts, or the pieces of one JSON object that was split at its
-    commas. In ``name=value``, a value that is valid JSON is decoded, and any other value stays a
-    text.
+    ``texts`` are ``name=value`` texts. In these, a value that is valid JSON is decoded, and any
+    other value stays a text. The user may also give one JSON object. The command line splits it at
+    its commas, so ``texts`` are then the pieces of this object.
 
     Raises:
         OptionInvalid: a text is malformed, or names an argument that moa-data sets itself.
