@@ -99,7 +99,8 @@ class Drafter(nn.Module, ABC):
     context_layers: tuple[int, ...] = ()
     # True if :meth:`encode_context` reads the target's KV.
     context_needs_kv = False
-    # True if the target's LM head computes logits. False if the drafter has its own LM head.
+    # True if the target's LM head computes the drafter's logits. False if the drafter has its own
+    # LM head.
     uses_target_head = True
 
     def __init__(self, config: Any) -> None:
@@ -173,7 +174,7 @@ class Drafter(nn.Module, ABC):
             self.draft_ids = tokens.to(frozen.lm_head_weight.device)
 
     def check_weights(self) -> None:
-        """Check that the loaded weights are consistent; raise DrafterError if they are not."""
+        """Raise DrafterError if loaded weights contradict each other; by default check nothing."""
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:

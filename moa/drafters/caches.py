@@ -220,8 +220,8 @@ class LayerState(RowState):
         # For each row, tensors [n, ...] with the target's states of committed positions that have
         # not been fed to the layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
-        # The tensors from which replays of a CUDA graph read the tokens and states of a round. None
-        # while no graph is being recorded.
+        # Set only while a CUDA graph is being recorded: the tensors from which replays of the graph
+        # read the tokens and states of a round.
         self.given: Fresh | None = None
 
     @override

@@ -379,8 +379,8 @@ class Eagle3Drafter(FeatureDrafter):
 
         Returns:
             Two tensors: the features [J, B, Q, E] of each query in each draft step, and bool
-            [J, B, Q]. The second tensor is true if the round that computes the query in this step
-            started in the same response.
+            [J, B, Q]. The second tensor is true if the round that computes a query in a step
+            started in the response that contains the query.
         """
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer

@@ -80,8 +80,8 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
     """Convert weights for programs whose first layer has no norm before its attention.
 
     The scale of the embeddings is multiplied into ``fc``. If the drafter's first layer has such a
-    norm, a layer is inserted before it, which returns its input unchanged. The drafter's first
-    layer then becomes the second layer of the file.
+    norm, it becomes the second layer of the file. The first layer of the file is then a new layer
+    that returns its input unchanged.
     """
     weights = _scaled(weights, sizes, sizes.eagle_embedding_scale)
     packed: Weights = {}
@@ -234,7 +234,8 @@ VLLM_EAGLE = replace(
     needs=(),
     requires={"eagle_fc_bias": (False,)},
     unfit=lambda sizes: [],
-    config=partial(_config, bias=False),  # If ``bias`` were true, attention would have biases.
+    # If ``bias`` were true, vLLM would add biases to attention.
+    config=partial(_config, bias=False),
     # Never recognise a folder. A folder that this package did not write is read with the layout
     # ``eagle``.
     recognises=lambda names, config: False,

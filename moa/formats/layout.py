@@ -320,7 +320,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     "config.json."
                 )
             return tuple(layer - first for layer in ids)
-    # Refuse the file instead of guessing the layers.
+    # config.json does not name the layers. Refuse it instead of guessing the layers.
     raise DrafterError(
         "config.json does not say which layers of the target the drafter reads. Restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -276,8 +276,8 @@ class Attention(nn.Module):
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
         """Project [B, T, E] to heads without rotating them: [B, H or H_kv, T, d].
 
-        ``name`` is ``"q"``, ``"k"`` or ``"v"``. If ``scale`` [E] is given, the input is multiplied
-        by it. This is allowed only if ``normed`` needs no gradient.
+        ``name`` is ``"q"``, ``"k"`` or ``"v"``. If ``scale`` [E] is given, the input ``normed`` is
+        multiplied by it. A scale is allowed only if the input needs no gradient.
         """
         layer: nn.Linear = getattr(self, f"{name}_proj")
         if scale is None:

@@ -295,8 +295,9 @@ class _ChunkedLosses(torch.autograd.Function):
             None if grad is None else grad * grad_outputs[0].to(grad.dtype)
             for grad in ctx.saved_tensors
         )
-        # These two gradients are as large as an LM head, so scale them in place. A second backward
-        # pass would scale them again, so it is not supported.
+        # The gradients of the drafter's own head and of the correction are as large as an LM head,
+        # so scale them in place. A second backward pass would scale them again, so it is not
+        # supported.
         own_head, correction = ctx.sums
         ctx.sums = None
         for grad in (own_head, correction):

@@ -271,7 +271,7 @@ class TargetFacts:
             )
 
     def layer_sizes(self) -> DecoderBlockSizes:
-        """Return the sizes of the target's decoder layers. Drafters build such layers with them.
+        """Return the sizes of the target's decoder layers. Drafters build layers of these sizes.
 
         Raises:
             TargetError: drafters cannot run the target's layers on features of a drafter.

@@ -154,7 +154,7 @@ def _stated_ends(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the reasons in the value of a key.
+    """Return the reasons in the value of a key such as ``finish_reason``.
 
     If the value is a list, each item is a reason. Empty items are left out.
     """

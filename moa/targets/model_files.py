@@ -243,8 +243,9 @@ def check_finite(
     used.
     """
     for name, values in weights.items():
-        # Check only the minimum and the maximum of a tensor. If any value is NaN, both are NaN.
-        # This takes a twentieth of the time of ``isfinite`` over all values.
+        # Check only the minimum and the maximum of a tensor. If any value is NaN, both are NaN. An
+        # infinite value is itself the minimum or the maximum. This check takes a twentieth of the
+        # time of ``isfinite`` over all values.
         if (
             values.is_floating_point()
             and values.numel()

@@ -78,8 +78,9 @@ class ControlTokens(NamedTuple):
 
     # Matches the control tokens that must not occur in the text of any message.
     everywhere: re.Pattern[str]
-    # Matches the same tokens, and also the tokens that templates write before and after tools, tool
-    # calls and results of tools. A text that is written between such tokens must not contain them.
+    # Matches the tokens of ``everywhere``, and also the tokens that templates write before and
+    # after tools, tool calls and results of tools. A text that a template writes between such
+    # tokens must not contain any of them.
     framed: re.Pattern[str]
 
 
