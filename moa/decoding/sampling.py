@@ -559,8 +559,8 @@ def accept_sampled(
     )
     while True:
         last_accepted = accepted[-1] if accepted else -1
-        # Do not draw random numbers for padding. If the row were decoded alone, it would have no
-        # padding, and it must draw the same numbers then.
+        # Do not draw random numbers for padding. A row must draw the same numbers whether it is
+        # decoded in a batch or alone, and a row that is decoded alone has no padding.
         children = [
             node
             for node, parent in enumerate(parents)

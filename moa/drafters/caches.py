@@ -156,8 +156,8 @@ def write_after(
         values: the newest values [B, H_kv, n, d].
     """
     n_new = keys.shape[2]
-    # Replace NaN. Later calls may read these slots under a mask, but even a masked NaN would make
-    # the result of attention NaN.
+    # Replace NaN in the new keys and values. Later calls may read their slots under a mask, but
+    # even a masked NaN would make the result of attention NaN.
     keys = keys.nan_to_num()
     values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))

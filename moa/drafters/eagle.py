@@ -133,8 +133,8 @@ class FeatureDrafter(Drafter):
         # Run all rounds of all sequences together, one level after another, because each level
         # reads the features that the previous level has computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. The entry of a slot is the last slot made from a target state that the slot's
-        # draft round sees.
+        # [B, S]. Each slot belongs to a draft round. The entry of the slot is the last slot that
+        # this round sees among the slots that were made from target states.
         context = context[:, 1:]
         slots = masks.positions_of(context)
         # [B, S], the draft level of each slot. It is 0 for the slot of a root, and -1 for slots

@@ -112,8 +112,8 @@ def pack_groups(groups: Sequence[KVGroup], take: Callable[[int], Tensor], first:
 Buffers = dict[tuple[int, ...], list[Tensor]]
 
 
-# mypy objects, because the methods `crop` of the two base classes have different signatures. Ignore
-# this: transformers never calls `Cache.crop`, so `KVBuffer.crop` may replace it.
+# mypy objects, because the methods `crop` of the two base classes have different signatures.
+# transformers never calls `Cache.crop`, so `KVBuffer.crop` may replace it.
 class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     """A KV cache of L layers and B rows, to which the attention layers of transformers write.
 

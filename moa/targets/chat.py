@@ -100,8 +100,7 @@ _ROW_MARK = re.compile(
 # model should not write. The number 0 in such a column does not count as false, because it may be
 # the number of a class.
 _DESIRABLE_COLUMNS = ("label", "kto_tag")
-# Some datasets end the messages before the last answer, and hold this answer in one of these
-# columns.
+# In some datasets, the last answer is not part of the messages, but is in one of these columns.
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
 # Values of the keys that say whether to train on a message -> whether the value means true. Numbers
 # are not listed: a number above 0 means true, and any other number means false. In NeMo's chats,
@@ -729,8 +728,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     is_call = isinstance(known, Mapping) and tool_name(function) and is_json(known)
     others = _values(function, _OTHER_ARGUMENTS)
     if function is not call and isinstance(call, Mapping):
-        # A tool call has an inner function, and templates read only this function. So arguments
-        # outside the function would be lost.
+        # The tool call has an inner function, and templates read only this function. Arguments
+        # outside the function would be lost, so a call with such arguments is rejected.
         others += _values(call, ("arguments", *_OTHER_ARGUMENTS))
     if not is_call or any(others):
         raise Rejection(

@@ -272,9 +272,11 @@ def _cut_response(
             "the last response was cut off, and the template writes earlier responses differently "
             "in a prompt",
         )
-    # The prompt may already contain the first words of the response, such as <think>.
+    # The prompt may already end with the first words of the response, such as <think>. The response
+    # then starts before the end of the prompt.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
-    # Templates without a generation prompt may write white space before a response.
+    # Templates without a generation prompt may write white space before a response. This white
+    # space is missing in the prompt, so take the text before the response from ``text``.
     before = text[: spans[-1][0]]
     if template.has_generation_prompt or before.rstrip() != prompt.rstrip():
         before = prompt[:start]

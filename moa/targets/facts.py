@@ -200,7 +200,7 @@ class TargetFacts:
 
     @property
     def rotates_as_llama(self) -> bool:
-        """Whether all layers have keys of the same shape, and RoPE rotates these as in drafters."""
+        """Whether all layers have keys of the same shape, which RoPE rotates as in drafters."""
         rope = dict(getattr(self.config, "rope_parameters", None) or {})
         is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
         is_supported = rope.get("rope_type", "default") in ROPE_TYPES

@@ -47,8 +47,8 @@ class Family:
     # Whether RoPE rotates all keys as in drafters. There, the dimensions i and i + d / 2 of a head
     # are rotated together, and d is the head dim.
     rotates_halves: bool = True
-    # Whether each layer that has keys rotates these by RoPE. Some families leave out RoPE in some
-    # layers.
+    # Whether RoPE rotates the keys of every layer that has keys. Some families leave out RoPE in
+    # some layers.
     rotates_all: bool = True
     # Whether some layers carry a recurrent state instead of KV.
     carries_state: bool = False

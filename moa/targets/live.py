@@ -84,7 +84,7 @@ def resolve_model_folder(
                 path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN
             )
         )
-    # If the Hub cannot be reached, its client raises errors of many unrelated types.
+    # If the Hub cannot be reached, its client raises errors of many unrelated types. So catch all.
     except Exception as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error

@@ -151,8 +151,8 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
             if (entry := config.get(key)) is None:
                 continue
             known = entry if isinstance(entry, dict) else {"quant_method": entry}
-            # The first release of bitsandbytes support wrote configs without quant_method, because
-            # bitsandbytes was the only method then.
+            # The first release of transformers with quantisation supported only bitsandbytes, and
+            # wrote configs without quant_method. Such configs have keys such as load_in_8bit.
             is_old = any(name.startswith("load_in_") for name in known)
             return str(known.get("quant_method") or ("bitsandbytes" if is_old else default))[:60]
     if folder:

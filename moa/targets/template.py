@@ -216,10 +216,11 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # Does the token end responses, or does it start the next turn? If a chat with one user
-            # message does not contain the token, it ends responses. Otherwise it must end the
-            # user's turn, too, and must not be among the first tokens of the chat. A token that
-            # starts turns would be one of these first tokens.
+            # ``token`` is the control token after an earlier response. It ends the response, or it
+            # starts the next turn. If a chat with one user message does not contain the token, it
+            # ends responses. Otherwise it must end the user's turn, too, and must not be among the
+            # first tokens of the chat. A token that starts turns would be one of these first
+            # tokens.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)
@@ -491,8 +492,9 @@ class ChatTemplate:
                 is_framed = key != "content" or message["role"] == "tool"
                 pattern = control.framed if is_framed else control.everywhere
                 if key == "content" and not isinstance(value, str):
-                    # The template writes the parts one after another, so a control token may begin
-                    # in one part and end in the next. So also search the concatenated parts.
+                    # The template writes the parts of a content one after another, so a control
+                    # token may begin in one part and end in the next. So also search the
+                    # concatenated parts.
                     value = [*value, "".join(content_texts(message))]
                 parts.append((f"message {index}", value, pattern))
         for index, tool in enumerate(tools or ()):
