@@ -131,7 +131,7 @@ class TreeShape:
 class DraftTree:
     """The drafts of one round. All rows have the same number of nodes."""
 
-    # [B, N] int64. NO_DRAFT pads rows with fewer drafts.
+    # [B, N] int64, the drafted tokens. Rows with fewer drafts than others are padded with NO_DRAFT.
     tokens: Tensor
     # [B, N] int64, index of each node's parent; -1 for the root. A parent has a lower index than
     # its children.

@@ -196,7 +196,7 @@ class Fed(NamedTuple):
     # root or the nodes of one level. There is a single entry if this position is the same in all
     # rows.
     positions: Tensor
-    rotation: Rotation  # The drafter's rotary embedding at these positions.
+    rotation: Rotation  # The drafter's rotary embedding at ``positions``.
     before: list[int]  # Number of verified tokens of each row.
     # [B, b, n] bool, true if a token of the call sees a token of the round. The call processes b
     # tokens. The round has fed n tokens, including these b tokens.

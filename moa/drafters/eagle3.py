@@ -298,7 +298,7 @@ class Eagle3Drafter(FeatureDrafter):
         indices = true_indices(valid)
         # The normed features, [P, J, E].
         outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])
-        # [P, J], true if the round reaches the position.
+        # [P, J] bool, the second result of :meth:`test_time_features` at the loss positions.
         reached = reached.permute(1, 2, 0)[indices]
         if step.weights.d_pace is None:
             weights = reached * STEP_DECAY ** torch.arange(outputs.shape[1], device=outputs.device)

@@ -397,7 +397,7 @@ EAGLE3 = Layout(
     unpack=lambda weights, sizes: (
         _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
     ),
-    # Some files have vLLM's name of the decoder layer, ``layers.0.``.
+    # Some files have vLLM's name of the decoder layer, ``layers.0.``, in place of ``midlayer.``.
     own_name=lambda name: name.replace("layers.0.", "midlayer."),
     recognises=lambda names, config: bool(
         {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names

@@ -171,7 +171,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "config.json describes layers with a sliding window, which is not supported for "
             "drafters. Choose another drafter."
         )
-    # transformers has "swish" as another name of "silu".
+    # In transformers, "swish" is another name of "silu", so accept both names.
     if (activation := config.get("hidden_act")) not in (ACTIVATION, "swish", None):
         raise DrafterError(
             f"config.json has hidden_act {str(activation)[:60]}, but only {ACTIVATION} is "

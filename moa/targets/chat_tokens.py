@@ -486,11 +486,11 @@ def _response_spans(
             span = None
             ways = [(tools, True)]
             if "tool_calls" in message:
-                # Mistral's templates write the tools before the last question, so an earlier part
-                # of the chat is rendered like a chat without tools. So also try to leave the tools
-                # out.
+                # Mistral's templates write the tools before the last question. In the rendering of
+                # the whole chat, the text up to an earlier response is then the same as in a chat
+                # without tools. So also try to render this part without tools.
                 ways += [(tools, False), (None, False)]
-            # A template may accept a whole chat, but refuse a part of it.
+            # A template may accept a whole chat, but refuse a part of it. Then try the next way.
             for shown_tools, is_open in ways:
                 with suppress(*RENDER_ERRORS):
                     span = span or _prefix_span(

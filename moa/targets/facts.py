@@ -63,7 +63,7 @@ class KVGroup(NamedTuple):
     # Name of the field in a store. The name is "kv" if the group contains all layers of the target.
     # Otherwise the name also has the kind of attention, as in "kv/full_attention".
     field: str
-    layers: tuple[int, ...]  # Indices of these layers in the target, ascending.
+    layers: tuple[int, ...]  # Indices of the group's layers in the target, ascending.
     shape: KVShape
 
 
@@ -320,7 +320,7 @@ def _n_positions(config: Any) -> int:
 
 def _mlp_width(config: Any) -> int:
     width = getattr(config, "intermediate_size", None)
-    # Some configs have a list with the width of each layer.
+    # Some configs have a list with the MLP width of each layer. Use the largest width.
     width = max(width) if isinstance(width, list) else width
     return width if isinstance(width, int) else 4 * int(config.hidden_size)
 

@@ -96,7 +96,7 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
                 check_finite({name: values}, folder, TargetError)
                 if _PREFIXES.sub("", name) in _VOCABULARY_TENSORS:
                     vocabulary.append(values)
-    # Some configs do not have the attribute ``tie_word_embeddings``.
+    # Some configs do not have the attribute ``tie_word_embeddings``. Their weights are not tied.
     is_tied = getattr(facts.config, "tie_word_embeddings", False)
     if is_tied and not all(torch.equal(values, vocabulary[0]) for values in vocabulary):
         raise _misfit(folder, facts.config, _differing_head(vocabulary[0]))
@@ -385,7 +385,7 @@ def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: 
     """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")
-    # Some configs do not have the attribute ``tie_word_embeddings``.
+    # Some configs do not have the attribute ``tie_word_embeddings``. Their weights are not tied.
     is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and head and embeddings and head.shape != embeddings.shape:
         raise _misfit(folder, config, _differing_head(head))

@@ -279,7 +279,7 @@ def find_problems(
             continue
         shape = tuple(weights[name].shape)
         dtype = weights[name].dtype
-        # A float tensor may be stored with any precision.
+        # A floating-point tensor may be stored in any floating-point dtype.
         dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
         if shape != wanted.shape:
             problems.append(f"{name} has shape {list(shape)}, expected {list(wanted.shape)}")
