@@ -7,8 +7,8 @@ For EAGLE-3 there is one layout, which vLLM and SGLang read.
 In the EAGLE authors' code, vLLM and SGLang, the first layer of EAGLE has no norm before its
 attention. But a drafter of this package may have been trained with this norm. An export then
 inserts a first layer whose weights are zero except for norms, so this layer returns its input
-unchanged. The layers of the drafter become the second and later layers of the file, which have the
-norm. The cost is that one more layer is run.
+unchanged. The layers of the drafter become the second and later layers of the file. The three
+programs apply the norm in these layers. The cost is that one more layer is run.
 
 Sources for EAGLE (vLLM and SGLang use the target's embeddings and LM head):
 
@@ -17,8 +17,8 @@ Sources for EAGLE (vLLM and SGLang use the target's embeddings and LM head):
   config.json has no ``bias``, the value is true.
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py``: ``fc`` has no bias. An unknown
   tensor name raises a KeyError.
-- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: ``LlamaForCausalLM`` becomes
-  ``EagleLlamaForCausalLM``.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: vLLM changes the architecture
+  ``LlamaForCausalLM`` in config.json to ``EagleLlamaForCausalLM``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py``: ``fc`` has a
   bias. If the file does not contain this bias, its values stay random. Only Qwen2 has attention
   biases.
@@ -32,8 +32,8 @@ Sources for EAGLE-3:
   offset to the draft's index in the draft vocabulary. vLLM refuses a file with ``d2t`` if the draft
   vocabulary has all tokens. vLLM ignores ``t2d``. If the file has no embeddings, vLLM uses the
   target's.
-- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is not
-  changed if it ends in ``Eagle3``.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: vLLM does not change an
+  architecture in config.json whose name ends in ``Eagle3``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names of tensors are the same
   as in vLLM. config.json must have ``draft_vocab_size``. If a tensor is missing, its values stay
   random, without an error. If ``bias`` were true, ``fc`` and the attention would have biases.

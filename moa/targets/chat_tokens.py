@@ -10,8 +10,8 @@ response:
    the whole chat. The response is the text between their ends. If this fails for a response with
    tool calls, it is tried again without the generation prompt.
 2. By a placeholder, if the first way fails. The chat is rendered with a placeholder in place of the
-   response. The response is the text of the whole chat between the text that precedes the
-   placeholder and the text that follows it.
+   response. This shows the text before and the text after the response. In the rendering of the
+   whole chat, the response is the text between these two.
 
 The end-of-turn token belongs to the response. White space after this token does not belong to the
 response. Some templates mark responses by ``{% generation %}`` tags. This module does not use these
