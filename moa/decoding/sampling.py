@@ -133,8 +133,9 @@ def cut_answer(
     """Drop new tokens beyond the end of the answer.
 
     Returns:
-        The remaining tokens, and the reason why the answer ends: ``stop`` or ``length``. The reason
-        is empty if the answer continues.
+        The remaining tokens, and the reason why the answer ends. The reason is ``stop`` after an
+        end-of-sequence token, ``length`` after ``max_tokens`` tokens, and empty if the answer
+        continues.
     """
     answer = tokens[:max_tokens]
     for index, token in enumerate(answer):

@@ -28,7 +28,7 @@ NO_DRAFT = -1
 class TreeShape:
     """The shape of the drafts of a round: a chain or a tree.
 
-    The nodes of a tree are chosen by the drafter's probabilities.
+    The drafter's probabilities decide which tokens become nodes of a tree.
     """
 
     # Number of levels of drafts, without the root. The depth in the MoA authors' code also counts

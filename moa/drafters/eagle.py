@@ -229,7 +229,7 @@ class EagleSizes(LayerSizes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         # An export multiplies weights by the scale. The products are exact only if the scale is a
-        # power of two.
+        # power of two. So refuse other scales.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 

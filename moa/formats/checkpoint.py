@@ -51,7 +51,8 @@ _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
 # The key in config.json under which moa-data records all sizes of the drafter. Some layouts have
-# keys only for some of the sizes. Other programs ignore this key.
+# keys only for some of the sizes, so the other sizes could not be read without this key. Other
+# programs ignore this key.
 _OWN_KEY = "moa_data"
 # Keys of config.json that say whether layers have biases or norms. An absent key means false.
 _FLAGS = ("attention_bias", "qkv_bias", "mlp_bias", "bias", *EAGLE3_FLAGS)

@@ -178,7 +178,7 @@ class TargetFacts:
 
     @property
     def splits_kv(self) -> bool:
-        """Whether stores keep the KV in several fields, since layers have different KV shapes."""
+        """Whether stores need several fields for KV, because layers have different KV shapes."""
         return self.family.keeps_kv and bool(self.kv_groups) and not self.has_uniform_kv
 
     @property
