@@ -207,8 +207,8 @@ def ancestors(parents: Tensor) -> Tensor:
     while reach <= n_nodes:
         # Find the ancestors of N nodes in log2(N) steps (pointer doubling). At the start of a step,
         # ``seen`` marks each token and its ancestors up to ``reach - 1`` levels above it. ``up`` is
-        # the ancestor at ``reach`` levels. Let each token also see what its ancestor ``up`` sees.
-        # This doubles the number of levels that are seen.
+        # the ancestor that is ``reach`` levels above the token. Let each token also see what this
+        # ancestor sees. This doubles the number of levels that are seen.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2

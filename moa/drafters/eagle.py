@@ -329,8 +329,8 @@ def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
         return None
     rows = []
     for seed in draws.seeds:
-        # The numbers are drawn in the order of positions, and padding comes last. So the noise of
-        # real tokens does not depend on the amount of padding.
+        # The random numbers of a row are drawn in the order of its positions, and padding comes
+        # last. So the noise of real tokens does not depend on the amount of padding.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))
     return (torch.stack(rows) - 0.5) * draws.noise_width

@@ -343,8 +343,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
     }
     for name in EAGLE3_FLAGS:
-        # A flag is also true if the file has a tensor with the name of the flag, such as
-        # ``fc_norm.0.weight`` for ``fc_norm``.
+        # A flag is also true if the file of weights has a tensor that is named after the flag. For
+        # the flag ``fc_norm``, this is ``fc_norm.0.weight``.
         read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
     # TensorRT-LLM reads the flag ``norm_before_fc`` in ``eagle_config``. The other flags are always
     # at the top level of config.json.

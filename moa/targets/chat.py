@@ -104,7 +104,7 @@ _DESIRABLE_COLUMNS = ("label", "kto_tag")
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
 # Values of the keys that say whether to train on a message -> whether the value means true. Numbers
 # are not listed: a number above 0 means true, and any other number means false. In NeMo's chats,
-# the key `mask` has a role as its value, so the role assistant is listed.
+# the value of the key `mask` is a role, so the role assistant is listed as true.
 _MEANINGS = {
     "false": False, "no": False, "n": False, "off": False,
     "true": True, "yes": True, "y": True, "on": True, "assistant": True,
@@ -509,7 +509,8 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
                 raise Rejection(
                     RejectReason.NON_TEXT_PART, f"{where} has a part with the key {key}"
                 )
-        # Keep the type of the part, because some templates show only parts whose type is ``text``.
+        # Keep the type of the content part, because some templates show only parts of the type
+        # ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
         )

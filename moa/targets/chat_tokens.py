@@ -318,7 +318,7 @@ def _find_shown_keys(
         try:
             return template.render([*messages[:first], *stripped, *messages[end:]], tools) != text
         except RENDER_ERRORS:
-            return True  # The template fails without the keys, so it uses at least one of them.
+            return True  # The template fails without the removed keys, so it uses one of them.
 
     shown_keys: dict[str, bool] = {}
     # Usually the template shows none of the keys. So first remove all keys at once. If the

@@ -133,10 +133,10 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Return the packages that must still be installed to read the folder's tokenizer.model.
+    """Return the packages that must still be installed to read a model folder's tokenizer.model.
 
-    The result is empty if the folder has a tokenizer.json, because this file is read instead,
-    without these packages.
+    The result is empty if the folder has a tokenizer.json. This file is then read in place of
+    tokenizer.model, and needs none of the packages.
     """
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():

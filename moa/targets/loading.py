@@ -331,8 +331,8 @@ def _differing_head(head: Tensor | TensorHeader) -> str:
 
 
 def _misfit(folder: Path, config: Any, problem: str) -> TargetError:
-    # Read the values from a dict, not from attributes. If the value of an attribute differs between
-    # layers, Gemma 4's config raises an error when the attribute is read.
+    # Read the sizes from a dict, not from attributes of the config. If the value of an attribute
+    # differs between layers, Gemma 4's config raises an error when the attribute is read.
     known = config.to_dict()
     values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
     return TargetError(
@@ -372,7 +372,8 @@ def _stored_headers(
         stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
     for name in sorted(info["unexpected_keys"]):
         if not _is_for_drafting(name, headers, config):
-            # transformers renames some tensors, so the headers may not contain this name.
+            # transformers renames some tensors, so the headers may not contain this name. The shape
+            # and dtype of such a tensor are unknown.
             stored[name] = headers.get(name, TensorHeader((), None))
     return stored
 

@@ -186,7 +186,7 @@ def read_header(
 
 
 def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a dictionary that ``torch.save`` wrote, without running code from the file.
+    """Load a dictionary from a file of ``torch.save``, without running code from the file.
 
     Call this function within :func:`parsing`, because a damaged file raises errors of many types.
     """
@@ -208,8 +208,8 @@ def write_tensors(
     If the program is interrupted, an incomplete file remains. Use ``files.replacing`` to prevent
     this.
     """
-    # The package safetensors is not used for writing, because only the owner could read the file,
-    # and the errors of the package have no errno. Tensors of wide dtypes are written first, so that
+    # The package safetensors is not used for writing. Only the owner could read a file that the
+    # package wrote, and its errors have no errno. Tensors of wide dtypes are written first, so that
     # each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
