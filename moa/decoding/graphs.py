@@ -129,10 +129,10 @@ class ChainGraphs:
         return graph.drafts.clone()
 
     def _settle(self, buffers: Sequence[KVBuffer], n_slots: int) -> None:
-        """Move the drafter's caches to the fixed buffers, which the graphs read and write.
+        """Move the drafter's caches to buffers at fixed addresses, as the graphs need.
 
-        If the fixed buffers have too few rows, or another number of slots than ``n_slots``, new
-        ones are allocated and all graphs are dropped.
+        If these buffers have too few rows, or another number of slots than ``n_slots``, new buffers
+        are allocated, and all graphs are dropped.
         """
         shapes = [(*buffer.buffer.shape[:4], n_slots, buffer.buffer.shape[5]) for buffer in buffers]
         if (

@@ -404,9 +404,9 @@ class Eagle3Drafter(FeatureDrafter):
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
             # The round that started at query i has now drafted ``step`` more tokens. Its features
-            # belong to query i + step, if both queries are in the same response. This is the case
-            # only if their positions differ by ``step``: then all positions between them are
-            # queries, too.
+            # belong to query i + step, if both queries are in the same response. The queries are in
+            # the same response if their positions differ by ``step``, because all positions between
+            # them are queries then.
             features.append(outputs.roll(step, dims=1))
             has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))

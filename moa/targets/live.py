@@ -481,7 +481,8 @@ class StaticCalls:
     """
 
     def __init__(self, n_slots: int) -> None:
-        # The padding of a call is written to slots, too. So add slots for the largest call.
+        # The padding of a call is written to slots, too. So add slots for the padding of the
+        # largest call.
         self.n_slots = n_slots + STATIC_SIZES[-1]
         # CUDA graphs need keys and values at fixed addresses. So caches give their buffers back to
         # this dict, and new caches take them from it.

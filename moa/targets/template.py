@@ -294,8 +294,8 @@ class ChatTemplate:
         """
         text = _OURS + self.text
         # Replace the function that gives the time. Do this before each rendering, because
-        # transformers may have evicted the template from its cache. Then the template is compiled
-        # again, with the original function.
+        # transformers may have evicted the template from its cache. transformers compiles an
+        # evicted template again, with the original function.
         _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
         rendered: str = self.tokenizer.apply_chat_template(
             list(messages) if is_shaped else self.shape(messages),
@@ -418,8 +418,8 @@ class ChatTemplate:
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
         # The arguments of a tool call may be a text with JSON. Inference engines turn such a text
-        # into an object. If the template writes the object in another way than the text, it must
-        # get the object here, too.
+        # into an object. So if the template writes an object in another way than a text, it must
+        # get the object, as from an engine.
         differs = self._shows_objects and as_object != as_text
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
