@@ -104,7 +104,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    # Load the model's config, too. transformers may use it to choose the class of the tokenizer.
+    # Load the model's config, because transformers may use it to choose the tokenizer's class.
     if (folder / "config.json").is_file():
         load_facts(folder, with_weights=False)
         config = transformers_config(read_config(folder), folder)

@@ -139,8 +139,10 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
         self._asked_the_time = False
-        self._text_roles: set[str] = set()  # Roles whose contents may be texts.
-        self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
+        # Roles of messages whose content the template shows if the content is a text.
+        self._text_roles: set[str] = set()
+        # Roles of messages whose content the template shows if the content is a list of parts.
+        self._parts_roles: set[str] = set()
         # Arguments of tool calls may be objects, or texts with JSON. `_shows_objects` is true if
         # the template shows objects. `_shows_json` is true if it shows texts with JSON correctly.
         self._shows_objects = False
@@ -402,7 +404,8 @@ class ChatTemplate:
                 f"the chat template does not end ({first_line(error)}). Correct the template."
             ) from error
         except RENDER_ERRORS:
-            # A template may refuse this test chat. Each real chat is checked when it is rendered.
+            # Accept a template that refuses this test chat. Each real chat is checked when it is
+            # rendered.
             pass
 
     def _find_forms(self) -> None:
