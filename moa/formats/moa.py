@@ -125,7 +125,7 @@ MOA = Layout(
     unfit=_moa_unfit,
     notes=_moa_notes,
     # The MoA authors' code takes the drafter's sizes from its own settings, not from config.json.
-    # So config.json has only the keys of the target's config.
+    # So config.json describes the target.
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
     own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),

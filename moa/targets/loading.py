@@ -150,8 +150,8 @@ def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
     # name is split into its numbers and its texts. For example, the name
     # model.layers.3.mlp.experts.7.up_proj.weight has the numbers (3, 7) and the texts
     # ("model.layers.", ".mlp.experts.", ".up_proj.weight"). Tensors with the same texts are the
-    # same matrix in different experts. `groups` has one dict for each such matrix. The dict maps
-    # the numbers of a tensor to the shape of the tensor.
+    # same matrix in different layers or experts. `groups` has one dict for each such matrix. The
+    # dict maps the numbers of a tensor to the shape of the tensor.
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
     # An expert has several matrices, and the last text of a name says which matrix the tensor is.
     # The texts before the last one, such as ("model.layers.", ".mlp.experts."), are the same for
