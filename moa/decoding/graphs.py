@@ -30,8 +30,8 @@ from ..nn.masks import DeviceLengths, added
 from ..targets.cache import TargetCache
 from .tree import DraftTree, TreeShape
 
-# A function that drafts chains. Its argument is the drafter's state, which already holds the tokens
-# of the round in tensors on the device.
+# A function that drafts chains and returns them. Its argument is the drafter's state, which already
+# holds the tokens of the round in tensors on the device.
 Record = Callable[[LayerState], DraftTree]
 
 
@@ -129,10 +129,10 @@ class ChainGraphs:
         return graph.drafts.clone()
 
     def _settle(self, buffers: Sequence[KVBuffer], n_slots: int) -> None:
-        """Move the drafter's caches to the buffers at fixed addresses that the graphs use.
+        """Move the drafter's caches to buffers at fixed addresses, as the graphs need.
 
         If these buffers have too few rows, or another number of slots than ``n_slots``, new buffers
-        are allocated and all graphs are dropped.
+        are allocated, and all graphs are dropped.
         """
         shapes = [(*buffer.buffer.shape[:4], n_slots, buffer.buffer.shape[5]) for buffer in buffers]
         if (
@@ -169,7 +169,8 @@ def _recorded(
         record: the function that drafts the chains. Its kernels are recorded as the graph.
     """
     device = numbers.device
-    # ``counts``, ``before`` and each of the ``lengths`` are [B].
+    # ``counts`` [B] says how many of the N tokens are not padding, and ``before`` [B] how many
+    # committed tokens the caches held before the round. ``lengths`` has one tensor [B] per buffer.
     counts, before, *lengths = numbers[:, n_new:].unbind(1)
 
     def begun() -> LayerState:

@@ -87,7 +87,7 @@ class DecodeStats:
 
 
 def sum_stats(runs: Iterable[DecodeStats]) -> DecodeStats:
-    """Add the counts and times of several generations."""
+    """Return the sums of the counts and times of several generations."""
     total = DecodeStats()
     for run in runs:
         for item in fields(DecodeStats):
@@ -132,10 +132,10 @@ def generate_batch(
 ) -> list[Generation]:
     """Decode prompts of any lengths in one batch.
 
-    Each prompt gets the same answer as when it is decoded alone. Drafts do not change the answers:
-    greedy tokens equal those of plain decoding, and sampled tokens have the same distribution as in
-    plain decoding. When the answer of a row has ended, the row leaves the batch. The times in the
-    statistics are the times of the batch, divided by the number of its rows.
+    Each prompt gets the same answer as when it is decoded in a batch of its own. Compared with
+    plain decoding, greedy answers are the same, and sampled answers have the same distribution.
+    When the answer of a row has ended, the row leaves the batch. The times in the statistics are
+    the times of the batch, divided by the number of its rows.
 
     Args:
         prompts: token ids of each prompt, at least one id per prompt.

@@ -28,8 +28,8 @@ Example of a generation, with ``savings`` of 20 from earlier generations:
      ...    chain        1        25   -1.5   12.3     9.5       lost exceeds PATIENCE
      ...    none         1        10    0.0   12.3     9.5       a plain step
 
-Each plain step lowers ``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY``. So drafts that
-always fail can lose only the initial ``savings``, plus the savings that the plain steps have added.
+Each plain step lowers ``lost`` and raises ``savings`` by ``1 / MEASURE_EVERY`` (1 / 128). So drafts
+that always fail can lose only the initial ``savings``, plus what the plain steps have added to it.
 """
 
 from collections import deque
@@ -140,7 +140,8 @@ class AutoPolicy(ShapePolicy):
         self._has_drafted = self._has_drafted or n_drafts > 0
         if self._savings <= 0 or self._lost >= PATIENCE:
             self.is_off = True
-        # With low savings, the policy decodes plainly and tries drafts only now and then. So set
+        # While drafts lose time, they are still tried now and then, whenever plain steps have
+        # raised the savings above 0. So savings above 0 do not yet show that drafts save time. Set
         # ``is_off`` back to false only if the savings exceed half of ``PATIENCE``.
         elif self._savings > PATIENCE / 2:
             self.is_off = False

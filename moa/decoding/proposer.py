@@ -22,9 +22,9 @@ from .graphs import ChainGraphs
 from .sampling import GREEDY, SamplingConfig, distribution, draw_rows
 from .tree import NO_DRAFT, DraftTree, TreeShape, most_likely, pick_best
 
-# Type of the device -> n. For types that are not listed, n is 1. A chain can end early if its
-# drafts become unlikely. This is checked only after every n-th draft, because each check
-# synchronizes with the device.
+# A chain can end early if its drafts become unlikely. This is checked only after every n-th draft,
+# because each check synchronizes with the device. The dict has n for types of devices. For a type
+# that is not listed, n is 1.
 _ASKS_AFTER = {"cuda": 4}
 
 # A function that takes the drafter's logits [B, V] and returns the drafts of one level, [B] int64,
@@ -55,7 +55,8 @@ class Proposer:
 
         Args:
             hidden: [B, n, E], hidden states after the target's final norm.
-            kept: for each row, the ascending indices of the committed tokens among the n tokens.
+            kept: for each row, the ascending indices of the committed tokens among the n tokens of
+                the call.
         """
 
     def propose(self, committed: Sequence[list[int]], shape: TreeShape) -> DraftTree:
@@ -283,8 +284,9 @@ class DrafterProposer(Proposer):
                 ]
                 probabilities.append(torch.stack(drawn))
                 picked = draw_rows(probabilities[-1], self._generators)  # [B], one token per row.
-                # Only penalties depend on the earlier tokens. Without penalties, leave ``paths`` as
-                # it is, because copying the tokens to the host would wait for the device.
+                # ``paths`` has the tokens of each row so far, which only penalties read. Without
+                # penalties, do not append the drafts to ``paths``, because copying the drafts to
+                # the host would wait for the device.
                 if self._sampling.reads_text:
                     for path, token in zip(paths, picked.tolist(), strict=True):
                         path.append(token)
@@ -321,9 +323,9 @@ class DrafterProposer(Proposer):
         n_candidates = 0
         for level in range(1, shape.depth + 1):
             logits = self.drafter.draft_logits(self.frozen, features)
-            # Clamp log-probabilities to at most 0. Rounding can make them larger, and a child would
-            # then have a higher score than its parent.
-            # [B, b, V], one distribution for each of the b nodes.
+            # One distribution for each of the b nodes, [B, b, V]. Clamp log-probabilities to at
+            # most 0. Rounding can make them larger, and a child would then have a higher score than
+            # its parent.
             log_p = logits.float().log_softmax(dim=-1).clamp(max=0)
             best_score, best_token = most_likely(log_p, b)
             # [B, b * b], the scores of b children for each of b nodes.
@@ -338,7 +340,8 @@ class DrafterProposer(Proposer):
             beam_at = n_candidates + in_beam
             n_candidates += score.shape[1]
             fed = tokens[-1].gather(1, in_beam)  # [B, b], the tokens of the new beam.
-            came_from = (in_beam // b)[..., None]  # [B, b, 1], indices in the previous beam.
+            # [B, b, 1], the index of each node's parent in the previous beam.
+            came_from = (in_beam // b)[..., None]
             itself = torch.eye(b, dtype=torch.bool, device=self._device).expand(n_rows, -1, -1)
             above = beam_seen.gather(1, came_from.expand(-1, -1, beam_seen.shape[2]))
             beam_seen = torch.cat((above, itself), dim=2)

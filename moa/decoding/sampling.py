@@ -133,8 +133,9 @@ def cut_answer(
     """Drop new tokens beyond the end of the answer.
 
     Returns:
-        The remaining tokens, and the reason why the answer ends: ``stop`` or ``length``. The reason
-        is empty if the answer continues.
+        The remaining tokens, and the reason why the answer ends. The reason is ``stop`` after an
+        end-of-sequence token, ``length`` after ``max_tokens`` tokens, and empty if the answer
+        continues.
     """
     answer = tokens[:max_tokens]
     for index, token in enumerate(answer):
@@ -384,14 +385,14 @@ class SamplingState:
         return len(self.tokens) - self.n_prompt < self.min_tokens and bool(self.ends)
 
     def masked(self, logits: Tensor) -> Tensor:
-        """Set the logits [V] of tokens that :attr:`allowed` excludes to -inf."""
+        """Return the logits [V], with -inf for all tokens that :attr:`allowed` excludes."""
         if self.allowed is None:
             return logits
         allowed = torch.from_numpy(self.allowed(self.tokens[self.n_prompt :]))
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def choosable(self, logits: Tensor) -> Tensor:
-        """Set the logits [V] of tokens that must not be chosen to -inf.
+        """Return the logits [V], with -inf for all tokens that must not be chosen.
 
         These are the tokens that :meth:`masked` excludes, and the tokens of ``ends`` before the
         minimum length.
@@ -559,8 +560,8 @@ def accept_sampled(
     )
     while True:
         last_accepted = accepted[-1] if accepted else -1
-        # Do not draw random numbers for padding. If the row were decoded alone, it would have no
-        # padding, and it must draw the same numbers then.
+        # Do not draw random numbers for padding. A row must draw the same numbers whether it is
+        # decoded in a batch or alone, and a row that is decoded alone has no padding.
         children = [
             node
             for node, parent in enumerate(parents)

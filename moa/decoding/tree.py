@@ -28,7 +28,7 @@ NO_DRAFT = -1
 class TreeShape:
     """The shape of the drafts of a round: a chain or a tree.
 
-    The nodes of a tree are chosen by the drafter's probabilities.
+    The drafter's probabilities decide which tokens become nodes of a tree.
     """
 
     # Number of levels of drafts, without the root. The depth in the MoA authors' code also counts
@@ -131,7 +131,7 @@ class TreeShape:
 class DraftTree:
     """The drafts of one round. All rows have the same number of nodes."""
 
-    # [B, N] int64. NO_DRAFT pads rows with fewer drafts.
+    # [B, N] int64, the drafted tokens. Rows with fewer drafts than others are padded with NO_DRAFT.
     tokens: Tensor
     # [B, N] int64, index of each node's parent; -1 for the root. A parent has a lower index than
     # its children.
@@ -207,8 +207,8 @@ def ancestors(parents: Tensor) -> Tensor:
     while reach <= n_nodes:
         # Find the ancestors of N nodes in log2(N) steps (pointer doubling). At the start of a step,
         # ``seen`` marks each token and its ancestors up to ``reach - 1`` levels above it. ``up`` is
-        # the ancestor at ``reach`` levels. Let each token also see what its ancestor ``up`` sees.
-        # This doubles the number of levels that are seen.
+        # the ancestor that is ``reach`` levels above the token. Let each token also see what this
+        # ancestor sees. This doubles the number of levels that are seen.
         seen = seen | seen.gather(1, up[..., None].expand_as(seen))
         up = up.gather(1, up)
         reach *= 2

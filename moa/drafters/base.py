@@ -99,18 +99,19 @@ class Drafter(nn.Module, ABC):
     context_layers: tuple[int, ...] = ()
     # True if :meth:`encode_context` reads the target's KV.
     context_needs_kv = False
-    # True if the target's LM head computes logits. False if the drafter has its own LM head.
+    # True if the target's LM head computes the drafter's logits. False if the drafter has its own
+    # LM head.
     uses_target_head = True
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.observed_layers = config.reads.outputs
-        # Copies of the LM head rows for the tokens of the draft vocabulary. ``_target_rows``
-        # contains rows of the target's head. The key of this dict is the address and the version of
-        # the head, so the rows are copied again if the head changes. ``_own_rows`` contains rows of
-        # the drafter's own head. PyTorch must not register these layers as submodules of the
-        # drafter, so they are in a plain dict and a plain list.
+        # Linear layers whose weights are copies of rows of an LM head: the rows of the tokens in
+        # the draft vocabulary. The dict ``_target_rows`` has rows of the target's head. Its key is
+        # the address and the version of this head, so the rows are copied again if the head
+        # changes. The list ``_own_rows`` has rows of the drafter's own head. A plain dict and a
+        # plain list are used, so that PyTorch does not register the layers as submodules.
         self._target_rows: dict[tuple[int, int], nn.Linear] = {}
         self._own_rows: list[nn.Linear] = []
         self.register_buffer(
@@ -173,7 +174,7 @@ class Drafter(nn.Module, ABC):
             self.draft_ids = tokens.to(frozen.lm_head_weight.device)
 
     def check_weights(self) -> None:
-        """Check that the loaded weights are consistent; raise DrafterError if they are not."""
+        """Raise DrafterError if loaded weights contradict each other; by default check nothing."""
 
     @classmethod
     def loss_positions(cls, response_mask: Tensor, draws: Draws) -> Tensor:
@@ -300,7 +301,8 @@ class Drafter(nn.Module, ABC):
             state: the drafter's caches of all rows.
             hidden: [B, n, E], hidden states after the final norm. If there are K
                 :attr:`observed_layers`, the concatenated outputs of these layers, [B, n, K * E].
-            kept: for each row, the ascending indices of the committed tokens among the n tokens.
+            kept: for each row, the ascending indices of the committed tokens among the n tokens of
+                the target call.
         """
 
     @abstractmethod

@@ -76,7 +76,7 @@ from .sizes import (
 )
 from .training import Draws, LossTerms, Reads, TrainingInputs, TrainingStep
 
-# Kinds of context; see the docstring of the module.
+# The kinds of context that the layers of a drafter can see; see the docstring of the module.
 CONTEXTS = ("hidden", "kv", "memory")
 # Number of target layers whose outputs the drafter reads by default, as in DSpark and DFlash.
 N_READ_LAYERS = 5
@@ -341,10 +341,10 @@ class BlockDrafter(KVEncoder, Drafter):
         appends: Sequence[AppendKV],
         mask: masks.AnyMask,
     ) -> Tensor:
-        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers: [B, Q, E].
+        """Run slots x [B, Q, E] at positions [B or 1, Q] through the layers and the final norm.
 
-        ``appends`` has one function per layer. The function appends the slots' keys and values to
-        the keys and values of the context.
+        The result is [B, Q, E]. ``appends`` has one function per layer. In each layer, the function
+        of the layer appends the slots' keys and values to those of the context.
         """
         rotation = self.rotary(positions)
         for block, append in zip(self.blocks, appends, strict=True):
@@ -617,7 +617,7 @@ class BlockDrafter(KVEncoder, Drafter):
             made = self.encode_cached(cache, state.n_true, counts)
         else:
             made = state.take_fresh(counts)
-        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # New tokens, [B, n].
+        tokens = padded(new_tokens, frozen.lm_head_weight.device)  # [B, n], padded on the right.
         self._append_context(state, self.context(frozen, tokens, made), counts)
 
     def _append_context(self, state: BlockState, context: Tensor, counts: Sequence[int]) -> None:

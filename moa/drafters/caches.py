@@ -60,8 +60,8 @@ class RowState:
         The other state must not be used afterwards.
         """
         self.forget_drafts()
-        # End the other state's round too. The rounds of the two states may have fed different
-        # numbers of drafts. The rows could then not be appended.
+        # End the other state's round too. If the rounds of the two states have fed different
+        # numbers of drafts, the rows cannot be appended.
         other.forget_drafts()
         for name, value in vars(self).items():
             setattr(self, name, _concatenated(value, getattr(other, name)))
@@ -97,9 +97,8 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def stacked(rows: Sequence[Tensor]) -> Tensor:
     """Stack rows of different lengths n into one tensor [B, max n, ...].
 
-    The rows are padded on the right with arbitrary values.
-
-    The number of launched kernels does not depend on the number of rows.
+    The rows are padded on the right with arbitrary values. The number of launched kernels does not
+    depend on the number of rows.
     """
     counts = [len(row) for row in rows]
     if len(set(counts)) == 1:
@@ -108,7 +107,8 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     width = max(counts)
     last = sum(counts) - 1
     starts = list(itertools.accumulate(counts[:-1], initial=0))
-    # [B, n], the indices of the items of each row in ``rows_in_order``.
+    # [B, max n]. ``rows_in_order`` has the items of all rows, one row after another. For each row,
+    # ``indices`` has the indices of its items, followed by arbitrary indices as padding.
     indices = np.minimum(np.add.outer(starts, np.arange(width)), last)
     chosen = rows_in_order.index_select(0, to_device(indices.ravel(), rows_in_order.device))
     return chosen.view(*indices.shape, *rows_in_order.shape[1:])
@@ -156,8 +156,8 @@ def write_after(
         values: the newest values [B, H_kv, n, d].
     """
     n_new = keys.shape[2]
-    # Replace NaN. Later calls may read these slots under a mask, but even a masked NaN would make
-    # the result of attention NaN.
+    # Replace NaN in the new keys and values. Later calls may read their slots under a mask, but
+    # even a masked NaN would make the result of attention NaN.
     keys = keys.nan_to_num()
     values = values.nan_to_num()
     write_slots(view, keys, values, slots_after(added(before, n_fed - n_new), n_new, keys.device))
@@ -192,10 +192,11 @@ def causal_features(
 class Fed(NamedTuple):
     """Positions and masks of the tokens that one call of the drafter processes."""
 
-    # [B or 1, 1] int64. All tokens of a row have the same position. There is a single entry if this
-    # position is the same in all rows.
+    # [B or 1, 1] int64. All tokens of a row have the same position, because they are either the
+    # root or the nodes of one level. There is a single entry if this position is the same in all
+    # rows.
     positions: Tensor
-    rotation: Rotation  # The drafter's rotary embedding at these positions.
+    rotation: Rotation  # The drafter's rotary embedding at ``positions``.
     before: list[int]  # Number of verified tokens of each row.
     # [B, b, n] bool, true if a token of the call sees a token of the round. The call processes b
     # tokens. The round has fed n tokens, including these b tokens.
@@ -219,8 +220,8 @@ class LayerState(RowState):
         # For each row, tensors [n, ...] with the target's states of committed positions that have
         # not been fed to the layers yet.
         self.fresh: list[tuple[Tensor, ...]] = [()] * n_rows
-        # The tensors from which replays of a CUDA graph read the tokens and states of a round. None
-        # while no graph is being recorded.
+        # Set only while a CUDA graph is being recorded: the tensors from which replays of the graph
+        # read the tokens and states of a round.
         self.given: Fresh | None = None
 
     @override

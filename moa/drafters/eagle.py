@@ -133,8 +133,8 @@ class FeatureDrafter(Drafter):
         # Run all rounds of all sequences together, one level after another, because each level
         # reads the features that the previous level has computed.
         drafted, context = training.draft_rounds(inputs.response_mask, draws)
-        # [B, S]. The entry of a slot is the last slot made from a target state that the slot's
-        # draft round sees.
+        # [B, S]. Each slot belongs to a draft round. The entry of the slot is the last slot that
+        # this round sees among the slots that were made from target states.
         context = context[:, 1:]
         slots = masks.positions_of(context)
         # [B, S], the draft level of each slot. It is 0 for the slot of a root, and -1 for slots
@@ -229,7 +229,7 @@ class EagleSizes(LayerSizes):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         # An export multiplies weights by the scale. The products are exact only if the scale is a
-        # power of two.
+        # power of two. So refuse other scales.
         if math.frexp(self.eagle_embedding_scale)[0] not in (0.0, 0.5):
             yield "eagle_embedding_scale must be a power of two"
 
@@ -275,8 +275,8 @@ class EagleDrafter(FeatureDrafter):
         if (scale := self.config.eagle_embedding_scale) != 1:
             embeddings = embeddings * scale
         combined: Tensor = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        # Under autocast, the result has lower precision. Convert the result back, so that the
-        # residual stream keeps its dtype.
+        # Under autocast, the result of ``fc`` has a lower precision than the embeddings. Convert
+        # the result back, so that the residual stream has the dtype of the embeddings.
         return combined.to(embeddings.dtype)
 
     @override
@@ -329,8 +329,8 @@ def _draw_noise(draws: Draws, hidden: Tensor) -> Tensor | None:
         return None
     rows = []
     for seed in draws.seeds:
-        # The numbers are drawn in the order of positions, and padding comes last. So the noise of
-        # real tokens does not depend on the amount of padding.
+        # The random numbers of a row are drawn in the order of its positions, and padding comes
+        # last. So the noise of real tokens does not depend on the amount of padding.
         generator = torch.Generator(hidden.device).manual_seed(seed)
         rows.append(torch.rand(hidden.shape[1:], generator=generator, device=hidden.device))
     return (torch.stack(rows) - 0.5) * draws.noise_width

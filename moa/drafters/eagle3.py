@@ -276,7 +276,10 @@ class Eagle3Drafter(FeatureDrafter):
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def normed(self, features: Tensor) -> Tensor:
-        """Turn features [..., E] into the input of the LM head."""
+        """Apply the final norm to features [..., E], for the LM head.
+
+        With ``norm_output``, the norm has already been applied, and features stay unchanged.
+        """
         return features if self.config.norm_output else self.norm(features)
 
     @override
@@ -295,7 +298,7 @@ class Eagle3Drafter(FeatureDrafter):
         indices = true_indices(valid)
         # The normed features, [P, J, E].
         outputs = self.normed(features.transpose(0, 1).transpose(1, 2)[indices])
-        # [P, J], true if the round reaches the position.
+        # [P, J] bool, the second result of :meth:`test_time_features` at the loss positions.
         reached = reached.permute(1, 2, 0)[indices]
         if step.weights.d_pace is None:
             weights = reached * STEP_DECAY ** torch.arange(outputs.shape[1], device=outputs.device)
@@ -335,7 +338,8 @@ class Eagle3Drafter(FeatureDrafter):
         Args:
             tokens: [B, T], token ids.
             queries: [B, Q], positions.
-            at: for each of the P loss positions, the index of its row [P] and of its query [P].
+            at: two tensors [P]: for each of the P loss positions, the index of its row, and its
+                index in ``queries``.
             own: [P, J, E], normed features of the drafter.
             reached: [P, J] bool, the second result of :meth:`test_time_features`.
             smoothing: s of D-PACE. The probability q of a draft becomes (1 - s) q + s.
@@ -375,8 +379,8 @@ class Eagle3Drafter(FeatureDrafter):
 
         Returns:
             Two tensors: the features [J, B, Q, E] of each query in each draft step, and bool
-            [J, B, Q]. The second tensor is true if the round that computes the query in this step
-            started in the same response.
+            [J, B, Q]. The second tensor is true if the round that computes a query in a step
+            started in the response that contains the query.
         """
         embeddings, combined = self.true_inputs(frozen, inputs)
         block = self.midlayer
@@ -400,9 +404,9 @@ class Eagle3Drafter(FeatureDrafter):
                 block.finish(x, block.self_attn.o_proj(attended.transpose(1, 2).flatten(2)))
             )
             # The round that started at query i has now drafted ``step`` more tokens. Its features
-            # belong to query i + step, if both queries are in the same response. This is the case
-            # only if their positions differ by ``step``: then all positions between them are
-            # queries, too.
+            # belong to query i + step, if both queries are in the same response. The queries are in
+            # the same response if their positions differ by ``step``, because all positions between
+            # them are queries then.
             features.append(outputs.roll(step, dims=1))
             has_root = masks.positions_of(queries) >= step
             reached.append(valid & has_root & (queries - queries.roll(step, dims=1) == step))

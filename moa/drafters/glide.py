@@ -230,7 +230,7 @@ class GlideDrafter(Drafter):
         values: Tensor,
         mask: masks.AnyMask,
     ) -> Tensor:
-        """Run the layer on x [B, Q, E]. It attends to the drafter's KV and to the target's KV."""
+        """Run the layer on x [B, Q, E]. Its queries attend to the drafter's and the target's KV."""
         block = self.self_attention
         x = x + block.self_attn(block.queries(x, rotation), keys, values, mask)
         q = self.cross_attention.queries(x, None if self.config.target_kv else rotation)

@@ -74,7 +74,7 @@ class IndependentSizes(DrafterSizes):
 
     @property
     def own_block(self) -> DecoderBlockSizes:
-        """Sizes of each layer. A layer has the same number of KV heads and query heads."""
+        """Sizes of each layer. Each layer has as many KV heads as query heads."""
         n_heads = self.independent_width // self.own_head_dim
         return DecoderBlockSizes(
             self.independent_width,

@@ -150,8 +150,8 @@ class KVEncoderSizes(DrafterSizes):
                     numbered_layers.append((layer, number))
             grouped["kv_groups"] = tuple(number for _, number in sorted(numbered_layers))
             grouped["kv_group_widths"] = tuple(group.shape.width for group in facts.kv_groups)
-        # A target that caches latents has many heads but narrow KV. With the same number of heads,
-        # the heads of layer self-attention would be too narrow, so limit their number.
+        # A target that caches latents has many heads but narrow KV. If layer self-attention had as
+        # many heads as the target, its heads would be too narrow. So limit their number.
         n_heads = min(facts.n_heads, max(1, kv_width // 64)) if grouped else facts.n_heads
         heads = given.get("layer_attention_heads") or _layer_attention_heads(kv_width, n_heads)
         # The number of heads must divide the KV width, with one exception: the target's number of

@@ -181,7 +181,7 @@ class DrafterSizes:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Create sizes from the result of :meth:`to_dict`; raise DrafterError if not valid."""
+        """Create sizes from a result of :meth:`to_dict`; raise DrafterError if it is not valid."""
         sizes = dict(values)
         kind = sizes.pop("kind", cls.kind)
         if kind != cls.kind:

@@ -131,7 +131,10 @@ class BlockDraws:
 
 @dataclass
 class Draws:
-    """The random draws of one training step. Tensors and ``seeds`` have one entry per row."""
+    """What a training step chooses at random for each row of its batch, and settings of the step.
+
+    Tensors and ``seeds`` have one entry per row.
+    """
 
     # [B] int64, the step bound e of each row: every e-th position counts as verified and is not
     # drafted. This limits the length of draft rounds. If None, all positions of responses are
@@ -222,7 +225,8 @@ class Rounds:
             parts.append(
                 (queries, seen, valid, weight * valid, own_block.expand_as(valid), pass_index)
             )
-        # One tensor for each field of :class:`Rounds`. It contains the queries of all passes.
+        # One tensor for each field of :class:`Rounds`. The queries of the first pass come first,
+        # followed by the queries of the second pass.
         columns: list[Tensor] = []
         for of_passes in zip(*parts, strict=True):
             columns.append(torch.cat(of_passes, dim=-1))
@@ -236,7 +240,8 @@ class Rounds:
         weight 1.
         """
         depth = torch.where(self.drafted, self.queries - self.context - 1, 0)
-        # The index of the query's round in its row.
+        # [B, Q]. Rounds are counted from 0 in each row. For each query, this is the number of its
+        # round.
         index = ((depth == 0) & self.drafted).cumsum(dim=1) - 1
         cell = (at[0], index[at], depth[at])
         shape = (*depth.shape, int(depth.max()) + 1)
@@ -441,7 +446,7 @@ class TrainingStep:
         divided by ``n_positions``. If ``n_positions`` is a tensor, the function synchronizes with
         the device.
         """
-        # Without a denominator, add 1e-5 as the MoA authors' code does.
+        # Add 1e-5 to the number of positions, as the MoA authors' code does.
         return 1.0 / (
             self.denominator if self.denominator is not None else float(n_positions) + 1e-5
         )
@@ -503,8 +508,8 @@ def _by_teacher(teachers: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = teachers.argsort(stable=True)
     is_equal = teachers[order[1:]] == teachers[order[:-1]]
-    # Padding adds an entry for the first position. If there are no positions at all, cut the added
-    # entry off.
+    # ``is_equal`` compares each position with the previous one, so it lacks an entry for the first
+    # position. Padding adds this entry. If there are no positions at all, cut the added entry off.
     starts = F.pad(~is_equal, (1, 0), value=True)[: len(order)].nonzero()[:, 0]
     has_two = F.pad(is_equal, (0, 1))[starts]
     return torch.stack((order[starts], order[starts + has_two]), dim=1), has_two

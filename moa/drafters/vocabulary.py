@@ -3,9 +3,10 @@
 To compute a draft, the drafter's weights and an LM head are read from memory. With a large
 vocabulary, most of these weights are in the LM head. For a target of 135 M weights with 49,152
 tokens, EAGLE-2 reads 32 M weights per draft, 28 M of them in the LM head. A drafter that drafts
-only the most frequent tokens reads only the rows of these tokens. It never drafts the other tokens,
-so a draft fails whenever the target chooses one of the other tokens. The decoded text does not
-change. Frequency-ranked speculative sampling (arXiv 2502.14856) does this for EAGLE-2.
+only the most frequent tokens reads only the rows of the LM head for these tokens. It never drafts
+the other tokens, so a draft fails whenever the target chooses one of the other tokens. The decoded
+text does not change. Frequency-ranked speculative sampling (arXiv 2502.14856) uses such a draft
+vocabulary for EAGLE-2.
 """
 
 from dataclasses import dataclass

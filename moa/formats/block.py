@@ -79,7 +79,8 @@ def _read_backbone(weights: Weights, config: ForeignConfig) -> dict[str, Any]:
     facts = layout.drafter_facts(config)
     block = settings.get("block_size")
     mask = settings.get("mask_token_id")
-    # ModelOpt and vLLM write the keys ``causal`` and ``is_causal`` into config.json.
+    # ModelOpt and vLLM write these keys into config.json. If one of them is true, each slot of a
+    # block sees only itself and earlier slots, which is not supported.
     if settings.get("causal") or settings.get("is_causal"):
         raise DrafterError(
             "config.json has causal true, which is not supported, because all slots of a block "

@@ -51,7 +51,8 @@ _LAYOUT_WEIGHTS = "model.safetensors"
 _LAYOUT_INDEX = "model.safetensors.index.json"
 _LAYOUT_PICKLE = "pytorch_model.bin"
 # The key in config.json under which moa-data records all sizes of the drafter. Some layouts have
-# keys only for some of the sizes. Other programs ignore this key.
+# keys only for some of the sizes, so the other sizes could not be read without this key. Other
+# programs ignore this key.
 _OWN_KEY = "moa_data"
 # Keys of config.json that say whether layers have biases or norms. An absent key means false.
 _FLAGS = ("attention_bias", "qkv_bias", "mlp_bias", "bias", *EAGLE3_FLAGS)
@@ -402,14 +403,14 @@ def _check_record(sizes: DrafterSizes, layout: Layout, config: ForeignConfig, fo
     written = layout.config(sizes, PreTrainedConfig.from_dict({"name_or_path": str(folder)}))
     written = target_keys(sizes) | written | nested(written, LAYERS_KEY)
     if "hidden_act" in written:
-        # ``written`` contains the keys that an export of this drafter writes. If ``hidden_act`` is
-        # one of them, the keys of config.json describe the drafter and not the target. If a flag
-        # for a bias or a norm is then absent from ``written``, the drafter lacks the bias or norm.
+        # ``written`` contains the keys that an export of this drafter writes. ``hidden_act`` is one
+        # of them only if the layout describes the drafter's layers, not the target's. In such a
+        # layout, an absent flag for a bias or a norm means that the drafter lacks it.
         written = dict.fromkeys(_FLAGS, False) | written
     layers = nested(config, LAYERS_KEY)
     for found in (config, layers, *(nested(part, "rope_parameters") for part in (config, layers))):
         for key in sorted(_IMPLIED_KEYS & found.keys() & written.keys()):
-            # Treat null as false.
+            # A null in config.json means the same as false.
             if (found[key] or False) != written[key]:
                 raise DrafterError(
                     f"config.json has {key} {str(found[key])[:60]}, but its entry {_OWN_KEY} "
@@ -435,8 +436,8 @@ def _check_ignored(
         if name in tensors or name in needed:
             check_shape(tensors, name, [n_rows.get(name, sizes.vocab_size), width])
             values = tensors[name]
-            # Convert tensors of other dtypes, such as float8. PyTorch cannot compute the smallest
-            # and largest values of such tensors.
+            # The check needs the smallest and the largest value of the tensor. PyTorch cannot
+            # compute them in some dtypes, such as float8, so convert such a tensor to float32.
             checked = values if values.dtype in FLOATS else values.float()
             check_finite({name: checked}, "the drafter's file of weights", DrafterError)
 

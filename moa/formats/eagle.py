@@ -7,8 +7,8 @@ For EAGLE-3 there is one layout, which vLLM and SGLang read.
 In the EAGLE authors' code, vLLM and SGLang, the first layer of EAGLE has no norm before its
 attention. But a drafter of this package may have been trained with this norm. An export then
 inserts a first layer whose weights are zero except for norms, so this layer returns its input
-unchanged. The layers of the drafter become the second and later layers of the file, which have the
-norm. The cost is that one more layer is run.
+unchanged. The layers of the drafter become the second and later layers of the file. The three
+programs apply the norm in these layers. The cost is that one more layer is run.
 
 Sources for EAGLE (vLLM and SGLang use the target's embeddings and LM head):
 
@@ -17,8 +17,8 @@ Sources for EAGLE (vLLM and SGLang use the target's embeddings and LM head):
   config.json has no ``bias``, the value is true.
 - vllm-project/vllm ``vllm/model_executor/models/llama_eagle.py``: ``fc`` has no bias. An unknown
   tensor name raises a KeyError.
-- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: ``LlamaForCausalLM`` becomes
-  ``EagleLlamaForCausalLM``.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: vLLM changes the architecture
+  ``LlamaForCausalLM`` in config.json to ``EagleLlamaForCausalLM``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle.py``, ``qwen2_eagle.py``: ``fc`` has a
   bias. If the file does not contain this bias, its values stay random. Only Qwen2 has attention
   biases.
@@ -32,8 +32,8 @@ Sources for EAGLE-3:
   offset to the draft's index in the draft vocabulary. vLLM refuses a file with ``d2t`` if the draft
   vocabulary has all tokens. vLLM ignores ``t2d``. If the file has no embeddings, vLLM uses the
   target's.
-- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: the name of an architecture is not
-  changed if it ends in ``Eagle3``.
+- vllm-project/vllm ``vllm/transformers_utils/configs/eagle.py``: vLLM does not change an
+  architecture in config.json whose name ends in ``Eagle3``.
 - sgl-project/sglang ``python/sglang/srt/models/llama_eagle3.py``: the names of tensors are the same
   as in vLLM. config.json must have ``draft_vocab_size``. If a tensor is missing, its values stay
   random, without an error. If ``bias`` were true, ``fc`` and the attention would have biases.
@@ -80,8 +80,8 @@ def _pack(weights: Weights, sizes: EagleSizes, needs_fc_bias: bool = False) -> W
     """Convert weights for programs whose first layer has no norm before its attention.
 
     The scale of the embeddings is multiplied into ``fc``. If the drafter's first layer has such a
-    norm, a layer is inserted before it, which returns its input unchanged. The drafter's first
-    layer then becomes the second layer of the file.
+    norm, it becomes the second layer of the file. The first layer of the file is then a new layer
+    that returns its input unchanged.
     """
     weights = _scaled(weights, sizes, sizes.eagle_embedding_scale)
     packed: Weights = {}
@@ -234,7 +234,8 @@ VLLM_EAGLE = replace(
     needs=(),
     requires={"eagle_fc_bias": (False,)},
     unfit=lambda sizes: [],
-    config=partial(_config, bias=False),  # If ``bias`` were true, attention would have biases.
+    # If ``bias`` were true, vLLM would add biases to attention.
+    config=partial(_config, bias=False),
     # Never recognise a folder. A folder that this package did not write is read with the layout
     # ``eagle``.
     recognises=lambda names, config: False,
@@ -342,8 +343,8 @@ def _read_eagle3_sizes(weights: Weights, config: ForeignConfig) -> Eagle3Sizes:
         "query_key_norm": "midlayer.self_attn.q_norm.weight" in weights,
     }
     for name in EAGLE3_FLAGS:
-        # A flag is also true if the file has a tensor with the name of the flag, such as
-        # ``fc_norm.0.weight`` for ``fc_norm``.
+        # A flag is also true if the file of weights has a tensor that is named after the flag. For
+        # the flag ``fc_norm``, this is ``fc_norm.0.weight``.
         read[name] = bool(config.get(name)) or f"{name}.0.weight" in weights
     # TensorRT-LLM reads the flag ``norm_before_fc`` in ``eagle_config``. The other flags are always
     # at the top level of config.json.
@@ -396,7 +397,7 @@ EAGLE3 = Layout(
     unpack=lambda weights, sizes: (
         _full_vocabulary(sizes) | layout.with_draft_vocabulary(weights, sizes.vocab_size)
     ),
-    # Some files have vLLM's name of the decoder layer, ``layers.0.``.
+    # Some files have vLLM's name of the decoder layer, ``layers.0.``, in place of ``midlayer.``.
     own_name=lambda name: name.replace("layers.0.", "midlayer."),
     recognises=lambda names, config: bool(
         {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names

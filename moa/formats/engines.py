@@ -11,6 +11,6 @@ FORMATS: dict[str, dict[str, tuple[str, str]]] = {
 }  # fmt: skip
 """Engine -> kind of drafter -> (format that the engine reads, name of the method in the engine)."""
 
-# Names of methods that always draft a whole block. With them, an engine ignores the number of
-# drafts in its settings.
+# Names of methods that always draft a whole block. With such a method, an engine ignores the number
+# of drafts in its settings.
 WHOLE_BLOCKS = ("dflash",)

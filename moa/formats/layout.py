@@ -46,7 +46,8 @@ class Layout:
     # that are copied into the file. It contains ``config`` if the target's transformers config is
     # needed.
     needs: tuple[str, ...] = ()
-    # Names of tensors in the file that are not read, because they are copies of target tensors.
+    # Names of tensors in the other program's file that are not read, because they are copies of
+    # target tensors.
     ignored: tuple[str, ...] = (EMBEDDINGS, LM_HEAD)
     # Name of a size -> allowed values. If a size has another value, the program that reads the
     # layout would not run the drafter as it was trained.
@@ -59,16 +60,17 @@ class Layout:
     # Makes config.json from the drafter's sizes and the target's transformers config. The target's
     # config may be None.
     config: Callable[[Any, Any], dict[str, Any]]
-    # Converts the name of a tensor in the drafter's state dict to its name in the file.
+    # Converts the name of a tensor in the drafter's state dict to its name in the other program's
+    # file.
     file_name: Callable[[str], str] = _unchanged
-    # Converts the name of a tensor in the file to its name in the drafter's state dict. This works
-    # for the files of all versions of the other program.
+    # Converts the name of a tensor in the other program's file to its name in the drafter's state
+    # dict. This works for the files of all versions of the other program.
     own_name: Callable[[str], str] = _unchanged
-    # Converts the drafter's tensors to the tensors of the file. Afterwards ``file_name`` renames
-    # these tensors.
+    # Converts the drafter's tensors to the tensors of the other program's file. Afterwards
+    # ``file_name`` renames these tensors.
     pack: Callable[[Weights, Any], Weights] = _unchanged
-    # Converts the tensors of the file to the drafter's tensors. Before that, ``own_name`` has
-    # renamed the tensors.
+    # Converts the tensors of the other program's file to the drafter's tensors. Before that,
+    # ``own_name`` has renamed the tensors.
     unpack: Callable[[Weights, Any], Weights] = _unchanged
     # The next two functions are for folders that this package did not write. ``recognises`` takes
     # the tensor names of the file, without the prefix ``model.``, and config.json. It returns
@@ -171,7 +173,7 @@ def drafter_facts(config: ForeignConfig) -> dict[str, Any]:
             "config.json describes layers with a sliding window, which is not supported for "
             "drafters. Choose another drafter."
         )
-    # transformers has "swish" as another name of "silu".
+    # In transformers, "swish" is another name of "silu", so accept both names.
     if (activation := config.get("hidden_act")) not in (ACTIVATION, "swish", None):
         raise DrafterError(
             f"config.json has hidden_act {str(activation)[:60]}, but only {ACTIVATION} is "
@@ -320,7 +322,7 @@ def read_layer_ids(*given: tuple[Any, int]) -> tuple[int, ...]:
                     "config.json."
                 )
             return tuple(layer - first for layer in ids)
-    # Refuse the file instead of guessing the layers.
+    # config.json does not name the layers. Refuse it instead of guessing the layers.
     raise DrafterError(
         "config.json does not say which layers of the target the drafter reads. Restore the "
         "original config.json, which has target_layer_ids or eagle_aux_hidden_state_layer_ids."

@@ -125,6 +125,7 @@ MOA = Layout(
     unfit=_moa_unfit,
     notes=_moa_notes,
     # The MoA authors' code takes the drafter's sizes from its own settings, not from config.json.
+    # So config.json describes the target.
     config=lambda sizes, target_config: {**target_config.to_dict(), **layout.rope_keys(sizes)},
     file_name=lambda name: name.replace("kv_to_hidden", "Ekv2E"),
     own_name=lambda name: name.replace("Ekv2E", "kv_to_hidden"),
@@ -173,8 +174,9 @@ MOA_VLLM = replace(
     name="moa-vllm",
     reader="the MoA authors' fork of vLLM",
     needs=(),
-    # The fork of vLLM ignores the biases of q, k and v, and does not run the target's last layers
-    # on drafts. A drafter that needs one of the two would draft other tokens in this fork.
+    # The fork of vLLM ignores the biases of q, k and v, and does not run drafts through the
+    # target's last layers. So a drafter that has such biases, or that was trained with these
+    # layers, would draft other tokens in the fork.
     requires=_PAPER | {"qkv_bias": (False,), "target_layer_inference": (0,)},
     unfit=_vllm_unfit,
     notes=lambda sizes: [],

@@ -38,9 +38,10 @@ _HEADS = {
     "confidence_head_with_markov": True,
 }  # fmt: skip
 # Type of drafter -> the keys of config.json that are read, each with the value that is used if
-# config.json lacks the key. A true value is refused under any key that is neither in this dict nor
-# in ``_SHARED``. An example is ``embed_requires_grad``: if it is true, the drafter has embeddings
-# of its own, which are not supported.
+# config.json lacks the key. A config.json is refused if it has a key that is neither here nor in
+# ``_SHARED``, unless the key's value is null, false, 0 or empty. An example of such a key is
+# ``embed_requires_grad``: if it is true, the drafter has embeddings of its own, which are not
+# supported.
 _OWN: dict[str, dict[str, Any]] = {
     "eagle3": dict.fromkeys(EAGLE3_FLAGS, False) | {_EAGLE3_LAYERS: None},
     "dflash": _DFLASH,

@@ -58,7 +58,7 @@ class FusedWeights:
     # address of a freed weight, and would be mistaken for the freed weight.
     held: list[Tensor]
     # The next two fields are copies of attributes of the layer. Looking up an attribute of a module
-    # takes as long as a small tensor operation.
+    # takes as long as a small tensor operation, so they are looked up only once.
     attention: Any
     n_kv_heads: int
 
@@ -69,14 +69,17 @@ class FusedWeights:
     def project(
         self, x: Tensor, cosines: Tensor, sines: Tensor, is_normed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run :func:`before_attention`. If ``is_normed`` is true, skip the norm."""
+        """Run :func:`before_attention` with the fused weights.
+
+        If ``is_normed`` is true, x has already been normed, and the norm is skipped.
+        """
         norm = None if is_normed else self.norms[0]
         return before_attention(
             x, norm, self.products[0], cosines, sines, self.n_kv_heads, self.attention.head_dim
         )
 
     def finish(self, attended: Tensor, x: Tensor) -> Tensor:
-        """Run :func:`after_attention`."""
+        """Run :func:`after_attention` with the fused weights."""
         return after_attention(attended, x, self.norms[1], *self.products[1:])
 
 

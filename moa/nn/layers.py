@@ -276,8 +276,8 @@ class Attention(nn.Module):
     def _heads(self, name: str, normed: Tensor, scale: Tensor | None = None) -> Tensor:
         """Project [B, T, E] to heads without rotating them: [B, H or H_kv, T, d].
 
-        ``name`` is ``"q"``, ``"k"`` or ``"v"``. If ``scale`` [E] is given, the input is multiplied
-        by it. This is allowed only if ``normed`` needs no gradient.
+        ``name`` is ``"q"``, ``"k"`` or ``"v"``. If ``scale`` [E] is given, the input ``normed`` is
+        multiplied by it. A scale is allowed only if the input needs no gradient.
         """
         layer: nn.Linear = getattr(self, f"{name}_proj")
         if scale is None:
@@ -478,7 +478,10 @@ class DecoderBlock(nn.Module):
         return fused
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the fused products, because they cannot be copied."""
+        """Return the attributes that a copy or a pickle of this block gets.
+
+        The fused products are left out, because they cannot be copied.
+        """
         return {name: value for name, value in vars(self).items() if name != "fused"}
 
     def attend_self_means(self, x: Tensor, rotation: Rotation, n_groups: int = 1) -> Tensor:

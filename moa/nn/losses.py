@@ -181,7 +181,8 @@ def _terms_and_error(
 
     Returns:
         The loss terms [n, J, K], the gradient [n, J, V], and a factor [n, J, 1] or None. If there
-        is a factor, the caller still has to multiply the gradient by it.
+        is a factor, the gradient has not been multiplied by it yet. The caller multiplies the
+        factor into smaller tensors, which takes less time.
     """
     label_loss = None if labels is None else -log_draft.gather(-1, labels[..., None])
     draft = log_draft.exp_()
@@ -295,8 +296,9 @@ class _ChunkedLosses(torch.autograd.Function):
             None if grad is None else grad * grad_outputs[0].to(grad.dtype)
             for grad in ctx.saved_tensors
         )
-        # These two gradients are as large as an LM head, so scale them in place. A second backward
-        # pass would scale them again, so it is not supported.
+        # The gradients of the drafter's own head and of the correction are as large as an LM head,
+        # so scale them in place. A second backward pass would scale them again, so it is not
+        # supported.
         own_head, correction = ctx.sums
         ctx.sums = None
         for grad in (own_head, correction):

@@ -302,7 +302,7 @@ def tree_mask_after(
     Args:
         lengths: [B, 1] int64, number of committed tokens of each row.
         seen: [B, Q, P] bool, true if a query sees a pending token, as in :func:`tree_mask`.
-        n_slots: Number of slots of the mask.
+        n_slots: Number of slots of the KV cache that the mask covers.
         window: Size of a sliding window, or a :class:`Chunk`. If None, a token can see all
             positions before it.
     """

@@ -96,7 +96,10 @@ class PackedLinear(nn.Linear):
         return product(x, packed)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the packed weights, because they cannot be pickled or copied."""
+        """Return the attributes that a copy or a pickle of this layer gets.
+
+        The packed weights are left out, because they cannot be pickled or copied.
+        """
         return {name: value for name, value in vars(self).items() if not name.startswith("packed")}
 
 

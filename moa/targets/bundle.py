@@ -102,7 +102,7 @@ def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, st
         dict has only the key ``weights_sha256``, and its value is the hash of the GGUF file.
     """
     folder = Path(folder)
-    # Raise TargetError if the folder is not a target.
+    # Check the config.json. This raises TargetError if the folder is not a target.
     load_facts(folder)
     if folder.parent == cache_folder("gguf"):
         # Use the hash of the GGUF file. Different releases of transformers may convert a GGUF file
@@ -114,7 +114,7 @@ def hash_target(folder: str | Path, progress: Progress = SILENT) -> dict[str, st
     n_done = 0
     hashing = progress.of("hash weights", "B")
     for number, file in enumerate(weights, start=1):
-        # Raise TargetError if the file is damaged.
+        # Check the header. This raises TargetError if the weight file is damaged.
         read_header(file, TargetError)
         digest.update(file.name.encode() + bytes.fromhex(file_sha256(file)))
         n_done += file.stat().st_size

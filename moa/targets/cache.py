@@ -113,7 +113,7 @@ Buffers = dict[tuple[int, ...], list[Tensor]]
 
 
 # mypy objects, because the methods `crop` of the two base classes have different signatures.
-# transformers never calls `Cache.crop`.
+# transformers never calls `Cache.crop`, so `KVBuffer.crop` may replace it.
 class TargetCache(KVBuffer, Cache):  # type: ignore[misc]
     """A KV cache of L layers and B rows, to which the attention layers of transformers write.
 
@@ -393,7 +393,8 @@ class _Layer(CacheLayerMixin):
         return self._cache.n_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # Return the number of slots, and the position of the token in the first slot.
+        # Return the number of slots that queries see, and the position of the token in the first
+        # slot.
         return self._cache.n_slots, 0
 
     def get_max_length(self) -> int:

@@ -54,9 +54,9 @@ _UNREAD = re.compile(
     r"(?:_?(?:content|text|details|blocks|traces?|steps?|process|summary|summaries"
     r"|trajector(?:y|ies)))?",
 )
-# More keys with a part of a chat that moa-data does not read. A key counts only if it is a key of
-# the row, the message or the tool call itself. In a nested object, such as `metadata`, the same
-# name may have another meaning.
+# Further keys that belong to a chat, but that moa-data does not read. Unlike the keys of `_UNREAD`,
+# they count only if they are keys of the row, the message or the tool call itself. In a nested
+# object, such as `metadata`, the same name may have another meaning.
 _UNREAD_DIRECTLY = re.compile(
     r"observations?"
     r"|(?:images?|imgs?|pictures?|photos?|videos?|(?:video_)?frames|audios?|media|screenshots?"
@@ -100,12 +100,11 @@ _ROW_MARK = re.compile(
 # model should not write. The number 0 in such a column does not count as false, because it may be
 # the number of a class.
 _DESIRABLE_COLUMNS = ("label", "kto_tag")
-# Some datasets end the messages before the last answer, and hold this answer in one of these
-# columns.
+# In some datasets, the last answer is not part of the messages, but is in one of these columns.
 _LAST_ANSWER_COLUMNS = ("chosen", "completion", "response")
 # Values of the keys that say whether to train on a message -> whether the value means true. Numbers
 # are not listed: a number above 0 means true, and any other number means false. In NeMo's chats,
-# the key `mask` has a role as its value, so the role assistant is listed.
+# the value of the key `mask` is a role, so the role assistant is listed as true.
 _MEANINGS = {
     "false": False, "no": False, "n": False, "off": False,
     "true": True, "yes": True, "y": True, "on": True, "assistant": True,
@@ -123,7 +122,10 @@ _FUNCTION_KEYS = {"name", "arguments"}
 _MESSAGE_KEY = "message key"
 _CALL_KEY = "tool call key"
 NEEDED_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in (*_TOOL_COLUMNS, "tool_plan"))
-"""Keys of messages that the template must show: tools, and the model's plan for their use."""
+"""Keys of messages that the template must show.
+
+They are the keys with JSON schemas of tools, and the key with the model's plan for using the tools.
+"""
 WRITTEN_KEYS = tuple(f"{_MESSAGE_KEY} {key}" for key in ("tool_plan", "channel", "recipient"))
 """Keys of messages whose values the model wrote, in addition to contents and tool calls."""
 _READ_COLUMNS = {*_MESSAGE_COLUMNS, *_TOOL_COLUMNS, *_SYSTEM_COLUMNS}
@@ -507,7 +509,8 @@ def _read_content(content: Any, where: str) -> str | list[dict[str, Any]]:
                 raise Rejection(
                     RejectReason.NON_TEXT_PART, f"{where} has a part with the key {key}"
                 )
-        # Keep the type of the part, because some templates show only parts whose type is ``text``.
+        # Keep the type of the content part, because some templates show only parts of the type
+        # ``text``.
         parts.append(
             {"type": "text", "text": part["text"]} if part.get("type") else {"text": part["text"]}
         )
@@ -656,9 +659,9 @@ def _additional(item: Mapping[Any, Any], known: Collection[str]) -> list[str]:
 
 
 def _find_skip_mark(item: Mapping[Any, Any], is_row: bool = False) -> str:
-    """Return a text with the key, and its value, that excludes a message or row from training.
+    """Find a key that excludes a message or a row from training.
 
-    The result is empty if the message or row is not excluded.
+    The result is a text with the key and its value. It is empty if there is not such a key.
     """
     for key in _DESIRABLE_COLUMNS:
         if is_row and str(item.get(key)).strip().lower() == "false":
@@ -704,7 +707,8 @@ def _parse_calls(item: Mapping[Any, Any], where: str) -> list[dict[str, Any]]:
     """Parse the tool calls of a message. In OpenAI's earlier format, a message has one call."""
     calls = unpacked(item.get("tool_calls")) or []
     old_call = unpacked(item.get("function_call"))
-    # Some libraries write an object of null values instead of null.
+    # If a message has no call, some libraries write an object of null values instead of null.
+    # Ignore such an object.
     is_empty = isinstance(old_call, Mapping) and not any(old_call.values())
     if old_call and not is_empty:
         if calls:
@@ -725,8 +729,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
     is_call = isinstance(known, Mapping) and tool_name(function) and is_json(known)
     others = _values(function, _OTHER_ARGUMENTS)
     if function is not call and isinstance(call, Mapping):
-        # A tool call has an inner function, and templates read only this function. So arguments
-        # outside the function would be lost.
+        # The tool call has an inner function, and templates read only this function. Arguments
+        # outside the function would be lost, so a call with such arguments is rejected.
         others += _values(call, ("arguments", *_OTHER_ARGUMENTS))
     if not is_call or any(others):
         raise Rejection(

@@ -5,12 +5,13 @@ messages are encoded one by one. The assistant's responses are located in the re
 of characters. The tokenizer's offsets map these spans to tokens. There are two ways to locate a
 response:
 
-1. By prefixes. The rendering of the chat before the response, with the generation prompt, must be a
-   prefix of the rendering of the whole chat. If this fails for a response with tool calls, it is
-   tried again without the generation prompt.
-2. By a placeholder, if the first way fails. The chat is rendered with the response replaced by a
-   placeholder. This rendering shows the text before and after the response. A response with tool
-   calls is first located by prefixes without the generation prompt.
+1. By prefixes. The beginning of the chat is rendered twice: up to the response, with the generation
+   prompt; and up to the end of the response. Both renderings must be prefixes of the rendering of
+   the whole chat. The response is the text between their ends. If this fails for a response with
+   tool calls, it is tried again without the generation prompt.
+2. By a placeholder, if the first way fails. The chat is rendered with a placeholder in place of the
+   response. This shows the text before and the text after the response. In the rendering of the
+   whole chat, the response is the text between these two.
 
 The end-of-turn token belongs to the response. White space after this token does not belong to the
 response. Some templates mark responses by ``{% generation %}`` tags. This module does not use these
@@ -50,9 +51,9 @@ from .template import ANSWER, PLACEHOLDER, RENDER_ERRORS, ChatTemplate, Tools
 Span = tuple[int, int]
 _CALL_NAME = "a tool call's name"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-# Finds placeholders in a rendering. A number has a placeholder such as 7300001. A text has a
-# placeholder such as moaPiece7300001end, and the match is only its end, 7300001end. So all matches
-# start with 73, which makes the search fast.
+# Finds placeholders in a rendering. A number is replaced by a number such as 7300001. A text is
+# replaced by a text such as moaPiece7300001end, of which this pattern matches only 7300001end. So
+# all matches start with 73, which makes the search fast.
 _PLACEHOLDER = re.compile(
     r"73(?:(?<=moaPiece73)\d{5,}end|(?<![\d.-]73)\d{5,}(?:\.\d+)?(?!\d|\.\d|[eE][+-]?\d))"
 )
@@ -102,8 +103,8 @@ class _MarkedChat:
     """
 
     def __init__(self, messages: list[Message], tools: Tools) -> None:
-        # The keys are the texts that `_PLACEHOLDER` finds in a rendering. The value is the piece
-        # that is replaced by the placeholder with this text.
+        # Placeholder -> the piece that it replaces. The keys are written as `_PLACEHOLDER` matches
+        # them, such as 7300001end.
         self.pieces: dict[str, _Piece] = {}
         self.messages = [
             self._mark_message(index, message) for index, message in enumerate(messages)
@@ -134,7 +135,7 @@ class _MarkedChat:
             value: a JSON value.
             message: index of the message that contains the value. -1 if the value belongs to a
                 tool.
-            kind: the ``kind`` of all pieces in the value, see :class:`_Piece`.
+            kind: the origin of the value, for error messages. Each piece stores it.
             key: the key under which an object has this value. The key decides whether the value is
                 a piece. Inside the arguments of a tool call, ``key`` is None, because there each
                 key and each value is a piece.
@@ -161,7 +162,8 @@ class _MarkedChat:
     def _add(self, value: Any, message: int, kind: str) -> Any:
         """Add a piece and return its placeholder.
 
-        The placeholder is a number if the piece is a number, otherwise a text.
+        The placeholder is a number if the piece is a number, otherwise a text. A blank text is not
+        a piece, and is returned unchanged.
         """
         text = value.strip() if isinstance(value, str) else json.dumps(value)
         if not text:
@@ -270,9 +272,11 @@ def _cut_response(
             "the last response was cut off, and the template writes earlier responses differently "
             "in a prompt",
         )
-    # The prompt may already contain the first words of the response, such as <think>.
+    # The prompt may already end with the first words of the response, such as <think>. The response
+    # then starts before the end of the prompt.
     start = min(spans[-1][0], len(prompt)) if text.startswith(prompt) else len(prompt)
-    # Templates without a generation prompt may write white space before a response.
+    # Templates without a generation prompt may write white space before a response. This white
+    # space is missing in the prompt, so take the text before the response from ``text``.
     before = text[: spans[-1][0]]
     if template.has_generation_prompt or before.rstrip() != prompt.rstrip():
         before = prompt[:start]
@@ -314,7 +318,7 @@ def _find_shown_keys(
         try:
             return template.render([*messages[:first], *stripped, *messages[end:]], tools) != text
         except RENDER_ERRORS:
-            return True  # The template fails without the keys, so it needs one of them.
+            return True  # The template fails without the removed keys, so it uses one of them.
 
     shown_keys: dict[str, bool] = {}
     # Usually the template shows none of the keys. So first remove all keys at once. If the
@@ -482,17 +486,18 @@ def _response_spans(
             span = None
             ways = [(tools, True)]
             if "tool_calls" in message:
-                # Mistral's templates write the tools before the last question, so an earlier part
-                # of the chat is rendered like a chat without tools.
+                # Mistral's templates write the tools before the last question. In the rendering of
+                # the whole chat, the text up to an earlier response is then the same as in a chat
+                # without tools. So also try to render this part without tools.
                 ways += [(tools, False), (None, False)]
-            # A template may accept a whole chat, but refuse a part of it.
+            # A template may accept a whole chat, but refuse a part of it. Then try the next way.
             for shown_tools, is_open in ways:
                 with suppress(*RENDER_ERRORS):
                     span = span or _prefix_span(
                         template, messages, shown_tools, index, text, is_open
                     )
-            # A text that occurs twice in the chat may be located at the wrong place, so this way
-            # is the last one.
+            # Locate the response by a placeholder only if the other ways fail. If the same text
+            # occurs twice in the chat, this way may find the wrong occurrence.
             with suppress(*RENDER_ERRORS):
                 span = span or _located_span(template, messages, tools, index, text, marked)
             pieces = [piece for piece in marked.pieces.values() if piece.message == index]
@@ -561,7 +566,8 @@ def _prefix_span(
         # response.
         if is_open or template.has_generation_prompt:
             return None
-        # A response without tool calls has the same header.
+        # The header is the same before all responses. So render a placeholder in place of the
+        # response, and take the text up to the placeholder.
         prompt = template.render([*before, ANSWER], tools).partition(PLACEHOLDER)[0]
         if not text.startswith(prompt):
             prompt = prompt.rstrip()
@@ -578,9 +584,10 @@ def _prefix_span(
         end += len(template.end_of_turn) - len(template.text_after_last)
     elif template.text_after_last and not (is_open or template.header):
         return None
-    # In the Harmony format, a response ends with <|return|> if it is the last one of a rendering,
-    # and otherwise with <|end|>. So if ``turn`` is not a prefix of ``text``, remove the end-of-turn
-    # token from ``turn`` before they are compared again, and find the token in ``text``.
+    # ``turn`` is the rendering up to the end of the response, and ``text`` is the rendering of the
+    # whole chat. In the Harmony format, a response ends with <|return|> if it is the last one of a
+    # rendering, and otherwise with <|end|>. So if ``turn`` is not a prefix of ``text``, remove the
+    # end-of-turn token from ``turn``, and take the token that ``text`` has there.
     if not text.startswith(turn):
         turn = turn.removesuffix(template.text_after_last or template.end_of_turn)
         end_token = template.control_tokens.everywhere.match(text, len(turn))
@@ -600,8 +607,8 @@ def _prefix_span(
 def _skip_header(template: ChatTemplate, text: str, start: int) -> int:
     """Return the index after the header at ``start``, or ``start`` if the header is missing.
 
-    The end of the previous turn may stand before the header, because some templates close a turn
-    only if another turn follows.
+    If the end-of-turn token of the previous turn precedes the header, it is skipped, too. Some
+    templates write this token only if another turn follows.
     """
     rest = text[start:].lstrip().removeprefix(template.end_of_turn.lstrip()).lstrip()
     if not rest.startswith(template.header):
@@ -620,10 +627,11 @@ def _located_span(
 ) -> Span | None:
     """Locate a response by a rendering in which a placeholder replaces it.
 
-    The response is between the text before and the text after the placeholder. The result is None
-    if this is ambiguous.
+    The rendering of the whole chat must start with the text before the placeholder, and must end
+    with the text after the placeholder. The response is the text between the two. The result is
+    None if this fails, or if the found text may not be the response.
 
-    If the response has tool calls, the placeholder does not have them. Some templates then leave
+    A placeholder has no tool calls. If it replaces a response with tool calls, some templates leave
     out the results of the tools. So the text after the placeholder must contain each piece of the
     messages that follow.
     """

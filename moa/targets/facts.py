@@ -63,7 +63,7 @@ class KVGroup(NamedTuple):
     # Name of the field in a store. The name is "kv" if the group contains all layers of the target.
     # Otherwise the name also has the kind of attention, as in "kv/full_attention".
     field: str
-    layers: tuple[int, ...]  # Indices of these layers in the target, ascending.
+    layers: tuple[int, ...]  # Indices of the group's layers in the target, ascending.
     shape: KVShape
 
 
@@ -178,7 +178,7 @@ class TargetFacts:
 
     @property
     def splits_kv(self) -> bool:
-        """Whether stores keep the KV in several fields, since layers have different KV shapes."""
+        """Whether stores need several fields for KV, because layers have different KV shapes."""
         return self.family.keeps_kv and bool(self.kv_groups) and not self.has_uniform_kv
 
     @property
@@ -200,7 +200,7 @@ class TargetFacts:
 
     @property
     def rotates_as_llama(self) -> bool:
-        """Whether all layers have keys of the same shape, and RoPE rotates these as in drafters."""
+        """Whether all layers have keys of the same shape, which RoPE rotates as in drafters."""
         rope = dict(getattr(self.config, "rope_parameters", None) or {})
         is_whole = (rope.get("partial_rotary_factor") or 1.0) == 1
         is_supported = rope.get("rope_type", "default") in ROPE_TYPES
@@ -271,7 +271,7 @@ class TargetFacts:
             )
 
     def layer_sizes(self) -> DecoderBlockSizes:
-        """Return the sizes of the target's decoder layers. Drafters build such layers with them.
+        """Return the sizes of the target's decoder layers. Drafters build layers of these sizes.
 
         Raises:
             TargetError: drafters cannot run the target's layers on features of a drafter.
@@ -320,7 +320,7 @@ def _n_positions(config: Any) -> int:
 
 def _mlp_width(config: Any) -> int:
     width = getattr(config, "intermediate_size", None)
-    # Some configs have a list with the width of each layer.
+    # Some configs have a list with the MLP width of each layer. Use the largest width.
     width = max(width) if isinstance(width, list) else width
     return width if isinstance(width, int) else 4 * int(config.hidden_size)
 

@@ -8,7 +8,7 @@ family. For families without an entry, default properties are assumed. Before a 
 | the target must support | needed for | supported by |
 |---|---|---|
 | hidden states | stores of hidden states, drafters without KV | causal LMs, LM head without bias |
-| keys and values | stores of KV, drafters that read it | :data:`FAMILIES` |
+| keys and values | stores of KV, drafters that read KV | :data:`FAMILIES` |
 | decoding | chains, trees, batches, serving | models whose attention takes masks; each is checked |
 """
 
@@ -47,8 +47,8 @@ class Family:
     # Whether RoPE rotates all keys as in drafters. There, the dimensions i and i + d / 2 of a head
     # are rotated together, and d is the head dim.
     rotates_halves: bool = True
-    # Whether each layer that has keys rotates these by RoPE. Some families leave out RoPE in some
-    # layers.
+    # Whether RoPE rotates the keys of every layer that has keys. Some families leave out RoPE in
+    # some layers.
     rotates_all: bool = True
     # Whether some layers carry a recurrent state instead of KV.
     carries_state: bool = False
@@ -80,7 +80,8 @@ FAMILIES: dict[str, Family] = {
     "smollm3": _ROTATED_IN_SOME,
     "cohere2": _ROTATED_IN_SOME,
     "gemma2": Family(mixes_layers=True, attention="eager", norm_offset=1.0),
-    # Gemma 3 has two kinds of rotation: one for sliding-window layers, one for full attention.
+    # Gemma 3 has two kinds of rotation: one for sliding-window layers, one for full attention. A
+    # drafter has only one kind, so ``rotates_halves`` is false.
     "gemma3_text": Family(mixes_layers=True, rotates_halves=False, norm_offset=1.0),
     "gpt_oss": Family(mixes_layers=True, attention="eager"),
     "llama4_text": _ROTATED_IN_SOME,

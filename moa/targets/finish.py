@@ -1,4 +1,4 @@
-"""Finds the answers in a row of a dataset that were cut off, mostly at a token limit."""
+"""Finds out which answers in a row of a dataset were cut off, mostly at a token limit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -154,7 +154,7 @@ def _stated_ends(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the reasons in the value of a key.
+    """Return the reasons in the value of a key such as ``finish_reason``.
 
     If the value is a list, each item is a reason. Empty items are left out.
     """

@@ -59,7 +59,7 @@ def model_folder(path: Path) -> Path:
             # Delete the incomplete folders of processes that were killed while they converted.
             for leftover in folder.parent.glob(f"*{PARTIAL_SUFFIX}"):
                 shutil.rmtree(leftover)
-            # Another process may have made the folder while this process waited for the lock.
+            # Another process may have converted the file while this process waited for the lock.
             if not folder.is_dir():
                 _convert(files[0], folder)
     return folder

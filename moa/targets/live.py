@@ -84,7 +84,7 @@ def resolve_model_folder(
                 path_or_id, revision=revision, allow_patterns=patterns, ignore_patterns=_FOREIGN
             )
         )
-    # If the Hub cannot be reached, its client raises errors of many unrelated types.
+    # If the Hub cannot be reached, its client raises errors of many unrelated types. So catch all.
     except Exception as error:
         if (trouble := machine_trouble(error)) is not None:
             raise trouble from error
@@ -104,7 +104,7 @@ def load_target_tokenizer(folder: Path) -> Any:
         )
     check_model_folder(folder)
     config = None
-    # Load the model's config, too. transformers may use it to choose the class of the tokenizer.
+    # Load the model's config, because transformers may use it to choose the tokenizer's class.
     if (folder / "config.json").is_file():
         load_facts(folder, with_weights=False)
         config = transformers_config(read_config(folder), folder)
@@ -133,10 +133,10 @@ def load_target_tokenizer(folder: Path) -> Any:
 
 
 def _missing_packages(folder: Path) -> list[str]:
-    """Return the packages that must still be installed to read the folder's tokenizer.model.
+    """Return the packages that must still be installed to read a model folder's tokenizer.model.
 
-    The result is empty if the folder has a tokenizer.json, because this file is read instead,
-    without these packages.
+    The result is empty if the folder has a tokenizer.json. This file is then read in place of
+    tokenizer.model, and needs none of the packages.
     """
     file = folder / "tokenizer.model"
     if (folder / "tokenizer.json").is_file() or not file.is_file():
@@ -481,7 +481,8 @@ class StaticCalls:
     """
 
     def __init__(self, n_slots: int) -> None:
-        # The padding of a call is written to slots, too. So add slots for the largest call.
+        # The padding of a call is written to slots, too. So add slots for the padding of the
+        # largest call.
         self.n_slots = n_slots + STATIC_SIZES[-1]
         # CUDA graphs need keys and values at fixed addresses. So caches give their buffers back to
         # this dict, and new caches take them from it.

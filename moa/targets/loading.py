@@ -96,7 +96,7 @@ def check_weights(folder: Path, dtype: torch.dtype) -> None:
                 check_finite({name: values}, folder, TargetError)
                 if _PREFIXES.sub("", name) in _VOCABULARY_TENSORS:
                     vocabulary.append(values)
-    # Some configs do not have the attribute ``tie_word_embeddings``.
+    # Some configs do not have the attribute ``tie_word_embeddings``. Their weights are not tied.
     is_tied = getattr(facts.config, "tie_word_embeddings", False)
     if is_tied and not all(torch.equal(values, vocabulary[0]) for values in vocabulary):
         raise _misfit(folder, facts.config, _differing_head(vocabulary[0]))
@@ -123,7 +123,8 @@ def _load_fitting(
                 dtype=dtype, attn_implementation=facts.attention,
                 output_loading_info=True, use_safetensors=True, trust_remote_code=False, **options,
                 # With this setting, transformers does not raise an error if a tensor has a wrong
-                # shape, but reports the tensor in `info`. `_check_fit` refuses such tensors.
+                # shape, but reports the tensor in the loading info. `_check_fit` reads the loading
+                # info, and refuses such tensors.
                 ignore_mismatched_sizes=True,
             )  # fmt: skip
         except RuntimeError as error:
@@ -148,12 +149,14 @@ def _find_expert_problem(headers: Mapping[str, TensorHeader]) -> str:
     # The name of a tensor contains two numbers: the indices of the layer and of the expert. The
     # name is split into its numbers and its texts. For example, the name
     # model.layers.3.mlp.experts.7.up_proj.weight has the numbers (3, 7) and the texts
-    # ("model.layers.", ".mlp.experts.", ".up_proj.weight"). `groups` maps the texts of a name to a
-    # dict with one entry per tensor: the numbers of its name are mapped to its shape.
+    # ("model.layers.", ".mlp.experts.", ".up_proj.weight"). Tensors with the same texts are the
+    # same matrix in different layers or experts. `groups` has one dict for each such matrix. The
+    # dict maps the numbers of a tensor to the shape of the tensor.
     groups: dict[tuple[str, ...], dict[tuple[int, ...], tuple[int, ...]]] = defaultdict(dict)
-    # An expert has several matrices, and the last text of a name says which matrix it is. `experts`
-    # maps the texts before the last one, such as ("model.layers.", ".mlp.experts."), to a set of
-    # experts. The set contains the numbers (layer, expert) of each expert with at least one matrix.
+    # An expert has several matrices, and the last text of a name says which matrix the tensor is.
+    # The texts before the last one, such as ("model.layers.", ".mlp.experts."), are the same for
+    # all matrices. `experts` maps these texts to the numbers (layer, expert) of all experts that
+    # have at least one matrix in the files.
     experts: dict[tuple[str, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, header in headers.items():
         if ".experts." in name:
@@ -328,8 +331,8 @@ def _differing_head(head: Tensor | TensorHeader) -> str:
 
 
 def _misfit(folder: Path, config: Any, problem: str) -> TargetError:
-    # Read the values from a dict, not from attributes. If the value of an attribute differs between
-    # layers, Gemma 4's config raises an error when the attribute is read.
+    # Read the sizes from a dict, not from attributes of the config. If the value of an attribute
+    # differs between layers, Gemma 4's config raises an error when the attribute is read.
     known = config.to_dict()
     values = [f"{key} {known[key]}" for key in _SIZE_KEYS if known.get(key) is not None]
     return TargetError(
@@ -369,7 +372,8 @@ def _stored_headers(
         stored[name] = TensorHeader(tuple(shape), expected[name].dtype)
     for name in sorted(info["unexpected_keys"]):
         if not _is_for_drafting(name, headers, config):
-            # transformers renames some tensors, so the headers may not contain this name.
+            # transformers renames some tensors, so the headers may not contain this name. The shape
+            # and dtype of such a tensor are unknown.
             stored[name] = headers.get(name, TensorHeader((), None))
     return stored
 
@@ -382,7 +386,7 @@ def _check_tied_head(folder: Path, headers: Mapping[str, TensorHeader], config: 
     """
     head = headers.get("lm_head.weight")
     embeddings = headers.get("model.embed_tokens.weight")
-    # Some configs do not have the attribute ``tie_word_embeddings``.
+    # Some configs do not have the attribute ``tie_word_embeddings``. Their weights are not tied.
     is_tied = getattr(config, "tie_word_embeddings", False)
     if is_tied and head and embeddings and head.shape != embeddings.shape:
         raise _misfit(folder, config, _differing_head(head))

@@ -151,8 +151,8 @@ def quantised_by(values: Mapping[str, Any], folder: Path | None = None) -> str:
             if (entry := config.get(key)) is None:
                 continue
             known = entry if isinstance(entry, dict) else {"quant_method": entry}
-            # The first release of bitsandbytes support wrote configs without quant_method, because
-            # bitsandbytes was the only method then.
+            # The first release of transformers with quantisation supported only bitsandbytes, and
+            # wrote configs without quant_method. Such configs have keys such as load_in_8bit.
             is_old = any(name.startswith("load_in_") for name in known)
             return str(known.get("quant_method") or ("bitsandbytes" if is_old else default))[:60]
     if folder:
@@ -186,7 +186,7 @@ def read_header(
 
 
 def load_pickled_tensors(file: Path | io.BytesIO) -> dict[str, Any]:
-    """Load a dictionary that ``torch.save`` wrote, without running code from the file.
+    """Load a dictionary from a file of ``torch.save``, without running code from the file.
 
     Call this function within :func:`parsing`, because a damaged file raises errors of many types.
     """
@@ -208,8 +208,8 @@ def write_tensors(
     If the program is interrupted, an incomplete file remains. Use ``files.replacing`` to prevent
     this.
     """
-    # The package safetensors is not used for writing, because only the owner could read the file,
-    # and the errors of the package have no errno. Tensors of wide dtypes are written first, so that
+    # The package safetensors is not used for writing. Only the owner could read a file that the
+    # package wrote, and its errors have no errno. Tensors of wide dtypes are written first, so that
     # each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -243,8 +243,9 @@ def check_finite(
     used.
     """
     for name, values in weights.items():
-        # Check only the minimum and the maximum of a tensor. If any value is NaN, both are NaN.
-        # This takes a twentieth of the time of ``isfinite`` over all values.
+        # Check only the minimum and the maximum of a tensor. If any value is NaN, both are NaN. An
+        # infinite value is itself the minimum or the maximum. This check takes a twentieth of the
+        # time of ``isfinite`` over all values.
         if (
             values.is_floating_point()
             and values.numel()
@@ -278,7 +279,7 @@ def find_problems(
             continue
         shape = tuple(weights[name].shape)
         dtype = weights[name].dtype
-        # A float tensor may be stored with any precision.
+        # A floating-point tensor may be stored in any floating-point dtype.
         dtypes = FLOATS if wanted.is_floating_point() else (wanted.dtype,)
         if shape != wanted.shape:
             problems.append(f"{name} has shape {list(shape)}, expected {list(wanted.shape)}")

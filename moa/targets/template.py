@@ -78,8 +78,9 @@ class ControlTokens(NamedTuple):
 
     # Matches the control tokens that must not occur in the text of any message.
     everywhere: re.Pattern[str]
-    # Matches the same tokens, and also the tokens that templates write before and after tools, tool
-    # calls and results of tools. A text that is written between such tokens must not contain them.
+    # Matches the tokens of ``everywhere``, and also the tokens that templates write before and
+    # after tools, tool calls and results of tools. A text that a template writes between such
+    # tokens must not contain any of them.
     framed: re.Pattern[str]
 
 
@@ -138,8 +139,10 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
         self._asked_the_time = False
-        self._text_roles: set[str] = set()  # Roles whose contents may be texts.
-        self._parts_roles: set[str] = set()  # Roles whose contents may be lists of parts.
+        # Roles of messages whose content the template shows if the content is a text.
+        self._text_roles: set[str] = set()
+        # Roles of messages whose content the template shows if the content is a list of parts.
+        self._parts_roles: set[str] = set()
         # Arguments of tool calls may be objects, or texts with JSON. `_shows_objects` is true if
         # the template shows objects. `_shows_json` is true if it shows texts with JSON correctly.
         self._shows_objects = False
@@ -186,7 +189,7 @@ class ChatTemplate:
         return self._asked_the_time or self._with_tools._asked_the_time
 
     def _text_after(self, messages: list[Message]) -> str:
-        """Render a chat that contains the placeholder, and return the text after the placeholder.
+        """Render a chat in which a content is PLACEHOLDER, and return the text after this content.
 
         The result is empty if the template refuses the chat.
         """
@@ -195,7 +198,7 @@ class ChatTemplate:
     def _find_end_of_turn(self, header: str) -> str:
         """Return the text that ends a response, or an empty text if it cannot be found.
 
-        What the template writes after the last response of a chat decides:
+        The result depends on what the template writes after the last response of a chat:
 
         - A control token. The result is this token. If more control tokens follow, each of them may
           end the whole chat, or begin the next turn. So a further token is added to the result only
@@ -215,10 +218,11 @@ class ChatTemplate:
         if not last:
             end = self._control_token_end(between, 0)
             token = between[:end].strip()
-            # Does the token end responses, or does it start the next turn? If a chat with one user
-            # message does not contain the token, it ends responses. Otherwise it must end the
-            # user's turn, too, and must not be among the first tokens of the chat. A token that
-            # starts turns would be one of these first tokens.
+            # ``token`` is the control token after an earlier response. It ends the response, or it
+            # starts the next turn. If a chat with one user message does not contain the token, it
+            # ends responses. Otherwise it must end the user's turn, too, and must not be among the
+            # first tokens of the chat. A token that starts turns would be one of these first
+            # tokens.
             question = {"role": "user", "content": PLACEHOLDER}
             ends_question = self._text_after([question, _message("assistant")]).startswith(token)
             starts_turns = token in self._leading_tokens(header)
@@ -292,8 +296,8 @@ class ChatTemplate:
         """
         text = _OURS + self.text
         # Replace the function that gives the time. Do this before each rendering, because
-        # transformers may have evicted the template from its cache. Then the template is compiled
-        # again, with the original function.
+        # transformers may have evicted the template from its cache. transformers compiles an
+        # evicted template again, with the original function.
         _compile_jinja_template(text).globals["strftime_now"] = self._fixed_time
         rendered: str = self.tokenizer.apply_chat_template(
             list(messages) if is_shaped else self.shape(messages),
@@ -337,7 +341,7 @@ class ChatTemplate:
         return _as_json(arguments) if self._shows_json and not self._shows_objects else arguments
 
     def open_user_turn(self) -> tuple[list[int], int]:
-        """Return the tokens before the text of a first user message, and the token that ends it.
+        """Return the tokens before the text of a first user message, and the token after this text.
 
         Raises:
             TemplateError: the tokens cannot be found.
@@ -348,8 +352,8 @@ class ChatTemplate:
             text = self.render([question], add_generation_prompt=True)
         before, _, after = text.partition(PLACEHOLDER)
         end = self.control_tokens.everywhere.match(after.lstrip())
-        # Cut off a space before the user's text. If the text follows directly, a tokenizer puts the
-        # space into the token of the text's first word.
+        # Cut off a space before the user's text. In a whole prompt, the space is not a token of its
+        # own: the tokenizer puts it into the token of the text's first word.
         tokens = self.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"]
         if not tokens or end is None:
             raise TemplateError(
@@ -400,7 +404,8 @@ class ChatTemplate:
                 f"the chat template does not end ({first_line(error)}). Correct the template."
             ) from error
         except RENDER_ERRORS:
-            # A template may refuse this test chat. Each real chat is checked when it is rendered.
+            # Accept a template that refuses this test chat. Each real chat is checked when it is
+            # rendered.
             pass
 
     def _find_forms(self) -> None:
@@ -416,8 +421,8 @@ class ChatTemplate:
         as_text = self._try_render([user, _call(_as_json(arguments))], is_shaped=True)
         self._shows_objects = PLACEHOLDER in as_object
         # The arguments of a tool call may be a text with JSON. Inference engines turn such a text
-        # into an object. If the template writes the object in another way than the text, it must
-        # get the object here, too.
+        # into an object. So if the template writes an object in another way than a text, it must
+        # get the object, as from an engine.
         differs = self._shows_objects and as_object != as_text
         self._shows_json = _as_json(arguments) in as_text and not differs
         call = _call(arguments)
@@ -439,8 +444,8 @@ class ChatTemplate:
         as_texts = [*before, probe, *after]
         as_parts = [*map(_in_parts, before), probe, *map(_in_parts, after)]
         is_shown = False
-        # Render both chats in any case, because this also detects whether the template reads the
-        # time.
+        # Render the second chat even if the first one already shows the content, because rendering
+        # also detects whether the template reads the time.
         for chat in (as_texts, as_parts):
             text = self._try_render(chat, is_shaped=True)
             is_shown = is_shown or (PLACEHOLDER in text and not _PARTS_AS_JSON.search(text))
@@ -490,8 +495,9 @@ class ChatTemplate:
                 is_framed = key != "content" or message["role"] == "tool"
                 pattern = control.framed if is_framed else control.everywhere
                 if key == "content" and not isinstance(value, str):
-                    # The template writes the parts one after another, so a control token may begin
-                    # in one part and end in the next. So also search the concatenated parts.
+                    # The template writes the parts of a content one after another, so a control
+                    # token may begin in one part and end in the next. So also search the
+                    # concatenated parts.
                     value = [*value, "".join(content_texts(message))]
                 parts.append((f"message {index}", value, pattern))
         for index, tool in enumerate(tools or ()):
@@ -580,9 +586,9 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Parse the arguments of a chat template, as the user gives them.
 
-    ``texts`` are ``name=value`` texts, or the pieces of one JSON object that was split at its
-    commas. In ``name=value``, a value that is valid JSON is decoded, and any other value stays a
-    text.
+    ``texts`` are ``name=value`` texts. In these, a value that is valid JSON is decoded, and any
+    other value stays a text. The user may also give one JSON object. The command line splits it at
+    its commas, so ``texts`` are then the pieces of this object.
 
     Raises:
         OptionInvalid: a text is malformed, or names an argument that moa-data sets itself.
