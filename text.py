@@ -5,6 +5,7 @@ This module imports only the standard library, so that every package can import 
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -99,7 +100,7 @@ def add_command(
         target_layers: number of decoder layers to add to ``target/``.
     """
     names = ",".join(dict.fromkeys(map(activation_name, fields)))
-    command = f"moa-data add {os.fspath(store)} --model MODEL" + (
+    command = f"moa-data add {shlex.quote(os.fspath(store))} --model MODEL" + (
         f" --activations {names}" if names else ""
     )
     return f"`{command}{f' --target-layers {target_layers}' if target_layers else ''}`"

@@ -104,13 +104,14 @@ class DemoConfig(Config):
         errors = []
         if self.model is None and self.n_store_chats > self.n_chats:
             errors.append(
-                f"n_store_chats is {self.n_store_chats}, expected at most n_chats ({self.n_chats})"
+                f"`n_store_chats` is {self.n_store_chats}, expected at most `n_chats` "
+                f"({self.n_chats})"
             )
         if self.hidden_size % (2 * self.n_heads) or self.n_heads % self.n_kv_heads:
             errors.append(
-                f"hidden_size is {self.hidden_size}, n_heads is {self.n_heads} and n_kv_heads is "
-                f"{self.n_kv_heads}, but n_heads must be a multiple of n_kv_heads, and hidden_size "
-                "must be a multiple of twice n_heads"
+                f"`hidden_size` is {self.hidden_size}, `n_heads` is {self.n_heads} and `n_kv_heads` "
+                f"is {self.n_kv_heads}, but `n_heads` must be a multiple of `n_kv_heads`, and "
+                "`hidden_size` must be a multiple of twice `n_heads`"
             )
         if self.n_eval_prompts > self.n_held_out:
             errors.append(

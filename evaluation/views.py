@@ -223,7 +223,7 @@ def _what_helps(report: EvaluationReport, summary: MethodSummary) -> str:
             "make each draft cheaper with a reduced vocabulary (drafter.draft_vocabulary)"
         )
     if not summary.method.startswith("auto"):
-        advice.append("decode with `method=auto`, which drafts only while this is faster")
+        advice.append("decode with the method auto, which drafts only while this is faster")
     return f"To make it faster, {'; or '.join(advice)}."
 
 

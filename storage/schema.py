@@ -540,7 +540,7 @@ class StoreManifest:
             ) from error
         if document.get("format") != FORMAT_NAME:
             raise StoreDamaged(
-                f"{source} is not the manifest of an activation store, because its entry `format` "
+                f"{source} is not the manifest of an activation store, because its entry 'format' "
                 f"is not {FORMAT_NAME!r}. Check the path, or restore the file from a copy."
             )
         version = document.get("schema_version")

@@ -118,8 +118,8 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
         elif self.context == "memory":
             if self.fused_layers:
                 yield (
-                    "context is memory, which encodes all layers of the target, so fused_layers "
-                    "must be empty. Remove fused_layers, or set context to hidden or kv"
+                    "context is memory, which encodes all layers of the target, so `fused_layers` "
+                    "must be empty. Remove `fused_layers`, or set `context` to hidden or kv"
                 )
             yield from self.encoder_problems()
         else:
@@ -141,7 +141,7 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
     def _kv_problems(self) -> Iterator[str]:
         if len(self.fused_layers) % self.block_layers or self.fused_layers[0] == -1:
             yield (
-                "context is kv, so the number of layers in fused_layers must be a multiple of "
+                "context is kv, so the number of layers in `fused_layers` must be a multiple of "
                 f"{self.block_layers}, the number of the drafter's layers, and the embedding (-1) "
                 "cannot be one of them"
             )
@@ -156,8 +156,8 @@ class BlockDrafterSizes(LayerSizes, KVEncoderSizes):
             yield (
                 f"context is kv, so each layer of the drafter attends to {self.n_seen_layers} "
                 f"target layers with {n_kv_heads} KV heads each, which together must divide the "
-                f"{self.n_heads} query heads of the drafter. Set fused_layers to another number of "
-                "layers"
+                f"{self.n_heads} query heads of the drafter. Set `fused_layers` to another number "
+                "of layers"
             )
 
     @property

@@ -278,8 +278,8 @@ def check_target_layers(layers: Sequence[int], n_layers: int, *, embedding: bool
         layer_names = ",".join(map(str, layers))
         also = "; the first may be -1, the embedding" if embedding else ""
         raise DrafterError(
-            f"fused_layers is {layer_names or 'empty'}, expected decoder layers of the target from "
-            f"0 to {n_layers - 1} in ascending order{also}."
+            f"`fused_layers` is {layer_names or 'empty'}, expected decoder layers of the target "
+            f"from 0 to {n_layers - 1} in ascending order{also}."
         )
 
 

@@ -108,7 +108,8 @@ def is_understood(key: Any, value: Any, is_cut_known: bool = True) -> bool:
         known = _TRUE | _FALSE if is_cut_known else _FALSE
     else:
         return False
-    return all(known.issuperset(_reasons(reason)) for reason in _listed(value))
+    stated = filter(_is_stated, _listed(value))
+    return all(known.issuperset(_reasons(reason)) for reason in stated)
 
 
 def _stated_ends(
@@ -136,17 +137,23 @@ def _stated_ends(
             continue
         cut_reasons = _TRUE if is_flag else _CUT_REASONS
         cuts: list[str] = []
-        for listed in _listed(value):
-            reason = next((word for word in _reasons(listed) if word in cut_reasons), "")
+        listed = _listed(value)
+        if len(listed) != len(answers):
+            # Missing reasons keep their places only in a list with one item for each answer.
+            listed = [item for item in listed if _is_stated(item)]
+        for item in listed:
+            reason = next((word for word in _reasons(item) if word in cut_reasons), "")
             cuts.append(f"{key} {reason!r}" if reason else "")
         if is_flag and not any(cuts):
             # A flag that is false does not say that the answer is complete, because the answer may
             # have reached another limit.
             continue
-        if len(cuts) == 1:
+        if len(cuts) == len(answers):
+            for answer, item, cut in zip(answers, listed, cuts, strict=True):
+                if _is_stated(item):
+                    yield answer, cut
+        elif len(cuts) == 1:
             yield answers[-1], cuts[0]
-        elif len(cuts) == len(answers):
-            yield from zip(answers, cuts, strict=True)
         elif cuts and (all(cuts) or (any(cuts) and len(answers) > 1)):
             cut = next(filter(None, cuts))
             for answer in answers:
@@ -154,18 +161,14 @@ def _stated_ends(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the reasons in the value of a key such as ``finish_reason``.
-
-    If the value is a list, each item is a reason. Empty items are left out.
-    """
+    """Return the reasons in the value of a key. If the value is a list, each item is a reason."""
     decoded = unpacked(value)
-    values = decoded if isinstance(decoded, (list, tuple)) else [decoded]
-    stated: list[Any] = []
-    for item in values:
-        words = {word.lower() for word in words_in(item)}
-        if not words <= _NO_REASON:
-            stated.append(item)
-    return stated
+    return list(decoded) if isinstance(decoded, (list, tuple)) else [decoded]
+
+
+def _is_stated(reason: Any) -> bool:
+    """Whether a reason has a text that is not the name of a missing value, such as "None"."""
+    return any(word.lower() not in _NO_REASON for word in words_in(reason))
 
 
 def _reasons(value: Any) -> Iterator[str]:

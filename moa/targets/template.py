@@ -599,7 +599,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
             arguments: dict[str, Any] = json.loads(json_text)
         except ValueError as error:
             raise OptionInvalid(
-                f"template_kwargs is {json_text!r}, which is not a JSON object ({error})"
+                f"`template_kwargs` is {json_text!r}, which is not a JSON object ({error})"
             ) from error
     else:
         arguments = {}
@@ -607,7 +607,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
             name, equals, value = text.partition("=")
             if not equals:
                 raise OptionInvalid(
-                    f"template_kwargs has {text!r}, expected NAME=VALUE such as "
+                    f"`template_kwargs` has {text!r}, expected NAME=VALUE such as "
                     "enable_thinking=false"
                 )
             arguments[name.strip()] = value
@@ -616,7 +616,7 @@ def parse_template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     for name in arguments:
         if name in _TAKEN or not name.isidentifier():
             raise OptionInvalid(
-                f"template_kwargs has {name!r}, which is not the name of a variable, or is the "
+                f"`template_kwargs` has {name!r}, which is not the name of a variable, or is the "
                 "name of a variable that moa-data sets itself. Give another variable of the chat "
                 "template"
             )

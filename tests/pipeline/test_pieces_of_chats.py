@@ -1179,6 +1179,8 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         {"finish_reason": ["length", "stop"]},
         {"finish_reason": '["length", "length"]'},
         {"finish_reason": [None, "length", None, "stop"]},
+        {"finish_reasons": ["length", "none"]},
+        {"finish_reasons": ["length", None]},
         {"finish_reason": ["stop", "stop", "length"]},
         {"responses": responses},
         {"responses": responses, "finish_reason": "stop"},
@@ -1187,6 +1189,7 @@ def test_an_answer_that_is_cut_before_the_last_message_rejects_its_row() -> None
         rejected(found, RejectReason.MARKED_UNTRAINED, "was cut off: it has finish_reason")
     for column in (
         {"finish_reason": ["stop", "length"]},
+        {"finish_reason": [None, "length"]},
         {"responses": responses[::-1]},
         {"metadata": [("finish_reason", "length"), ("model", "x")]},
         {"responses": [{"finish_reason": "stop"}, {}], "metadata": {"finish_reason": "length"}},
