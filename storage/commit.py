@@ -80,7 +80,7 @@ class PartCommit:
         return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """Return the content of the JSON file."""
+        """Return the content of the commit's JSON file."""
         return files_json(**vars(self))
 
     def check_counts(self, store: StorePath, part: int, planned: Mapping[str, int]) -> None:
@@ -239,7 +239,9 @@ def read_file_records(path: StorePath) -> dict[str, FileRecord]:
 
 
 def check_target_bundle(store: StorePath, folder: StorePath) -> None:
-    """Compare the files of the target bundle with the sizes and checksums in its commit.
+    """Compare the files of a store's target bundle with the sizes and checksums in its commit.
+
+    The target bundle consists of the config, tokenizer and frozen weights of the target.
 
     Args:
         store: the store that contains the commit.

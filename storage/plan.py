@@ -6,7 +6,8 @@ of the target. Parts are filled in the order of the rows of the dataset, so that
 a store are not biased towards short or long sequences. In a part, the sequences are sorted by
 length, so that batches of consecutive sequences have little padding.
 
-texts.arrow is a table of the tokens and response masks of all sequences.
+texts.arrow is a table of the tokens and response masks of all sequences. A response mask marks the
+tokens that the assistant wrote.
 """
 
 import hashlib
@@ -274,7 +275,7 @@ def plan_bytes(plan: pa.Table) -> bytes:
 
 
 def _declared_bytes(metadata: pq.FileMetaData) -> int:
-    """Add up the sizes of all columns of a plan. The metadata of the file declares these sizes."""
+    """Return the total size of the columns of a plan.parquet in bytes, from its metadata."""
     n_bytes = 0
     for group in range(metadata.num_row_groups):
         for index in range(6):

@@ -73,7 +73,7 @@ ZARR_NAME = "zarr.json"
 COMMITS_NAME = "commits"
 RUNS_NAME = "runs"
 # Key in the JSON files of ``runs/``. The value of this key is the weights_sha256 of the model that
-# wrote the answers of the chats, or null.
+# wrote the answers of the chats, or null if this model is not known.
 ANSWERS_BY = "answers_by"
 CODEC_NAME = "codec"
 CARD_NAME = "README.md"
@@ -620,9 +620,10 @@ def storage_dtype(logical_dtype: str) -> np.dtype:
 
 
 def to_float32(array: np.ndarray, logical_dtype: str) -> np.ndarray:
-    """Convert values of a logical dtype, given in its storage dtype, to float32.
+    """Convert stored values to float32.
 
-    The conversion of bfloat16 and float16 is exact.
+    The values have the storage dtype that belongs to the logical dtype, for example uint16 for
+    bfloat16. The conversion of bfloat16 and float16 is exact.
     """
     expected = storage_dtype(logical_dtype)
     if array.dtype != expected:

@@ -37,7 +37,8 @@ ToDevice = Callable[[np.ndarray], Array]
 # Largest number of principal axes in a basis. The keys of a layer group have one basis, and the
 # values of the group have another. A hidden state has one basis.
 MAX_COMPONENTS = 4_096
-# Largest number of token features from which keys and values are predicted.
+# Keys and values may be predicted from features of the token id. This is the largest number of
+# features of one token id.
 MAX_FEATURES = 512
 # Up to this width, the principal axes of keys, values or a hidden state are computed from their
 # covariance matrix. For larger widths, they are computed by subspace iteration.
@@ -45,7 +46,7 @@ EXACT_WIDTH = 8_192
 # Up to this width, covariance matrices are decomposed in float64. For larger widths, float32 is
 # used, which takes half the time.
 _PRECISE_WIDTH = 2_048
-_POWER_ITERATIONS = 4  # Number of subspace iterations.
+_POWER_ITERATIONS = 4  # Number of subspace iterations for wide arrays.
 _OVERSAMPLING = 32
 _METRIC_RIDGE = 0.2
 _FEATURE_RIDGE = 1e-3
@@ -146,12 +147,12 @@ def on_host(array: Array) -> np.ndarray:
 
 
 def early_means(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Compute a mean for each early position, and one mean for all later positions.
+    """Average the rows of sequences: for each early position, and over all later positions.
 
     The first ``EARLY_POSITIONS`` positions of a sequence are the early positions.
 
-    If no sequence is long enough to have one of the early positions, the mean of the later
-    positions is used for this position.
+    If all sequences are too short to have a certain early position, the mean of the later positions
+    is used for this position.
 
     Args:
         sequences: Whole sequences, [n_tokens, width] each.

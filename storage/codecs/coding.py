@@ -306,8 +306,9 @@ class GroupTransform:
                 residual = values - features @ constants["regression"][part]
             mean = xp.take(constants["mean"][part], rows, axis=0)
             scaled.append((residual - mean) @ constants["analysis"][part])
-        # The components of the keys come first, then the components of the values. Put the columns
-        # into their stored order, in which codes with similar statistics are neighbours.
+        # So far, the columns of the keys come before the columns of the values. Put the columns
+        # into the order in which they are stored, so that columns with similar statistics are
+        # neighbours.
         columns = xp.take(xp.concat(scaled, axis=1), constants["to_stored"], axis=1)
         codes = quantise(columns, constants["rounding"], constants["limit"])
         low, high = split_wide(xp.astype(codes, xp.int16))
@@ -522,7 +523,7 @@ def _of_layers(xp: Any, matrix: Array, n_layers: int, layers: list[int]) -> Arra
 
 
 def row_bytes(runs: Sequence[StoredArray]) -> int:
-    """Return the total number of bytes that some stored runs of codes have for each token."""
+    """Return the number of bytes per token of several stored arrays together."""
     return sum(run.row_bytes for run in runs)
 
 

@@ -1,6 +1,7 @@
 """The interface of field codecs, and the lossless codec.
 
-A field codec encodes the values of a field to rows of stored arrays, and decodes them.
+A field of a store contains values of one kind for every token, such as keys and values. A field
+codec encodes these values to rows of stored arrays, and decodes the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,10 +6,11 @@ a token is the coordinate of a part's values along one axis. The *error* of a co
 squared quantisation error.
 
 *Quantiser.* A component x is stored as the integer ``q = sign(x) * floor(|x| / step + rounding)``,
-its code. The number of levels limits the magnitude of codes. A rounding below 0.5 widens the
-interval of values with code zero. If most codes are zero, a wider interval saves many bits and adds
-little error. The decoded value is ``sign(q) * (|q| - shift) * step``. There is one shift for ``|q|
-= 1``, and another shift for all larger codes. Both shifts are fitted to the sample.
+its code. The number of levels is the number of different codes that are possible. It limits the
+magnitude of codes. A rounding below 0.5 widens the interval of values with code zero. If most codes
+are zero, a wider interval saves many bits and adds little error. The decoded value is ``sign(q) *
+(|q| - shift) * step``. There is one shift for ``|q| = 1``, and another shift for all larger codes.
+Both shifts are fitted to the sample.
 
 *Allocation.* A quantiser consists of a step, a rounding and a number of levels. For each component,
 several quantisers are options. Their bits and errors are measured on the sample. :func:`allocate`
@@ -206,7 +207,8 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
         top = (levels - 1) // 2
         if max_code <= fewer_levels_top:
             # The next smaller number of levels already covers all codes. More levels would only
-            # cost more bits. Exclude this option by setting its bits and its error to infinity.
+            # cost more bits. So exclude the options with this number of levels: set their bits and
+            # errors to infinity.
             never = zeros + np.inf
             options.append(Quantisers(zeros + levels, steps, roundings, zeros, zeros, never, never))
             continue
@@ -221,7 +223,7 @@ def _measure_component(magnitude: np.ndarray, base_step: float) -> Quantisers:
 
 
 def _concatenated(quantisers: Iterable[Quantisers]) -> Quantisers:
-    """Concatenate the arrays of several objects along axis 0."""
+    """Concatenate the arrays of several :class:`Quantisers` along axis 0."""
     return Quantisers(*map(np.concatenate, zip(*quantisers, strict=True)))
 
 
@@ -277,7 +279,8 @@ def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
     binary_entropy = -inner * np.log2(inner) - (1 - inner) * np.log2(1 - inner)
     # The most likely byte consists of zeros only. If the probability of this byte is above one
     # half, its Huffman code has one bit, although the byte contains less than one bit of
-    # information. The Huffman codes of all other bytes start with the other value of this bit.
+    # information. The Huffman codes of all other bytes start with the other value of this bit. So
+    # for every byte, this bit is stored, but carries only ``binary_entropy`` bits of information.
     loss = np.where(most_likely > 0.5, 1 - binary_entropy, 0.0) + _HUFFMAN_REDUNDANCY_BITS
     return np.asarray(loss / per_byte)
 
@@ -376,7 +379,7 @@ class _FittedPart(NamedTuple):
     components: Kept
     # Variance of each component, [n_components].
     variances: np.ndarray
-    # Factor by which the squared error of each component is multiplied.
+    # Factor by which the squared errors of all components are multiplied.
     weight: float
 
 
@@ -667,9 +670,10 @@ def _compact(parts: Sequence[_FittedPart], columns: coding.CodeColumns) -> codin
 
 
 # The functions below split a budget of bits among the hidden states of a store. With the codec
-# option ``,joint``, each hidden state is predicted from the next lower hidden state of the store.
-# Only the residual, the difference to the prediction, is quantised. The residual is small, because
-# a decoder layer changes its input little. So the lowest state takes most of the bits.
+# option ``joint`` (as in the codec name ``transform:1.0,joint``), each hidden state is predicted
+# from the next lower hidden state of the store. Only the residual, the difference to the
+# prediction, is quantised. The residual is small, because a decoder layer changes its input little.
+# So the lowest state takes most of the bits.
 #
 # The bits are split so that all components of all states have the same mean squared error ``d``.
 # Variances and errors are divided by the energy (the sum of squares) of their state.

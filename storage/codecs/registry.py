@@ -166,10 +166,11 @@ class StoreCodec:
 
     @property
     def joint(self) -> list[str]:
-        """Names of the hidden states that the option ``,joint`` predicts from one another.
+        """Names of the hidden states that the codec option ``joint`` predicts from one another.
 
-        The names are ordered from the lowest layer to the last hidden state. Each hidden state is
-        predicted from the previous hidden state in this list.
+        The option is part of the codec's name, for example ``transform:1.0,joint``. The names are
+        ordered from the lowest layer to the last hidden state. Each hidden state is predicted from
+        the previous hidden state in this list.
         """
         layers: dict[str, int] = {}
         for name, codec in self.learned.items():
@@ -267,9 +268,10 @@ class StoreCodec:
     def _named_sources(self) -> dict[str, list[str]]:
         """Find out from the codec's name from which fields each hidden state is predicted.
 
-        With ``,from-kv``, a hidden state is predicted from keys and values. With ``,joint``, a
-        hidden state is predicted from the next lower hidden state of the store. With both options,
-        it is predicted from all of these fields.
+        The name may contain options, for example ``transform:1.0,from-kv,joint``. With the option
+        ``from-kv``, a hidden state is predicted from keys and values. With ``joint``, it is
+        predicted from the next lower hidden state of the store. With both options, it is predicted
+        from all of these fields.
 
         Returns:
             Name of a hidden state -> names of the fields from which it is predicted.

@@ -4,7 +4,7 @@
 
     keys    -> undo RoPE ---+
     values  ----------------+-> subtract the mean -> multiply by the basis -> quantise
-    hidden  ----------------+-> pack several codes per byte -> arrays of similar statistics
+    hidden  ----------------+-> pack several codes per byte -> stored arrays
 
 *Groups.* The layers are divided into groups of consecutive layers. The keys of all layers of a
 group have one basis of principal axes, and the values of these layers have another. A hidden state
@@ -21,16 +21,17 @@ that their keys have at most 4,096 numbers per token. No basis is wider than 16,
 
 *Predictions.* Values may be predicted from the token ids, or from the decoded values of other
 fields. Encoding first subtracts the prediction, and decoding adds the prediction at the end, which
-takes one more matrix product. Three options in the codec's name turn on predictions:
+takes one more matrix product. Three options in the codec's name turn on predictions, for example
+``transform:1.0,tokens,joint``:
 
-- ``,tokens`` predicts keys and values from the token ids. For each token of the vocabulary, the
+- ``tokens`` predicts keys and values from the token ids. For each token of the vocabulary, the
   basis file becomes up to 1,024 bytes larger (131 MB in total for Llama 3).
-- ``,from-kv`` predicts hidden states from the decoded keys and values of the same token. This is
+- ``from-kv`` predicts hidden states from the decoded keys and values of the same token. This is
   possible because the keys and values of a layer are a linear function of the layer's normalised
   input, which is a hidden state.
-- ``,joint`` predicts each hidden state from the next lower hidden state of the store, because a
+- ``joint`` predicts each hidden state from the next lower hidden state of the store, because a
   decoder layer changes its input little. The last hidden state is predicted from the highest stored
-  layer. With ``,tokens`` but without ``,from-kv``, the lowest hidden state is predicted from the
+  layer. With ``tokens`` but without ``from-kv``, the lowest hidden state is predicted from the
   token ids.
 
 If a field is predicted from other fields, these fields are its *sources*. A reader of the field
@@ -369,9 +370,10 @@ class TransformCodec(FieldCodec):
     def needs_tokens(self) -> bool:
         """Whether the field is predicted from the token ids.
 
-        The option ``,tokens`` predicts keys and values from the token ids. Together with the option
-        ``,joint``, it also predicts the lowest hidden state from the token ids, unless this hidden
-        state is predicted from keys and values.
+        The codec's name may contain options, for example ``transform:1.0,tokens,joint``. The option
+        ``tokens`` predicts keys and values from the token ids. Together with the option ``joint``,
+        it also predicts the lowest hidden state from the token ids, unless this hidden state is
+        predicted from keys and values.
         """
         is_first = self.settings.is_joint and not self.sources
         return self.settings.from_tokens and (self.is_kv or is_first)
@@ -517,7 +519,7 @@ class TransformCodec(FieldCodec):
                 analysis = load(f"{part}/analysis", width, len(synthesis))
                 bases.append(Basis(mean, synthesis, analysis))
             else:
-                # Earlier releases stored no scales for a basis whose scales are all 1.
+                # If all scales of a basis are 1, earlier releases did not store them.
                 has_scale = f"{group}/{part}/scale" in state
                 scale = load(f"{part}/scale", width) if has_scale else np.ones(width, np.float32)
                 bases.append(Basis.scaled(mean, synthesis, scale))
@@ -761,16 +763,18 @@ class TransformCodec(FieldCodec):
         return xp.astype(xp.take(self._feature_tables[key], ids, axis=0), xp.float32)
 
     def _split(self, codes: Codes, layers: Layers) -> Codes:
-        """Return the codes of the layer groups that contain these layers, with one array per run.
+        """Return the codes of the layer groups that contain these layers, as arrays to decode.
 
-        A run is a range of a token's codes with similar statistics. If the store has one array of
-        pieces instead of one array per run, the pieces are converted to runs.
+        A decoder needs one array for each run, which is a range of a token's codes with similar
+        statistics. A store with many bytes per token has one array for all runs instead. In this
+        case, the result is made from the bytes of this array.
         """
         if self._pieces is None:
             return codes
         rows = codes[self._pieces.array.name]
-        # Usually, the codes contain only the pieces of these layers. But if another field of the
-        # batch is predicted from this field, the codes contain all pieces.
+        # Usually, `rows` contains only the bytes of the groups with these layers. But if another
+        # field of the batch is predicted from this field, `rows` contains the bytes of all groups,
+        # and all groups are converted.
         has_all = rows.shape[1] == self._pieces.array.row_shape[0]
         return self._pieces.split(rows, self._groups_of(None if has_all else layers))
 

@@ -51,7 +51,7 @@ Depth = Literal["sizes", "checksums", "values"]
 
 - ``sizes`` compares only the sizes of files with their commits.
 - ``checksums`` compares the sizes and the checksums of files with their commits.
-- ``values`` does the same, and also decodes all values.
+- ``values`` does what ``checksums`` does, and also decodes all values.
 """
 
 

@@ -46,7 +46,7 @@ from ..schema import LOCK_NAME, LOCKS_NAME, OPENING_NAME
 # just killed may still hold this lock exclusively, because the kernel may release the
 # ``opening.lock`` of the killed process shortly before its ``store.lock``.
 _GRACE_S = 1.0
-_RETRY_S = 0.05  # Seconds between two attempts to take the lock.
+_RETRY_S = 0.05  # Seconds between two attempts to take ``store.lock``.
 
 
 class StoreLock:
@@ -117,7 +117,8 @@ class StoreLock:
         if self._opening_fd < 0:
             return
         try:
-            # Ignore the error if the file cannot be deleted. The remaining file does no harm.
+            # If ``opening.lock`` cannot be deleted, ignore the error. The remaining file does no
+            # harm.
             with suppress(OSError):
                 os.unlink(self._store / OPENING_NAME)
         finally:
@@ -172,7 +173,7 @@ class StoreLock:
         return open(lock_file(folder / f"{name}.lock", waits))
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the store's lock."""
         # Release ``store.lock`` first. Otherwise the next process could get ``opening.lock`` and
         # then find ``store.lock`` still held.
         if self._fd >= 0:

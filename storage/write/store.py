@@ -592,8 +592,8 @@ def _check_unoccupied(store: StorePath) -> None:
     The path may be missing, or it may be an empty folder, a store, or a store whose creation was
     interrupted.
     """
-    # In a bucket, only a listing of all files would show whether a folder exists. So skip this
-    # check.
+    # Check that a local path is a folder or can become a folder. A bucket has no folders, so this
+    # check is not needed there.
     if isinstance(store, Path):
         folders = (store, *store.absolute().parents)
         existing = next(path for path in folders if path.exists() or path.is_symlink())
