@@ -51,15 +51,15 @@ CRC_BYTES = 4
 BYTE_CHAIN = ("bytes:little", f"blosc:zstd:level=1:shuffle:blocksize={BLOSC_BLOCK_BYTES}", "crc32c")
 """The names of the codecs that encode every inner chunk, as ``store.json`` records them."""
 
-# Reads two numbers of a blosc header: the number of raw bytes and the number of frame bytes. The
-# other fields are skipped.
+# Reads two numbers of a blosc header: the number of raw bytes and the number of bytes of the frame.
+# All other bytes of the header are skipped.
 _BLOSC_HEADER = struct.Struct("<4xI4xI")
 _CRC = struct.Struct("<I")
 _CRC_OF_CHECKED = 0x48674BC7
 """The CRC-32C of a whole chunk that is not damaged.
 
-A chunk ends with the CRC-32C (little endian) of the bytes before it. The CRC-32C of any data that
-ends in this way is the same constant.
+A chunk ends with the CRC-32C (little endian) of the bytes before it. If data ends with its own
+CRC-32C, the CRC-32C of all its bytes is always this number.
 """
 
 

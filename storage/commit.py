@@ -107,9 +107,9 @@ class PartCommit:
 
 
 class _FileList(TypedDict):
-    """The content of a commit of any kind: of a part, of the target bundle or of the manifest.
+    """The content of any commit: of a part, of the target bundle, or of the manifest.
 
-    Only the keys that all kinds of commits have are declared here.
+    Only the keys that every commit has are declared here.
     """
 
     files: _Files
@@ -195,7 +195,7 @@ def check_size(path: StorePath, record: FileRecord, listed_bytes: int | None = N
 
     Args:
         path: path of the file.
-        record: size and checksum of the file in its commit.
+        record: size and checksum that the commit lists for the file.
         listed_bytes: size of the file from a listing of its folder (``listed_sizes``), which may be
             out of date. If this size is None or differs from the commit, ``stat`` is called.
 
@@ -414,7 +414,8 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
 def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     """Return the content of a file, or None if the file does not exist.
 
-    The result is empty if the file is longer than ``max_bytes`` or not a regular file.
+    If the file is longer than ``max_bytes`` or not a regular file, the result is ``b""``. If the
+    caller compares the result with the expected content, it finds that they differ.
     """
     try:
         return backend_of(path).read(max_bytes)

@@ -138,7 +138,9 @@ class ObjectStore:
         return content
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[memoryview]:
-        """Read byte ranges (name, start, stop): the bytes [start, stop) of the file ``name``.
+        """Read byte ranges.
+
+        The range (name, start, stop) consists of bytes [start, stop) of the file ``name``.
 
         If a file ends before ``stop``, the result for this range has fewer bytes.
         """
@@ -368,7 +370,7 @@ def timeout_s() -> float:
 
 
 def _grouped(ranges: Sequence[tuple[str, int, int]]) -> Iterator[list[int]]:
-    """Group the ranges that are read by one request. Yield each group as indices of ``ranges``.
+    """Group ranges so that one request reads each group. Yield a group as indices of ``ranges``.
 
     The ranges of a group are in the same file, have gaps of at most GAP_BYTES, and span at most
     REQUEST_BYTES. A range that is longer than REQUEST_BYTES is the only range of its group.

@@ -171,7 +171,7 @@ def _check_sequences(table: pa.Table) -> None:
 
 
 def plan_counts(plan: pa.Table) -> dict[str, int]:
-    """Return the counts of a plan. The manifest must contain the same counts.
+    """Return the counts of a plan. The manifest (store.json) must contain the same counts.
 
     The counts are n_sequences, n_parts and n_tokens (without alignment padding).
     """

@@ -6,10 +6,10 @@ checksum of the block::
 
     DIR/blocks/3f/3f9c...e1-000017      1 MiB of a shard, then the CRC-32C of these bytes
 
-*Names.* The name of the file is a hash of three values, followed by the number of the block. The
-values are the path of the shard, and the shard's size and checksum in the commit. So a block is
-never used for a different shard. After the store is written again with other content, the old
-blocks are not used.
+*Names.* The name of a block's file is a hash, followed by the number of the block in the shard. The
+hash is computed from the path of the shard, and from the shard's size and checksum in the commit.
+So a block is never used for a different shard. After the store is written again with other content,
+the old blocks are not used.
 
 *Sharing.* Any number of processes may share a folder. A block is written to a temporary file that
 is then renamed, so readers see only complete blocks. Files are not synced. If a crash damages a
@@ -53,7 +53,7 @@ class RemoteFile:
 
     Args:
         path: path of the file.
-        record: size and checksum of the file from its commit.
+        record: size and checksum that the commit lists for the file.
         cache: cache on a local disk, which all files of a store share. If the argument is None, the
             file is read without a cache.
     """

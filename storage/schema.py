@@ -17,8 +17,8 @@
                                   1 = written by the assistant
         kv                        bfloat16 [token, layer, kv_head, 2, head_dim]
                                   0 = key after RoPE, 1 = value
-        kv/full_attention         replaces kv if the layers have different caches: the layers of
-                                  one kind
+        kv/full_attention         if the layers cache different shapes, one array like this one for
+                                  each shape replaces kv
         hidden/last               bfloat16 [token, width]
                                   after the final norm
         hidden/layer_6            bfloat16 [token, width]
@@ -176,8 +176,8 @@ Array = Any  # Type of a NumPy array or a torch tensor, for functions that accep
 
 # Name of the field of token ids. Some codecs need the token ids to decode another field.
 TOKENS = "tokens"
-# Name of the field with keys and values of all layers. If the layers have caches of different
-# kinds, there is a field for each kind instead, such as ``kv/full_attention``.
+# Name of the field with the keys and values of all layers. If the layers cache different shapes,
+# several fields such as ``kv/full_attention`` replace this one.
 KV = "kv"
 HIDDEN_LAST = "hidden/last"  # Name of the field with hidden states after the final norm.
 
@@ -203,7 +203,8 @@ _Count = Annotated[int, Field(ge=1, le=MAX_WHOLE_NUMBER)]
 Natural = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Dtype = Literal["bfloat16", "float16", "float32"]  # Dtypes of activations.
 _EXACT = ConfigDict(strict=True, extra="forbid")
-# Configuration of JSON objects that may also contain keys that are not declared here.
+# pydantic settings of a class that describes a JSON object. The object may also contain keys that
+# the class does not declare.
 _WITH_OTHERS = ConfigDict(strict=True, extra="allow")
 
 
@@ -226,11 +227,11 @@ class FieldSpec:
     axes: tuple[str, ...]  # Names of all axes; the first one is ``"token"``.
     description: str
     # For each index of the layer axis, the number of the target's layer. The value is None if the
-    # field has no layer axis, or contains all layers in order. In this case, the JSON object lacks
-    # the key.
+    # field has no layer axis, or contains all layers in order. The JSON object of such a field has
+    # no entry ``layers``.
     layers: Annotated[tuple[Natural, ...], Field(max_length=MAX_LAYERS)] | None = None
     # Width of a key, if the last axis holds a key followed by a value of another width. For all
-    # other fields, the value is None, and the JSON object lacks the key.
+    # other fields, the value is None, and their JSON objects have no entry ``key_width``.
     key_width: _Count | None = None
 
     def __post_init__(self) -> None:

@@ -6,8 +6,8 @@ values of the group have another basis. The keys or the values of a group are ca
 hidden state is one group with one part.
 
 The sample may be too large for the memory. So the sample is on disk, and only one part of one group
-is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, this takes 2 GB of memory
-instead of 8 GB::
+is in memory at a time. For 16 layers of an 8B target and 30,000 tokens, learning then takes 2 GB of
+memory instead of 8 GB::
 
     one sequence                 [n_tokens, *token_shape]
     -> parts of each group       float32 [n_tokens, width] each
@@ -191,7 +191,8 @@ def layer_scale(sample: PackedSequences, n_layers: int) -> np.ndarray:
         n_layers: Number of layers of the group.
 
     Returns:
-        float32 [width]. Entry i is the scale of the layer to which column i of the values belongs.
+        float32 [width]. Column i of the values belongs to one layer. Entry i is the scale of this
+        layer.
     """
     energies = np.zeros(n_layers)
     for values in sample.sequences:
@@ -218,8 +219,8 @@ def learn_basis(
         metric: Matrix [width, width] that weighs quantisation errors, symmetric and positive
             semidefinite: an error ``e`` costs ``e @ metric @ e``. If the argument is None, the cost
             is the sum of squares of ``e / scale``.
-        scale: Result of :func:`layer_scale`, [width]. Entry i is the scale of the layer to which
-            column i belongs.
+        scale: Result of :func:`layer_scale`, [width]. Column i of the values belongs to one layer,
+            and entry i is the scale of this layer.
         to_device: Moves an array to the device on which large matrix products run.
     """
     means = early_means(sample.sequences)

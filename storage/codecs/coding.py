@@ -75,9 +75,10 @@ HIGH_LEVELS = 15
 WIDE_LEVELS = LOW_LEVELS * HIGH_LEVELS
 
 # This limit decides how the codes of a field are stored. It is compared with the bytes of codes per
-# token and layer group, averaged over the layer groups of the field. From the limit on, all codes
-# are stored in one array, which is cut into pieces. Below the limit, each run (a range of codes
-# with similar statistics) is stored as a separate array.
+# token and layer group, averaged over the layer groups of the field. Below the limit, each run (a
+# range of codes with similar statistics) is stored as a separate array. From the limit on, all
+# codes are stored in one array. This array is cut into ranges of equal width, the pieces, so that a
+# reader of some layers reads only some pieces.
 MIN_GROUP_BYTES = 1024
 _WIDE_GROUP_BYTES = 2048
 _NARROW_PIECE = 96
@@ -379,9 +380,10 @@ class GroupTransform:
         columns = self._columns(codes, n_tokens)
         xp = array_namespace(columns)
         constants = self._on(columns)
-        # A component is the sum of its low and its high digit. Most components have no high digit.
-        # If a digit is missing, the index array (`low` or `high`) contains the index of a column of
-        # zeros, which is appended here.
+        # Each column contains the decoded values of one digit. A component is the sum of two
+        # columns, for its low and its high digit. But most components have no high digit. So append
+        # a column of zeros. If a component lacks a digit, `low` or `high` contains the index of
+        # this column.
         columns = xp.concat([columns, xp.zeros_like(columns[:, :1])], axis=1)
         components: list[Array] = []
         for low, high in zip(constants["low"], constants["high"], strict=True):
@@ -400,9 +402,8 @@ class GroupTransform:
         xp = array_namespace(like)
         constants = self._on(like)
         looked_up = []
-        # One table lookup maps a byte to the decoded values of all digits in the byte. Steps and
-        # shifts differ between columns, so the table has 256 separate rows for each byte of a
-        # token.
+        # One table lookup maps a byte to the decoded values of all digits in the byte. Each digit
+        # has its own step and shifts, so the table has 256 separate rows for each byte of a token.
         for run, table, offsets in zip(
             self._runs, constants["tables"], constants["offsets"], strict=True
         ):
@@ -528,15 +529,18 @@ def row_bytes(runs: Sequence[StoredArray]) -> int:
 
 
 def piece_bytes(widths: Sequence[int]) -> int:
-    """Choose the width of the pieces into which the array of all codes of a field is cut.
+    """Choose whether to store the codes of a field in pieces, and choose the width of a piece.
+
+    If the groups have many bytes, all codes of a field are stored in one array. This array is cut
+    into pieces of equal width, so that a reader of some layers reads only some pieces.
 
     Args:
         widths: Number of bytes of codes per token, for each group of layers.
 
     Returns:
-        The number of bytes per token in a piece. The result is 0 if the groups have few bytes. In
-        that case, no array is cut into pieces. Instead, each run (a range of codes with similar
-        statistics) is stored as a separate array.
+        The number of bytes per token in a piece. If the groups have few bytes, the result is 0. In
+        that case, each run (a range of codes with similar statistics) is stored as a separate
+        array.
     """
     mean_bytes = sum(widths) / len(widths)
     if mean_bytes < MIN_GROUP_BYTES:
@@ -565,7 +569,7 @@ class Pieces:
         )
 
     def of_groups(self, groups: Sequence[int]) -> list[int]:
-        """Return the indices of the pieces of some layer groups, in the order of the groups."""
+        """Return the indices of the pieces that contain the codes of some layer groups."""
         firsts = np.cumsum([0, *self._n_pieces]).tolist()
         pieces: list[int] = []
         for group in groups:

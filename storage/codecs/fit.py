@@ -499,7 +499,7 @@ def _fit_part(
         for i, values in zip(learned_from, rows.sequences, strict=True):
             values -= features[i] @ regression
     basis = learn_basis(rows, metric, scale, move)
-    del rows  # Free the memory of these rows before the next rows are read.
+    del rows  # Free this memory before the other sequences are read.
     rows = sample.rows(group, part, others)
     if metric is None:
         # Errors are measured relative to the energy of a layer. The energy is the sum of squares of
@@ -613,8 +613,7 @@ def _order_codes(
         per_byte = coding.CODES_PER_BYTE[levels]
         n_left = int((levels_of == levels).sum())
         # Bytes with different statistics need different Huffman codes. So split the bytes into
-        # runs. Each run is later stored as a separate array, or all runs are stored in one array
-        # that is cut into pieces.
+        # runs, which are ranges of neighbouring bytes with similar statistics.
         ends = split_by_statistics(counts, CHUNK_TOKENS)
         for run in np.split(packed, ends[:-1], axis=1):
             n_digits = min(run.shape[1] * per_byte, n_left)

@@ -86,8 +86,9 @@ class Int8Codec(FieldCodec):
         shape = spec.token_shape
         axes = spec.axes[1:]
         if self._is_kv:
-            # In a KV field, each layer and head has a key that is followed by a value. This also
-            # holds if their widths differ.
+            # In a KV field, each layer and head has a key, followed by a value. Compute the width
+            # of both together, and the width of the key, which may differ from the width of the
+            # value.
             self._kv_width = math.prod(shape[2:])
             self._key_width = shape[-1] if spec.key_width is None else spec.key_width
             axes = (*axes[:2], axes[-1])

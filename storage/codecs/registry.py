@@ -21,8 +21,9 @@ from .transform import TransformCodec, TransformSettings, side_by_side
 
 LOSSLESS = "lossless"
 BASIS_NAME = "basis.safetensors"
-# While fields are added to a store, the new basis file has this name. As soon as store.json
-# contains the hash of the file, the file is renamed to BASIS_NAME.
+# The basis file of a store contains the learned state of its codec. While fields are added to the
+# store, the new basis file has this name. As soon as store.json contains the hash of the file, the
+# file is renamed to BASIS_NAME.
 NEXT_BASIS_NAME = "next-basis.safetensors"
 # Upper bound on the size of a basis file. The basis of a 405B target with all options has 5 GB.
 _MAX_BASIS_BYTES = 16 << 30

@@ -11,13 +11,14 @@ group have one basis of principal axes, and the values of these layers have anot
 is one group with one basis. Decoding takes one table lookup per byte of codes, and one matrix
 product per basis. Then the mean is added, and RoPE is applied to the keys.
 
-*Size of the groups.* The end of the codec's name selects the number of layers in a group. With
-large groups, a store takes fewer bytes. Different layers contain similar information about a token.
-So with one basis for all layers (``@all``), a store takes less than half the bits that it takes
-with one basis per layer (``@layer``). With small groups, a reader of one layer reads fewer bytes,
-because it must read the codes of all layers of the group. By default, a group has so many layers
-that their keys have at most 4,096 numbers per token. No basis is wider than 16,384 numbers. If
-``@all`` would exceed this width, the layers are divided into several groups of about the same size.
+*Size of the groups.* The end of the codec's name, such as ``@all`` or ``@layer``, selects the
+number of layers in a group. With large groups, a store takes fewer bytes. Different layers contain
+similar information about a token. So with one basis for all layers (``@all``), a store takes less
+than half the bits that it takes with one basis per layer (``@layer``). With small groups, a reader
+of one layer reads fewer bytes, because it must read the codes of all layers of the group. By
+default, a group has so many layers that their keys have at most 4,096 numbers per token. No basis
+is wider than 16,384 numbers. If ``@all`` would exceed this width, the layers are divided into
+several groups of about the same size.
 
 *Predictions.* Values may be predicted from the token ids, or from the decoded values of other
 fields. Encoding first subtracts the prediction, and decoding adds the prediction at the end, which
@@ -350,8 +351,8 @@ class TransformCodec(FieldCodec):
         # ``n_parts`` is the number of parts of each group: 2 for keys and values, 1 for a hidden
         # state.
         self._n_layers, self.n_parts = (spec.token_shape[0], 2) if self.is_kv else (1, 1)
-        # Width of the keys of one layer, or of a hidden state: its number of floats per token. The
-        # values of a layer have the same width as its keys.
+        # Number of floats per token in the keys of one layer, or in a hidden state. The values of a
+        # layer have the same number of floats as the keys.
         self.layer_width = math.prod(spec.token_shape) // self.n_parts // self._n_layers
         if self.layer_width > MAX_BASIS_WIDTH:
             raise CodecUnknown(

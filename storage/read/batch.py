@@ -69,7 +69,7 @@ class ShardReader:
         grid: grid of the array.
         n_rows: number of inner chunks along axis 0 that the shard must contain. The last shard of a
             part may have fewer chunks than ``grid.rows_per_shard``.
-        record: size and checksum of the file, from its commit.
+        record: size and checksum that the commit lists for the file.
         cache: local cache of remote files, if there is one.
 
     Raises:
@@ -305,9 +305,9 @@ class _Column:
 
     # Index of these chunks along axis 1 of the shard.
     number: int
-    # ``inner`` contains the layers to copy, as indices in the chunk. ``outer`` contains the indices
-    # along the layer axis of the caller's buffer to which these layers are copied. Both are slices
-    # if all layers of the chunk are copied in order.
+    # ``inner`` contains the layers to copy, as indices in the chunk. The layers are copied to the
+    # caller's buffer. ``outer`` contains their indices along the layer axis of this buffer. Both
+    # are slices if all layers of the chunk are copied in order.
     inner: slice | list[int]
     outer: slice | list[int]
 

@@ -90,7 +90,7 @@ class VerifyReport:
     damages: list[Finding] = field(default_factory=list)
     # Files that could not be checked.
     unchecked: list[Finding] = field(default_factory=list)
-    # Maps the number of each part to its commit. Commits that cannot be read are left out.
+    # Maps the number of a part to the commit of the part. Commits that cannot be read are left out.
     commits: dict[int, PartCommit] = field(default_factory=dict)
     # Number of committed parts.
     n_parts: int = 0

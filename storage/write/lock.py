@@ -55,7 +55,8 @@ class StoreLock:
     Args:
         store: the store's folder.
         shares: whether to share the lock with other processes. If no other process holds the lock,
-            it is first taken exclusively. The caller then opens the store and calls :meth:`share`.
+            this process first takes it exclusively. The caller then opens the store and calls
+            :meth:`share`.
 
     Raises:
         StoreLocked: another process holds the lock.
