@@ -409,7 +409,7 @@ class LocalFile:
         return n_read
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Ask the kernel to read bytes [start, stop) ahead, and return immediately."""
+        """Ask the kernel to load bytes [start, stop) into the page cache. Do not wait for it."""
         if hasattr(os, "posix_fadvise"):
             file = self._open()
             for first in range(start, stop, self._prefetch_bytes):

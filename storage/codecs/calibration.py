@@ -63,9 +63,9 @@ class Kept(NamedTuple):
 class PackedSequences(NamedTuple):
     """The keys or the values of one layer group, or a hidden state, for several sequences.
 
-    ``values`` is float32 [n_tokens, width]. It contains the tokens of the first sequence, then the
-    tokens of the second sequence, and so on. ``lengths`` contains the number of tokens of each
-    sequence.
+    ``values`` is float32 [n_tokens, width]. It has one row per token: first the tokens of the first
+    sequence, then the tokens of the second sequence, and so on. ``lengths`` contains the number of
+    tokens of each sequence.
     """
 
     values: np.ndarray
@@ -212,7 +212,7 @@ def learn_basis(
     """Learn means and principal axes of the keys or values of a layer group, or of a hidden state.
 
     The axes are chosen so that quantisation errors cost little. They are sorted by the variance of
-    the values along each axis, from large to small.
+    the sample along each axis, from large to small.
 
     Args:
         sample: Whole sequences, from position 0 on. Their values are changed in place.
@@ -248,7 +248,8 @@ def metric_scale(metric: np.ndarray) -> float:
     """Compute the mean diagonal entry of a matrix that weighs errors.
 
     The mean diagonal entry is the mean cost of an error of 1 in one dimension. :func:`learn_basis`
-    divides the matrix by this number.
+    divides the matrix by this number, so that the effect of the regularisation does not depend on
+    the scale of the matrix.
     """
     return max(float(np.trace(metric)) / len(metric), 1e-30)
 

@@ -2,10 +2,11 @@
 
 These words are used below:
 
-- A *group* consists of consecutive layers that share one basis.
+- A *group* consists of consecutive layers.
 - A *part* is the keys of a group or the values of a group. A hidden state is one group with one
-  part.
-- A *component* of a token is the coordinate of a part's values along one axis of the basis.
+  part. Each part has a *basis* of principal axes.
+- For each token, a part is a vector. A *component* is the coordinate of this vector along one axis
+  of the basis.
 - A *code* is the integer to which a component is quantised. The number of different integers that
   are possible is called the number of *levels*.
 - A *digit* is a stored number. A code is stored as one digit, or as two digits if it has too many
@@ -89,9 +90,9 @@ _WIDE_PIECE = 192
 class Basis:
     """Means and principal axes of the keys or the values of a layer group, or of a hidden state.
 
-    The components of a token are the coordinates of its values along the axes:
-    ``components = (values - mean) @ analysis``. They are decoded by
-    ``values = components @ synthesis + mean``.
+    Let x be the keys, the values or the hidden state of one token. The components of the token are
+    the coordinates of x along the axes: ``components = (x - mean) @ analysis``. They are decoded by
+    ``x = components @ synthesis + mean``.
     """
 
     # float32 [EARLY_POSITIONS + 1, width]. Row p is the mean of the values at position p. The last
@@ -191,8 +192,8 @@ class GroupFit:
     bases: tuple[Basis, ...]
     columns: CodeColumns
     # One matrix float32 [n_features, width] for each basis. ``features @ matrix`` predicts the
-    # values from features of the token. The prediction is subtracted from the values before they
-    # are multiplied by the basis. The tuple is empty if the values are not predicted.
+    # keys, the values or the hidden state from features of the token. They are multiplied by the
+    # basis after the prediction is subtracted. If nothing is predicted, the tuple is empty.
     regressions: tuple[np.ndarray, ...] = ()
 
 

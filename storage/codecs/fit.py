@@ -1,9 +1,9 @@
 """Fits a transform codec to a sample: chooses the components to store and their quantisers.
 
 A *group* consists of consecutive layers. A *part* is the keys of a group or the values of a group.
-A hidden state is one group with one part. Each part has a basis of principal axes. A *component* of
-a token is the coordinate of a part's values along one axis. The *error* of a component is its mean
-squared quantisation error.
+A hidden state is one group with one part. Each part has a basis of principal axes. For each token,
+a part is a vector. A *component* is the coordinate of this vector along one axis. The *error* of a
+component is its mean squared quantisation error.
 
 *Quantiser.* A component x is stored as the integer ``q = sign(x) * floor(|x| / step + rounding)``,
 its code. The number of levels is the number of different codes that are possible. It limits the
@@ -347,7 +347,7 @@ def split_by_statistics(counts: np.ndarray, chunk_tokens: int) -> list[int]:
 
 
 def _code_bits(counts: np.ndarray) -> np.ndarray:
-    """For several histograms of bytes, estimate the bits that the counted bytes take in total.
+    """Estimate how many bits the bytes of each histogram take after Huffman coding.
 
     Args:
         counts: Histograms of byte values, [n, 256]. The bytes of each histogram are encoded with a
@@ -414,10 +414,10 @@ def fit_groups(
 ) -> list[coding.GroupFit]:
     """Fit all groups of a field together, with the smallest error within a budget of bits.
 
-    The squared error of each layer is divided by the sum of squares of the layer's values. Keys and
-    values are treated separately. If ``metrics`` are given, errors are weighed with these matrices
-    instead. At any time, only the keys or the values of one group, or the components of one group,
-    are in memory.
+    The squared error of a layer's keys is divided by the sum of squares of these keys. The error of
+    a layer's values is divided by the sum of squares of these values. If ``metrics`` are given,
+    errors are weighed with these matrices instead. At any time, only the keys or the values of one
+    group, or the components of one group, are in memory.
 
     Args:
         sample: The sample of the field.

@@ -101,7 +101,7 @@ class StoreLock:
         self.is_alone = not shared
 
     def _retry(self, take: Callable[[], None], for_s: float) -> None:
-        """Call ``take``, which takes the lock. If it fails, try again for ``for_s`` seconds."""
+        """Call ``take`` to take the lock. If the lock is held, try again for ``for_s`` seconds."""
         until_s = time.monotonic() + for_s
         while True:
             try:
