@@ -185,7 +185,7 @@ def has_parts(store: StorePath) -> bool:
 
 
 def array_of(file: str) -> str | None:
-    """Return the name of the array to which a shard belongs, or None if the file is not a shard."""
+    """Return the name of the array that a shard belongs to, or None if the file is not a shard."""
     match = _SHARD_NAME.fullmatch(file)
     return None if match is None else match[1]
 

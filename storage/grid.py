@@ -61,7 +61,7 @@ MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1 << 20
 MAX_SHARD_BYTES = 2 << 30  # Upper bound on the raw bytes of a shard.
 PART_STEP_TOKENS = 8192
-"""The number of tokens for which each part has room is a multiple of this number.
+"""Each part has room for a multiple of this number of tokens.
 
 The largest chunks have this number of tokens (see :func:`chunk_tokens`), and the number of tokens
 of any chunk is a power of two. So every part consists of whole chunks.

@@ -39,9 +39,9 @@ SEQUENCE_SCHEMA = pa.schema(
 )
 """Columns of the table from which a plan is made. The table has one row per sequence.
 
-``sequence_id`` is a hash of the sequence's content. ``source_row`` is the row of the dataset from
-which the sequence comes. ``n_tokens`` is the sequence's number of tokens, and ``n_response_tokens``
-is its number of response tokens.
+``sequence_id`` is a hash of the sequence's content. ``source_row`` is the index of the sequence's
+row in the dataset. ``n_tokens`` is the sequence's number of tokens, and ``n_response_tokens`` is
+its number of response tokens.
 """
 
 PLAN_SCHEMA = SEQUENCE_SCHEMA.append(pa.field("part", pa.int32())).append(

@@ -185,9 +185,9 @@ TOKEN_AXIS = "token"
 LAYER_AXIS = "layer"
 # Name of axis 0 of a stored array that has one row for each block of consecutive tokens.
 BLOCK_AXIS = "block"
-# Name of axis 1 of a stored array of pieces. A piece contains some of the bytes to which a
-# transform codec encodes a token (see ``codecs.coding``). A piece has separate inner chunks, so it
-# can be read without the other pieces.
+# Name of axis 1 of a stored array of pieces. A transform codec encodes a token to bytes. A piece
+# contains some of these bytes (see ``codecs.coding``). A piece has separate inner chunks, so it can
+# be read without the other pieces.
 PIECE_AXIS = "piece"
 # Names of the axes of one token's keys and values. Index 0 of the axis "key_value" is the key, and
 # index 1 is the value.
@@ -511,7 +511,7 @@ class StoreManifest:
     def to_json(self) -> str:
         """Return the text of store.json: sorted keys, indent of two spaces, final newline."""
         document = {"format": FORMAT_NAME} | asdict(self)
-        # Most fields have neither layers nor key_width. Omit a key whose value is None.
+        # Most fields have no ``layers`` and no ``key_width``. Omit the keys whose value is None.
         for spec in document["fields"]:
             for name in ("layers", "key_width"):
                 if spec[name] is None:
@@ -610,7 +610,7 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
 def storage_dtype(logical_dtype: str) -> np.dtype:
-    """Return the NumPy dtype in which a logical dtype is stored."""
+    """Return the NumPy dtype that values of a logical dtype have on disk."""
     name = STORAGE_DTYPES.get(logical_dtype)
     if name is None:
         raise ValueError(

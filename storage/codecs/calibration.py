@@ -30,8 +30,8 @@ from ..schema import Array
 from .coding import EARLY_POSITIONS, Basis, mean_rows
 from .field import to_device_of
 
-# A function that copies a NumPy array to the device on which large matrix products run (see
-# ``codecs.field.Learning``).
+# A function that copies a NumPy array to another device. Large matrix products run on this device
+# (see ``codecs.field.Learning``).
 ToDevice = Callable[[np.ndarray], Array]
 
 # Largest number of principal axes in a basis. The keys of a layer group have one basis, and the

@@ -137,8 +137,7 @@ class CodeColumns(NamedTuple):
     below has the shape [n_columns], with one entry for each column of the table.
     """
 
-    # int32. The part of the layer group to which the component belongs: 0 for keys or a hidden
-    # state, 1 for values.
+    # int32. 0 if the digit encodes keys or a hidden state, 1 if it encodes values.
     part: np.ndarray
     # int32. Index of the principal component that the digit encodes. If two columns have the same
     # part and component, they hold the low and the high digit of the component's code.

@@ -51,9 +51,9 @@ class FieldCodec:
     # Whether the field is stored bit for bit, in one stored array. Such a field is read and written
     # in its storage dtype, without ``encode`` and ``decode``. Reading can start at any token.
     is_identity = False
-    # The sources of this field are the fields from which it is predicted. This attribute contains
-    # their codecs. The codec of each source computes features of a token (``as_features``). The
-    # prediction uses the features of all sources, concatenated in this order.
+    # If this field is predicted from other fields, these are the codecs of the other fields, called
+    # the sources. Each source computes features of a token (``as_features``). The prediction uses
+    # the features of all sources, concatenated in this order.
     sources: "Sequence[FieldCodec]" = ()
 
     def __init__(
@@ -122,7 +122,8 @@ class FieldCodec:
     def arrays_of(self, layers: Layers) -> Selection:
         """Select the stored arrays of this field that are needed to decode these layers.
 
-        If the field is predicted from other fields, the arrays of those fields are not included.
+        Even if this field is predicted from other fields, the arrays of the other fields are not
+        included.
         """
         selection: Selection = {}
         for array in self.arrays:
@@ -130,9 +131,9 @@ class FieldCodec:
         return selection
 
     def arrays_read(self, layers: Layers = None) -> Selection:
-        """Select all stored arrays that are needed to decode these layers.
+        """Select all stored arrays, also of other fields, that are needed to decode these layers.
 
-        If the field is predicted from other fields, the arrays of those fields are included.
+        If this field is predicted from other fields, the arrays of the other fields are included.
         """
         selection = self.arrays_of(layers)
         for source in self.sources:
@@ -203,7 +204,7 @@ class Learning:
     # Folder for the sample, which is stored in temporary files without names. If the value is None,
     # the system's temporary folder is used.
     folder: Path | None = None
-    # Function that copies a NumPy array to the device on which large matrix products and
-    # decompositions run. If this device is a GPU, the function returns a torch tensor.
+    # Function that copies a NumPy array to another device. Large matrix products and decompositions
+    # run on this device. If it is a GPU, the function returns a torch tensor.
     to_device: Callable[[np.ndarray], Array] = lambda array: array
-    progress: Progress = SILENT  # Object to which the steps of learning are reported.
+    progress: Progress = SILENT  # Receives reports about the steps of learning.

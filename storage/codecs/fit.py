@@ -60,9 +60,10 @@ The factors are from ``2**(-5/3)`` to ``2**(5/3)``.
 DROPPED = 1
 
 _HUFFMAN_REDUNDANCY_BITS = 0.03
-# Largest magnitude of a component, in base steps, for which even the finest step has enough levels.
-# If a component has a larger magnitude in the sample, its base step is increased. Other sequences
-# may have larger values than the sample, so the factor of 0.8 leaves room for them.
+# The number of levels is limited, so a fine step cannot cover large components. This is the largest
+# magnitude, in base steps, that even the finest step covers. If a component has a larger magnitude
+# in the sample, its base step is increased. Other sequences may have larger values than the sample,
+# so the factor of 0.8 leaves room for them.
 _WIDEST_SPAN = 0.8 * (coding.WIDE_LEVELS // 2) * STEP_RATIOS[0]
 # Cost of an additional stored array, in bits per inner chunk of this array. The Huffman table, the
 # headers, the checksum and the index entry of a chunk take about 120 bytes. The time to read one
@@ -267,7 +268,7 @@ def _bits_and_error(
 
 
 def _packing_loss(zero: np.ndarray, levels: int) -> np.ndarray:
-    """Estimate the bits per code by which packing and Huffman coding exceed the entropy.
+    """Estimate how many bits packing and Huffman coding need per code, in addition to its entropy.
 
     ``zero`` is the share of codes that are zero, for each quantiser.
     """
@@ -296,8 +297,8 @@ def allocate(options: Quantisers, budget_bits: float) -> np.ndarray:
         Index of the option that is chosen for each component, int64 [n_components].
     """
     # The multiplier is the price of a bit in units of error. A larger multiplier never leads to
-    # more bits. So the smallest multiplier for which the bits are within the budget is found by
-    # bisection on a logarithmic scale.
+    # more bits. So find the smallest multiplier that keeps the bits within the budget, by bisection
+    # on a logarithmic scale.
     low = 1e-30
     high = 1e30
     chosen = np.argmin(np.where(options.bits > 0, np.inf, options.error), axis=1)
@@ -374,8 +375,9 @@ class _FittedPart(NamedTuple):
     # float32 [n_features, width], or None if the values are not predicted.
     regression: np.ndarray | None
     basis: coding.Basis
-    # Location of an array [n_tokens, n_components] in the file of the sample. The array contains
-    # the components of the sequences on which quantisers are measured.
+    # Location of an array [n_tokens, n_components] in the file of the sample. Quantisers are
+    # measured on this array. It contains the components of the sequences that were not used to
+    # learn the basis.
     components: Kept
     # Variance of each component, [n_components].
     variances: np.ndarray

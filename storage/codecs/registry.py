@@ -95,7 +95,7 @@ class StoreCodec:
 
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
-        """Name of each predicted field -> names of the fields from which it is predicted."""
+        """Name of each predicted field -> names of its sources, the fields that predict it."""
         source_names: dict[str, tuple[str, ...]] = {}
         for name, codec in self.fields.items():
             if codec.sources:
@@ -121,8 +121,8 @@ class StoreCodec:
         offered: dict[str, Array] = {}
         used = set(chain.from_iterable(self.sources.values()))
         learned = self.learned
-        # The sources of a field are the fields from which it is predicted. The sources must be
-        # encoded first, so `learned` lists them before the field.
+        # A field may be predicted from other fields, its sources. The sources must be encoded
+        # first, so `learned` lists them before the field.
         for name in dict.fromkeys([*learned, *self.fields]):
             if name not in values:
                 continue
@@ -294,10 +294,10 @@ class StoreCodec:
         return sources
 
     def _predict(self, field: str, names: Sequence[str]) -> None:
-        """Set the fields from which a hidden state is predicted.
+        """Set the sources of a hidden state: the fields that are used to predict it.
 
         Raises:
-            CodecUnknown: The hidden state cannot be predicted from these fields.
+            CodecUnknown: The hidden state cannot be predicted from these sources.
         """
         codec = self.learned.get(field)
         sources = [self.learned[name] for name in names if name in self.learned]

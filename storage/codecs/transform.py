@@ -544,7 +544,7 @@ class TransformCodec(FieldCodec):
         return GroupFit(tuple(bases), columns, tuple(regressions))
 
     def take_over(self, fits: Sequence[GroupFit], features: np.ndarray | None) -> None:
-        """Replace the learned state.
+        """Replace the learned state of this codec.
 
         Args:
             fits: The learned state of each layer group.
@@ -618,8 +618,8 @@ class TransformCodec(FieldCodec):
         layers: Layers = None,
         features: Array | None = None,
     ) -> Array:
-        # The ``sources`` are the fields from which this field is predicted. If the caller passes no
-        # features, decode the sources first.
+        # This field may be predicted from other fields, the ``sources``. If the caller passes no
+        # features, decode the features of the sources.
         groups = self._learned()
         if not self.sources:
             features = self._features_of(codes.get(TOKENS), n_tokens, next(iter(codes.values())))
@@ -867,7 +867,7 @@ class Observation(Sample):
 
     @cached_property
     def _source_features(self) -> list[np.ndarray] | None:
-        """For each sequence, the features from which this field is predicted.
+        """For each sequence, the features that are used to predict this field.
 
         These features are the ``features`` of all sources, concatenated along axis 1. The value is
         None if the field is not predicted from other fields.
@@ -879,7 +879,7 @@ class Observation(Sample):
 
     @cached_property
     def features(self) -> list[np.ndarray]:
-        """For each sequence, the features from which other fields are predicted.
+        """For each sequence, the features that are used to predict other fields.
 
         Each array is float32 [n_tokens, n_features]. The features are computed from values that
         were encoded and decoded again, so the codec must have learned first.

@@ -539,7 +539,7 @@ def layer_indices(spec: FieldSpec, layers: slice | Sequence[int] | None) -> Laye
         raise SelectionInvalid(
             f"`layers` is {layers!r:.60}, expected a slice or a list of numbers."
         ) from error
-    except IndexError as error:  # NumPy's message names the first index that is out of bounds.
+    except IndexError as error:  # NumPy's text names the wrong index.
         raise SelectionInvalid(
             f"Field {spec.name!r} has {n_layers} layers, numbered from 0. `layers` does not fit "
             f"them ({error})."

@@ -96,8 +96,8 @@ class VerifyReport:
     n_parts: int = 0
     # Number of planned parts without a commit. A store with such parts is incomplete, not damaged.
     n_pending_parts: int = 0
-    # Sentence that says which parts and files are not written yet. It is empty for a complete
-    # store.
+    # Sentence that says which parts and files of the store are not written yet. If the store is
+    # complete, the text is empty.
     missing: str = ""
     n_sequences: int = 0
     n_tokens: int = 0
@@ -477,8 +477,8 @@ class StoreSummary:
     # Histogram of the lengths of sequences, as ``length_histogram`` returns it.
     lengths: tuple[list[int], list[int]]
     has_target: bool
-    # Sentence that says which parts and files are not written yet. It is empty for a complete
-    # store.
+    # Sentence that says which parts and files of the store are not written yet. If the store is
+    # complete, the text is empty.
     missing: str
     # Maps the name of each field that is being added to the store to the number of parts that
     # already have this field.

@@ -251,11 +251,11 @@ class PartFiles:
         # uses different temporary names.
         self.attempt = store.attempt if isinstance(store.path, Path) else secrets.token_hex(4)
         self._first_upload_s: float | None = None
-        self._paths: list[Path] = []  # Local files to which shards are written.
+        self._paths: list[Path] = []  # Paths of the local files of the shards.
         self._asked_for: PartCommit | None = None
 
     def new_path(self, name: str) -> Path:
-        """Return the path of the local file to which a new shard must be written.
+        """Return a path for a new shard. The caller must write the shard to this local file.
 
         Args:
             name: name of the shard in the commit.

@@ -469,8 +469,8 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         if not backend_of(path).replace(
             self.manifest.to_json().encode(), manifest.to_json().encode()
         ):
-            # commits/store.json is missing now. It is written by the process that has changed
-            # store.json, or by the next process that opens the store for writing.
+            # Another process has changed store.json. commits/store.json is missing now. Either the
+            # other process writes it, or the next process that opens the store for writing.
             raise changed_meanwhile(path)
         self.manifest = manifest
         self._open_codec()
