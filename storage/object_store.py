@@ -1,9 +1,9 @@
 """Reads and writes files in buckets with obstore: S3 and compatible servers, Google Cloud, Azure.
 
-All settings are environment variables. Their names are those that each provider's own tools use:
+All settings are environment variables. They have the same names as in each provider's own tools:
 ``AWS_ACCESS_KEY_ID``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` (any server with the S3 API),
-``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition,
-``MOA_DATA_REMOTE_TIMEOUT_S`` is the number of seconds for which failed requests are retried.
+``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on. In addition, failed
+requests are retried for ``MOA_DATA_REMOTE_TIMEOUT_S`` seconds.
 
 A server may execute a request although its response is lost. So after an error, the client does not
 know whether the request was executed, and sends the request again. Executing a request twice does
@@ -362,7 +362,7 @@ def _connect(url: str) -> Connection:
 
 
 def timeout_s() -> float:
-    """Return the number of seconds for which a failed request is retried."""
+    """Return how long a failed request is retried, in seconds."""
     try:
         return max(0.0, float(os.environ.get(_TIMEOUT_VARIABLE, _TIMEOUT_S)))
     except ValueError:

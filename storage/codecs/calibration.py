@@ -221,7 +221,7 @@ def learn_basis(
             is the sum of squares of ``e / scale``.
         scale: Result of :func:`layer_scale`, [width]. Column i of the values belongs to one layer,
             and entry i is the scale of this layer.
-        to_device: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device that computes large matrix products.
     """
     means = early_means(sample.sequences)
     for values in sample.sequences:
@@ -267,7 +267,7 @@ def token_features(embeddings: Array, tokens: np.ndarray, to_device: ToDevice) -
         tokens: Token ids of the sample, int [n_tokens]. If the embeddings are wider than
             ``MAX_FEATURES``, they are projected on ``MAX_FEATURES`` directions. These are the
             directions in which the embeddings of the sample's tokens have the largest variance.
-        to_device: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device that computes large matrix products.
 
     Returns:
         float16 [vocab_size, n_features].
@@ -304,7 +304,7 @@ def learn_regression(
     Args:
         features: Features of each sequence of the sample, float32 [n_tokens, n_features].
         sample: The values to predict.
-        to_device: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device that computes large matrix products.
 
     Returns:
         The matrix of the prediction ``features @ matrix``, float32 [n_features, width]. Its entries
@@ -402,8 +402,8 @@ def logit_metric(
     Args:
         hidden: Inputs of the LM head (after the final norm), float32 [n_tokens, width].
         head: Weight of the LM head, float32 [vocab_size, width].
-        to_device: Moves an array to the device on which large matrix products run.
-        batch_tokens: Number of tokens whose logits are in memory at once.
+        to_device: Moves an array to the device that computes large matrix products.
+        batch_tokens: Number of tokens per batch. The logits of one batch are in memory at once.
 
     Returns:
         The metric, float64 [width, width].

@@ -88,9 +88,9 @@ class FieldCodec:
             values: [n_tokens, *token_shape], NumPy float32 or a torch tensor of any float dtype.
                 All values must be finite.
             tokens: int [n_tokens], the token ids; required if the codec ``needs_tokens``.
-            features: Features from which the values are predicted, float32 [n_tokens, n_features].
-                These features are the results of ``as_features`` of all ``sources``, concatenated
-                along axis 1.
+            features: The values may be predicted from these features, float32 [n_tokens,
+                n_features]. They are the results of ``as_features`` of all ``sources``,
+                concatenated along axis 1.
 
         Returns:
             Name of a stored array -> its rows. The rows have the shape [array.n_rows(n_tokens),

@@ -129,8 +129,8 @@ def water_level(variances: np.ndarray, bits: float) -> float:
 
     This error is the same for all stored components, and is called the water level. Reverse
     water-filling is the optimal way to divide bits among independent Gaussian variables. Variables
-    with a variance above the water level get the number of bits for which their error equals the
-    water level. All other variables get no bits. ``variances`` are the variances of the components,
+    with a variance above the water level get so many bits that their error equals the water level.
+    All other variables get no bits. ``variances`` are the variances of the components,
     [n_components].
     """
     ordered = np.sort(variances[variances > 0])[::-1]
@@ -149,8 +149,7 @@ def measure_options(sample: np.ndarray, weights: np.ndarray, base_step: float) -
     Args:
         sample: Components of the sample's tokens, float32 [n_tokens, n_components]. They were
             computed after the subtraction of the mean.
-        weights: Factors by which the squared errors of the components are multiplied,
-            [n_components].
+        weights: Factor for the squared error of each component, [n_components].
         base_step: Base step of a component with weight 1. The base step of any other component is
             ``base_step / sqrt(weight)``.
     """
@@ -426,10 +425,11 @@ def fit_groups(
         n_layers: Number of layers of each group.
         n_parts: Number of parts of each group: 2 for keys and values, 1 for a hidden state.
         bits_per_token: Budget of stored bits per token for all groups together.
-        metrics: ``metrics[g][p]`` is the matrix with which ``learn_basis`` weighs the errors of
-            part p of group g. If the argument is None, errors are relative, as described above.
-        features: For each sequence, the features from which the values are predicted, float32
-            [n_tokens, n_features]. If the argument is None, the values are not predicted.
+        metrics: In part p of group g, ``learn_basis`` weighs errors with the matrix
+            ``metrics[g][p]``. If the argument is None, errors are relative, as described above.
+        features: For each sequence, float32 [n_tokens, n_features]. The keys, values or hidden
+            states are predicted from these features. If the argument is None, they are not
+            predicted.
         learning: Settings of learning.
 
     Returns:
@@ -691,9 +691,9 @@ def left_variances(values: np.ndarray, known: np.ndarray | None, to_device: ToDe
 
     Args:
         values: The hidden state, float32 [n_tokens, width].
-        known: The values from which the hidden state is predicted, float32 [n_tokens, n]. If the
+        known: The hidden state is predicted from these values, float32 [n_tokens, n]. If the
             argument is None, the hidden state is not predicted.
-        to_device: Moves an array to the device on which large matrix products run.
+        to_device: Moves an array to the device that computes large matrix products.
 
     Returns:
         Variances of the residual along its principal axes, divided by the energy (the sum of

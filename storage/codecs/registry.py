@@ -38,8 +38,8 @@ class StoreCodec:
     Args:
         name: Name of the codec, e.g. ``"lossless"``, ``"int8"`` or ``"transform:1.0"``.
         specs: The store's fields. Every codec stores fields of integers losslessly.
-        sources: Name of a predicted field -> names of the fields from which it is predicted. If the
-            argument is None, the codec's name determines these fields.
+        sources: Name of a predicted field -> names of its sources, the fields that predict it. If
+            the argument is None, the codec's name determines the sources.
 
     Raises:
         CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
@@ -109,7 +109,7 @@ class StoreCodec:
 
         Args:
             values: Field name -> values. If a field is predicted from other fields, the values of
-                those fields are also required.
+                the other fields are also required.
             tokens: The token ids of the sequence.
             is_finite: Whether the caller knows that all values are finite. If false, the values are
                 checked, which synchronizes with their device.
@@ -267,7 +267,9 @@ class StoreCodec:
             raise StoreDamaged(f"{path} cannot be used: {error}") from error
 
     def _named_sources(self) -> dict[str, list[str]]:
-        """Find out from the codec's name from which fields each hidden state is predicted.
+        """Find the sources of each hidden state in the codec's name.
+
+        The sources are the fields that are used to predict the hidden state.
 
         The name may contain options, for example ``transform:1.0,from-kv,joint``. With the option
         ``from-kv``, a hidden state is predicted from keys and values. With ``joint``, it is
@@ -275,7 +277,7 @@ class StoreCodec:
         from all of these fields.
 
         Returns:
-            Name of a hidden state -> names of the fields from which it is predicted.
+            Name of a hidden state -> names of its sources.
         """
         kv = [name for name, codec in self.learned.items() if codec.is_kv]
         sources: dict[str, list[str]] = {}

@@ -85,11 +85,11 @@ HIDDEN_BITS_RATIO = 1.7
 # additional bits are a small share of a store that also contains keys and values.
 LAST_EXTRA_BITS = 2.0
 MAX_BITS = 10.0
-# Largest number of components of keys and values from which hidden states are predicted. The keys
-# and the values of all layer groups contribute equal numbers of components, those with the largest
-# variance. With twice this number of components, the regression matrix of an 8B model would be
-# twice as large, and the prediction only a little better. Changing this number would change the
-# format of stores.
+# Hidden states may be predicted from components of keys and values. This is the largest number of
+# these components. Each layer group contributes the same number of components of its keys and of
+# its values: the components with the largest variance. With twice this number of components, the
+# regression matrix of an 8B model would be twice as large, and the prediction only a little better.
+# Changing this number would change the format of stores.
 KV_FEATURES = 1_024
 
 TRANSFORM_GRAMMAR = (
@@ -588,8 +588,8 @@ class TransformCodec(FieldCodec):
             groups: ``groups[g][p]`` holds the keys (p = 0) or values (p = 1) of layer group g,
                 [n_tokens, width]. A hidden state is ``groups[0][0]``.
             tokens: The token ids. Required if the codec ``needs_tokens``.
-            features: Features from which this field is predicted, float32 [n_tokens, n_features].
-                Required if the field is predicted from other fields (``sources``).
+            features: This field may be predicted from these features, float32 [n_tokens,
+                n_features]. Required if the field is predicted from other fields (``sources``).
         """
         first = groups[0][0]
         if not self.sources:
@@ -651,10 +651,10 @@ class TransformCodec(FieldCodec):
     def as_features(
         self, codes: Codes, first_position: int, n_tokens: int, features: Array | None = None
     ) -> Array:
-        """Decode the features from which other fields are predicted.
+        """Decode the features that are used to predict other fields.
 
         For a hidden state, the features are its decoded values. For keys and values, the features
-        are at most :data:`KV_FEATURES` decoded components, those with the largest variance. If keys
+        are the decoded components with the largest variance, at most :data:`KV_FEATURES`. If keys
         and values are themselves predicted from token ids, the features of the token ids are
         appended.
 
@@ -662,8 +662,8 @@ class TransformCodec(FieldCodec):
             codes: Name of a stored array -> its rows for these tokens, as in :meth:`decode`.
             first_position: Position of the first token in its sequence, a multiple of 64.
             n_tokens: Number of tokens to decode.
-            features: Features from which this field is predicted. If the argument is None, they are
-                decoded from ``codes``.
+            features: The features that are used to predict this field. If the argument is None,
+                they are decoded from ``codes``.
 
         Returns:
             float32 [n_tokens, n_features].
@@ -797,7 +797,7 @@ class TransformCodec(FieldCodec):
 
 
 class Observation(Sample):
-    """The sample of sequences from which the transform codec of one field learns.
+    """A sample of sequences. The transform codec of one field learns from the sample.
 
     The sample is on disk. Sequences are added one at a time.
 
