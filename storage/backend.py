@@ -81,8 +81,8 @@ class LocalBackend:
         """Whether a file or folder exists at this path.
 
         Raises:
-            OSError: it cannot be determined whether it exists. In this case, ``Path.exists`` would
-                return False.
+            OSError: the file system cannot tell whether the path exists. In this case,
+                ``Path.exists`` would return False.
         """
         try:
             self.path.stat()
@@ -245,8 +245,8 @@ class LocalBackend:
 def backend_of(path: StorePath) -> LocalBackend | RemotePath:
     """Return the object that reads and writes a file or folder.
 
-    For a local path, it is a new ``LocalBackend``. A ``RemotePath`` is returned unchanged, because
-    it has the methods of a backend itself.
+    For a local path, the result is a new ``LocalBackend``. A ``RemotePath`` is returned unchanged,
+    because it has the methods of a backend itself.
     """
     return path if isinstance(path, RemotePath) else LocalBackend(path)
 
@@ -409,7 +409,7 @@ class LocalFile:
         return n_read
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Ask the kernel to load bytes [start, stop) into the page cache. Do not wait for it."""
+        """Ask the kernel to load bytes [start, stop) into the page cache. Return immediately."""
         if hasattr(os, "posix_fadvise"):
             file = self._open()
             for first in range(start, stop, self._prefetch_bytes):

@@ -414,8 +414,8 @@ def restore_files(store: StorePath, contents: Mapping[str, bytes]) -> None:
 def content_of(path: StorePath, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
     """Return the content of a file, or None if the file does not exist.
 
-    If the file is longer than ``max_bytes`` or not a regular file, the result is ``b""``. If the
-    caller compares the result with the expected content, it finds that they differ.
+    If the file is longer than ``max_bytes`` or not a regular file, the result is ``b""``. It
+    differs from the expected content of any file.
     """
     try:
         return backend_of(path).read(max_bytes)

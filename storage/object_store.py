@@ -160,7 +160,8 @@ class ObjectStore:
     def _get_range(self, name: str, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop) of a file with one request.
 
-        ``obstore.get_ranges`` is not used, because it panics if the server returns fewer bytes.
+        ``obstore.get_ranges`` is not used, because this function panics if the server returns fewer
+        bytes.
         """
         try:
             data = memoryview(obstore.get_range(self.connection, name, start=start, end=stop))
@@ -286,7 +287,7 @@ class ObjectStore:
             self._asked(wanted[start], partial(delete, wanted[start : start + 1000]))
 
     def _asked(self, name: str, request: Callable[[], T]) -> T:
-        """Make a short request with retries. If it takes a long time, log a message."""
+        """Make a short request with retries. If the request takes a long time, log a message."""
         global _watcher
         if _watcher is None:
             # One thread watches all requests, because a timer per request would nearly double the

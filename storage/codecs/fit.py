@@ -18,10 +18,10 @@ chooses for each component the option with the smallest ``error + multiplier * b
 multiplier by bisection, so that the total of the bits meets a budget. No other allocation with the
 same total of bits has a smaller total error.
 
-*Budget.* The caller gives a budget of stored bits, but the measured bits are only estimates of
-them. So the codes of the sample are packed and compressed as in a store (``storage.chunk``). Then
-the budget of the estimated bits is scaled, and the options are chosen again, until the stored bits
-meet the caller's budget.
+*Budget.* The caller gives a budget of stored bits, but the measured bits are only estimates of the
+stored bits. So the codes of the sample are packed and compressed as in a store (``storage.chunk``).
+Then the budget of the estimated bits is scaled, and the options are chosen again, until the stored
+bits meet the caller's budget.
 
 *Sample.* The sequences of the sample are split into two sets. The basis is learned from the first
 set. Bits and errors are measured on the second set. So the measured bits and errors are also valid
@@ -82,8 +82,8 @@ _FIT_ROUNDS = 5
 _INDEX_ENTRY_BYTES = 16
 _RATE_TOLERANCE = 0.002
 # Quantisers are measured for a component only if its variance, times its weight, is at least this
-# fraction of the water level (``water_level``). Below it, the best allocation of bits gives the
-# component zero bits, whatever the shape of its distribution is.
+# fraction of the water level (``water_level``). Below this limit, the best allocation of bits gives
+# the component zero bits, whatever the shape of its distribution is.
 _HOPELESS = 0.1
 _PREDICTION_RIDGE = 1e-4
 _SPLIT_ROUNDS = 60
@@ -634,7 +634,7 @@ def _order_codes(
         shift_one=np.where(is_wide, 0, quantisers.shift_one)[ids],
         shift_more=np.where(is_wide, 0, quantisers.shift_more)[ids],
     )
-    # Convert the columns to the dtypes in which readers load them.
+    # Readers load the columns with certain dtypes. Convert the columns to these dtypes.
     return coding.CodeColumns.from_table(columns.table()), bits
 
 

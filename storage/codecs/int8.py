@@ -11,7 +11,7 @@ hidden       channel and block of 64 tokens  Some channels are larger by orders 
 The integers are later entropy-coded (``storage.chunk``), so small integers take fewer bits than
 large integers. With a larger scale, the integers are smaller and take fewer bits, but the rounding
 error is larger. Other methods, such as one scale per 32 values or clipping of the largest values,
-are not better: if they take the same number of bits, they have the same error.
+are not better: with the same number of bits, these methods have the same error.
 
 A scale is stored as a bfloat16. Only two bits of its mantissa are used, so that a scale takes 4 to
 5 bits after entropy coding. With the whole mantissa, a scale would take 10 bits, and the codec

@@ -42,8 +42,8 @@ class StoreCodec:
             the argument is None, the codec's name determines the sources.
 
     Raises:
-        CodecUnknown: No codec has this name, the codec does not support one of the fields, or it
-            needs a field that the store does not have.
+        CodecUnknown: No codec has this name, or the codec does not support one of the fields, or
+            the codec needs a field that the store does not have.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class StoreCodec:
     def learned(self) -> dict[str, TransformCodec]:
         """The codecs that learn from a sample of sequences, by field name.
 
-        If a field is predicted from other fields, those fields come first. All of these codecs must
-        have learned before ``describe`` and ``files`` are called.
+        If a field is predicted from other fields, the other fields come first. All of these codecs
+        must have learned before ``describe`` and ``files`` are called.
         """
         ordered = chain.from_iterable(codec.with_sources() for codec in self.fields.values())
         learned: dict[str, TransformCodec] = {}
@@ -229,9 +229,9 @@ class StoreCodec:
             raise ValueError(
                 f"it is not a valid safetensors file ({error}). Restore it from a copy."
             ) from error
-        # If a field is predicted from other fields, `learned` lists those fields first. They must
-        # be loaded first, because the number of their features determines the shape of the field's
-        # regression matrices.
+        # If a field is predicted from other fields, `learned` lists the other fields first. They
+        # must be loaded first, because they provide the features for the prediction. The number of
+        # features determines the shape of the regression matrices.
         for name, codec in self.learned.items():
             prefix = f"{name}:"
             state: dict[str, np.ndarray] = {}

@@ -15,7 +15,7 @@ product per basis. Then the mean is added, and RoPE is applied to the keys.
 number of layers in a group. With large groups, a store takes fewer bytes. Different layers contain
 similar information about a token. So with one basis for all layers (``@all``), a store takes less
 than half the bits that it takes with one basis per layer (``@layer``). With small groups, a reader
-of one layer reads fewer bytes, because it must read the codes of all layers of the group. By
+of one layer reads fewer bytes, because a reader must always read the codes of a whole group. By
 default, a group has so many layers that their keys have at most 4,096 numbers per token. No basis
 is wider than 16,384 numbers. If ``@all`` would exceed this width, the layers are divided into
 several groups of about the same size.
@@ -79,7 +79,7 @@ MAX_BASIS_WIDTH = 16_384
 # Default ratio of the bits per value of hidden states to the bits per value of keys and values.
 HIDDEN_BITS_RATIO = 1.7
 # Minimum number of additional bits per value of the last hidden state, compared with keys and
-# values, if the codec's name does not set the bits. The last hidden state needs them, because
+# values, if the codec's name does not set the bits. The last hidden state needs more bits, because
 # training computes the target's next-token distributions from it. With HIDDEN_BITS_RATIO alone, the
 # distributions of a real model had a KL divergence of 0.04 nats from the exact distributions. The
 # additional bits are a small share of a store that also contains keys and values.
@@ -195,7 +195,7 @@ class TransformSettings:
 
 
 class Rope:
-    """Applies a target's rotary position embedding (RoPE) to keys, or undoes it.
+    """Rotates keys by a target's rotary position embedding (RoPE), or undoes the rotation.
 
     Keys take fewer bits before RoPE than after RoPE: the same content has the same key at all
     positions, so keys vary in far fewer directions. The rotation is the same as for Llama and
@@ -891,8 +891,8 @@ class Observation(Sample):
         for i, n_tokens in enumerate(self.lengths):
             tokens = self.tokens[i] if self.tokens else None
             features = None if source_features is None else move(source_features[i])
-            # Encode and decode the values. A reader has only decoded values, and can predict only
-            # from them.
+            # Encode and decode the values. A reader has only decoded values, so a prediction must
+            # use decoded values.
             groups = [list(map(move, parts)) for parts in self.sequence(i)]
             codes = codec.encode_parts(groups, tokens, features)
             codes |= {} if tokens is None else {TOKENS: tokens}

@@ -57,7 +57,7 @@ Depth = Literal["sizes", "checksums", "values"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Damage to one file, or a failure to check it."""
+    """Damage to one file, or a failure to check one file."""
 
     # Number of the part of the store. The value is None if the file does not belong to a part.
     part: int | None

@@ -291,9 +291,9 @@ class ArrayWriter:
 class PartWriter(AbstractContextManager["PartWriter"]):
     """Writes a part of a store, or adds fields to a part.
 
-    Use it in a ``with`` statement. If the block ends before :meth:`commit` was called, the written
-    files are deleted. A PartWriter must not be used by several threads at once. Different threads
-    may write different parts of the same store.
+    Use this object in a ``with`` statement. If the block ends before :meth:`commit` was called, the
+    written files are deleted. A PartWriter must not be used by several threads at once. Different
+    threads may write different parts of the same store.
 
     Args:
         sequences: the sequences of the part, in plan order.
@@ -320,7 +320,7 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         self.sequences = sequences
         self.part = counts["part"]
         self.allocated_tokens = counts["allocated_tokens"]
-        # Whether the part is open. After it was committed or discarded, the value is False.
+        # Whether the part is open. After the part was committed or discarded, the value is False.
         self.is_open = True
         # If `commit` has found that another writer committed the part first, the value is False.
         # Otherwise, it is True.
@@ -349,8 +349,8 @@ class PartWriter(AbstractContextManager["PartWriter"]):
         Args:
             field: name of the field.
             first_token: position of the first token on the part's token axis (``first_token`` in
-                the plan). For each field, it must increase from call to call. Tokens that are
-                skipped become zero.
+                the plan). For each field, the position must increase from call to call. Tokens that
+                are skipped become zero.
             values: values of the tokens, [n_tokens, *token_shape] in the storage dtype. A bfloat16
                 value is passed as its bits in uint16. For a field with a lossy codec, pass the
                 result of ``StoreCodec.encode`` for the field: name of a stored array -> its rows.

@@ -505,8 +505,8 @@ def refuse_links(store: StorePath) -> None:
     """Raise StoreDamaged if a store contains a symbolic link.
 
     Writing or deleting through a link would change files outside of the store. The store's folder
-    itself may be a link. Entries of this folder may also be links if a store does not use their
-    names (``schema.is_known``), because no writer changes such entries.
+    itself may be a link. This folder may also contain links with names that a store does not use
+    (``schema.is_known``), because no writer changes such links.
     """
     inside = [os.fspath(store)] if isinstance(store, Path) else list[str]()
     while inside:

@@ -298,9 +298,9 @@ class StoreWriter(StoreFiles, AbstractContextManager["StoreWriter"]):
         for name in (COMMITS_NAME, PARTS_NAME, TARGET_NAME, CODEC_NAME, RUNS_NAME):
             if backend_of(self.path / name).exists():
                 shutil.rmtree(str(self.path / name))
-        # Keep texts.arrow, because this process may be reading it. A texts.arrow that was made from
-        # other inputs does no harm, because readers recognize it by the description of its inputs
-        # in the file.
+        # Keep texts.arrow, because this process may be reading it. A texts.arrow from other inputs
+        # does no harm: the file contains a description of its inputs, and readers check this
+        # description.
         folder = backend_of(self.path)
         folder.remove_files([CARD_NAME, PLAN_NAME, MANIFEST_NAME])
         folder.sync_names()
@@ -735,8 +735,9 @@ def name_next_basis(store: StorePath, manifest: StoreManifest) -> None:
         return
     if hashlib.sha256(content).hexdigest() != manifest.codec.get("basis_sha256"):
         return
-    # Write the file under its final name before deleting the other file. So at any time, the basis
-    # that store.json requires exists under at least one of the two names. Readers try both names.
+    # Write codec/basis.safetensors before codec/next-basis.safetensors is deleted. So at any time,
+    # the basis that store.json requires exists under at least one of the two names. Readers try
+    # both names.
     folder = backend_of(path.parent)
     backend_of(path.parent / BASIS_NAME).put(content)
     folder.remove_files([path.name])
